@@ -1,6 +1,6 @@
 """`meshwise submit`, and what `runs`, `stop` and `logs` show of what was sent. Its commands are stand-ins here; the
 real ones are in tests/schedulers. Of launcher/placing.py,
-commands/logs.py, commands/stop.py, records/rank_logs.py and schedulers/slurm.py."""
+commands/logs.py, commands/stop.py, records/attempts.py and schedulers/slurm.py."""
 
 from __future__ import annotations
 
@@ -400,9 +400,7 @@ def test_a_task_of_an_array_is_stopped_and_sent_again_alone(command: Command, sl
         task.mkdir()
         session = {"began": 1.0, "status": "running", "launcher": "Slurm", "scheduler_job": f"7_{number}", "start": 1}
         names.write_run(task, {"job": "small", "status": "running", "sessions": [session]})
-    (slurm / "queue").write_text(
-        "7_4|PENDING|JobArrayTaskLimit|main\n7_2|RUNNING|None|main\n7_3|RUNNING|None|main\n"
-    )
+    (slurm / "queue").write_text("7_4|PENDING|JobArrayTaskLimit|main\n7_2|RUNNING|None|main\n7_3|RUNNING|None|main\n")
     assert "queued, pending (JobArrayTaskLimit)" not in command("runs")[1]
     code, out, _ = command("stop", tasks[3].name)
     assert code == 0 and "Slurm job 7_3 is running. It was asked to save and to end." in out

@@ -25,7 +25,7 @@ FAULTS = {
     "job_exits": ["rank 1 of 2 left with exit code 0 in the middle of an epoch"],
     "job_exits_everywhere": ["failing called sys.exit(0) on every rank before its end: no weights were saved."],
     "job_exits_at_once": ["jobs_that_fail.py:57: os._exit(0) ended the process before its work was done. Return, or"],
-    "job_exits_in_c": ["jobs_that_fail.py:61: exit() of C ended the process before its work was done. Return, or"],
+    "job_exits_in_c": ["rank 1 of 2 left with exit code 0 without saying that its work is done"],
     "job_leaves_others": ["jobs_that_fail.py:82: os._exit(0) ended the process before its work was done. Return, or"],
     "job_out_of_memory": ["rank 1 of 2 failed: RuntimeError", "phase forward", "allocated ", "reserved ", "free "],
     "job_not_a_number": ["step 5: the loss is nan on rank 1", "in step 4"],

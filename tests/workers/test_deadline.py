@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from meshwise.workers import deadline
+from meshwise.workers import gate as gates
 from meshwise.workers.gate import WARM, StepGate
 
 JOB = {"SLURM_JOB_ID": "7"}
@@ -18,7 +18,7 @@ LONG = 30.0  # seconds in which a stop that is due is asked for on any machine
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deadline, "LOOK", 0.01)
+    monkeypatch.setattr(gates, "LOOK", 0.01)
 
 
 def gate_of(*, step: float = 0.0, save: float = 0.0, saves: bool = True) -> StepGate:
@@ -31,7 +31,7 @@ def stops_within(seconds: float, gate: StepGate, environment: dict[str, str], **
     """After how many seconds a stop is asked for; None where it is not within these."""
     over, asked, began = Event(), list[float](), time.time()
     watching = Thread(
-        target=deadline.watch,
+        target=gates.watch_time,
         args=(
             gate,
             lambda: asked.append(time.time() - began),
@@ -80,14 +80,14 @@ def test_what_was_never_measured_counts_and_is_said(capsys: pytest.CaptureFixtur
     found = stops_within(0.5, gate_of(), JOB, left_of=lambda job: next(left, None))
     assert found is None  # squeue is asked once a minute
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(deadline, "ASK", 0.05)
+        patch.setattr(gates, "ASK", 0.05)
         left = iter([3600.0, 50.0])
         assert stops_within(LONG, gate_of(), JOB, left_of=lambda job: next(left, None)) is not None
     assert "3 saves (1 min 00 s, none of which was measured) to come: stopping" in capsys.readouterr().err
 
 
 def test_a_limit_that_is_changed_is_followed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deadline, "ASK", 0.05)
+    monkeypatch.setattr(gates, "ASK", 0.05)
     soon = JOB | {"SLURM_JOB_END_TIME": ends_in(3)}
     assert stops_within(4.0, gate_of(save=0.001), soon, left_of=lambda job: 3600.0) is None  # made longer
     far = JOB | {"SLURM_JOB_END_TIME": ends_in(3600)}
@@ -96,7 +96,7 @@ def test_a_limit_that_is_changed_is_followed(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_the_time_limit_of_the_run_is_one(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    environment = {deadline.LIMIT: repr(time.time() + 10)}
+    environment = {gates.LIMIT: repr(time.time() + 10)}
     assert stops_within(0.2, gate_of(step=0.1, save=1.0), environment) is None
     assert stops_within(0.2, gate_of(), environment) is None  # a save that is not known is not guessed: nobody kills
     assert stops_within(LONG, gate_of(save=4.0), environment) is not None
@@ -105,11 +105,11 @@ def test_the_time_limit_of_the_run_is_one(monkeypatch: pytest.MonkeyPatch, capsy
 
 
 def test_the_time_limit_is_known_to_what_is_started_inside(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(deadline.LIMIT, raising=False)
-    with deadline.limited(90.0):
-        assert float(deadline.os.environ[deadline.LIMIT]) == pytest.approx(time.time() + 90, abs=5)
-    with deadline.limited(None):
-        assert deadline.LIMIT not in deadline.os.environ
+    monkeypatch.delenv(gates.LIMIT, raising=False)
+    with gates.time_limit(90.0):
+        assert float(gates.os.environ[gates.LIMIT]) == pytest.approx(time.time() + 90, abs=5)
+    with gates.time_limit(None):
+        assert gates.LIMIT not in gates.os.environ
 
 
 def test_the_longest_step_is_measured_without_the_first_ones() -> None:
@@ -140,14 +140,14 @@ def test_the_longest_step_is_measured_without_the_first_ones() -> None:
     ],
 )
 def test_what_squeue_writes_is_read(text: str, seconds: float | None) -> None:
-    assert deadline.seconds_left(text) == seconds
+    assert gates.seconds_left(text) == seconds
 
 
 def test_a_squeue_that_is_not_there_or_fails_says_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert deadline.left_by_squeue("7") is None
+    assert gates.left_by_squeue("7") is None
     (tmp_path / "squeue").write_text("#!/bin/sh\nexit 1\n")
     (tmp_path / "squeue").chmod(0o755)
-    assert deadline.left_by_squeue("7") is None
+    assert gates.left_by_squeue("7") is None
     (tmp_path / "squeue").write_text('#!/bin/sh\necho "1:00"\n')
-    assert deadline.left_by_squeue("7") == 60.0
+    assert gates.left_by_squeue("7") == 60.0

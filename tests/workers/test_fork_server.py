@@ -22,7 +22,7 @@ from meshwise.spec.devices import WorkerSlot
 from meshwise.spec.errors import PlanError, UsageError, WorkerFailed
 from meshwise.workers.fork_server import LISTENS, Forks
 from meshwise.workers.launch import Halt, launch
-from meshwise.workers.listeners import Listeners
+from meshwise.workers.watched import Listeners
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux forks workers")
 

@@ -52,9 +52,9 @@ def three(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Machines]]:
 
 def end(one: Machines) -> None:
     """A machine is gone."""
-    one._meeting.close()
-    one._store.close()
-    doors = [t for t in threading.enumerate() if t.name.endswith(f" {one._store.port}")]
+    one.meeting.close()
+    one.store.close()
+    doors = [t for t in threading.enumerate() if t.name.endswith(f" {one.store.port}")]
     for thread in doors:  # they hold the port, and the links
         thread.join(30)
     time.sleep(0.05)  # the others hear that the links are closed
@@ -110,7 +110,7 @@ def test_where_the_leader_is_lost_the_next_one_leads(three: list[Machines]) -> N
 
 def test_each_machine_may_be_lost_and_come_back_in_turn(three: list[Machines], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "CALL_EVERY", 0.1)
-    address = three[0]._rdzv
+    address = three[0].rdzv
     assert address is not None
     number = 1
     with ThreadPoolExecutor(4) as pool:

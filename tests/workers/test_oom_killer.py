@@ -22,29 +22,21 @@ def counters(tmp_path: Path) -> dict[str, Path]:
     (tmp_path / "box").mkdir()
     (tmp_path / "own").write_text("0::/box\n")
     (tmp_path / "box" / "memory.events").write_text("low 0\noom 0\noom_kill 3\n")
-    (tmp_path / "box" / "memory.max").write_text(f"{2 << 30}\n")
     (tmp_path / "vmstat").write_text("pgfault 5\noom_kill 7\n")
     return {"root": tmp_path, "own": tmp_path / "own", "statistics": tmp_path / "vmstat"}
 
 
-def test_what_the_group_counts_is_said_with_its_limit(counters: dict[str, Path], tmp_path: Path) -> None:
+def test_what_the_group_counts_is_said(counters: dict[str, Path], tmp_path: Path) -> None:
     before = kills(**counters)
     assert before == Kills(3, 7)
     (tmp_path / "box" / "memory.events").write_text("oom_kill 4\n")
     said = evidence(before, **counters)
-    assert said == "1 killed in its control group of 2.0 GiB since the run began"
+    assert said == "1 killed in its control group since the run began"
     failure = by_exit_status(1, -9, lambda: said)
     assert sentence(failure, 2) == (
-        "rank 1 of 2 was killed by the kernel's out-of-memory killer (SIGKILL; 1 killed in its control group of 2.0 "
-        "GiB since the run began). Reduce the memory that the ranks of this machine use, or give them more memory."
+        "rank 1 of 2 was killed by the kernel's out-of-memory killer (SIGKILL; 1 killed in its control group "
+        "since the run began). Reduce the memory that the ranks of this machine use, or give them more memory."
     )
-
-
-def test_groups_of_version_1_count_too(tmp_path: Path) -> None:
-    (tmp_path / "memory" / "box").mkdir(parents=True)
-    (tmp_path / "memory" / "box" / "memory.oom_control").write_text("oom_kill_disable 0\nunder_oom 0\noom_kill 2\n")
-    (tmp_path / "own").write_text("4:memory:/box\n")
-    assert kills(tmp_path, tmp_path / "own", tmp_path / "none") == Kills(2, None)
 
 
 def test_another_killer_is_not_called_that(counters: dict[str, Path], tmp_path: Path) -> None:

@@ -1,5 +1,5 @@
-"""Who a process is, from what Slurm, torchrun or mpirun have set. Of workers/launchers/place.py, find.py
-and slurm.py, and launcher/placing.py.
+"""Who a process is, from what Slurm, torchrun or mpirun have set. Of workers/place.py and
+launcher/placing.py.
 
 Variables marked "recorded" are of real processes: Slurm 22.05.8 (of tests/slurm.py), Open MPI 4.1.4 (both of Debian 12)
 and torchrun of torch 2.13. Those marked "documented" are written from documentation alone.
@@ -18,10 +18,7 @@ from meshwise.job.options import RunOptions
 from meshwise.launcher.placing import check_kind, placed
 from meshwise.spec.errors import UsageError
 from meshwise.spec.world import World
-from meshwise.workers.launchers import slurm
-from meshwise.workers.launchers.find import place_in
-from meshwise.workers.launchers.place import ALONE, Place
-from meshwise.workers.launchers.slurm import host_list, tasks_of_nodes
+from meshwise.workers.place import ALONE, Place, host_list, of_slurm, place_in, tasks_of_nodes
 
 # Recorded: task 2 of srun -N2 --ntasks-per-node=2.
 SRUN = {
@@ -185,12 +182,12 @@ def test_a_batch_script_that_inherits_a_step_is_one_process(
     for path, text in (("self/cgroup", group), ("213/status", "Name:\tsh\nPPid:\t209\n"), ("209/cmdline", above)):
         (tmp_path / path).parent.mkdir(exist_ok=True)
         (tmp_path / path).write_text(text)
-    place = slurm.read(LEAKED, proc=tmp_path)
+    place = of_slurm(LEAKED, proc=tmp_path)
     assert place is not None and (place.size == 2) == inside
 
 
 def test_a_step_is_believed_where_the_system_shows_nothing(tmp_path: Path) -> None:
-    found = [slurm.read(each, proc=tmp_path) for each in (SRUN, ARBITRARY, PMI2, LEAKED)]
+    found = [of_slurm(each, proc=tmp_path) for each in (SRUN, ARBITRARY, PMI2, LEAKED)]
     assert [place.size for place in found if place] == [4, 3, 3, 1]
 
 
@@ -207,7 +204,7 @@ def test_variables_that_cannot_be_are_refused(change: dict[str, str], says: str,
     (tmp_path / "self").mkdir()
     (tmp_path / "self" / "cgroup").write_text("/job_1/step_0/")
     with pytest.raises(UsageError) as caught:
-        slurm.read(SRUN | change, proc=tmp_path)
+        of_slurm(SRUN | change, proc=tmp_path)
     assert says in str(caught.value)
 
 

@@ -19,7 +19,7 @@ import pytest
 from meshwise.spec.errors import UsageError
 from meshwise.workers import rendezvous
 from meshwise.workers.handshake import CODE, HELLO, NONCE
-from meshwise.workers.launchers.place import Place
+from meshwise.workers.place import Place
 from meshwise.workers.secret import VARIABLE
 
 HERE = Place("Slurm", rank=0, size=3, nodes=1, tasks_here=3, key=f"slurm-test-{os.getpid()}.0.1")

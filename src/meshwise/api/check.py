@@ -60,8 +60,8 @@ from meshwise.workers.gate import Halt
 from meshwise.workers.hang import HANG_LIMIT
 from meshwise.workers.join import join
 from meshwise.workers.launch import launch
-from meshwise.workers.listeners import Listeners
 from meshwise.workers.scratch import scratch_folder
+from meshwise.workers.watched import Listeners
 
 shown_by(Proof, check_text)
 shown_by(PlainProof, check_text)

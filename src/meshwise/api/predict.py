@@ -32,8 +32,8 @@ from meshwise.timeline.views.live_progress import LiveView
 from meshwise.transfer.collectives import everyone, gather_objects
 from meshwise.workers.join import join
 from meshwise.workers.launch import launch
-from meshwise.workers.launchers.find import place_in
-from meshwise.workers.listeners import Listeners
+from meshwise.workers.place import place_in
+from meshwise.workers.watched import Listeners
 
 
 @takes(PredictOptions)

@@ -22,7 +22,6 @@ from meshwise import api, launcher, process
 from meshwise.job.job import Job
 from meshwise.job.options import AUTO, PRELOAD, PlanText, RunOptions
 from meshwise.launcher.placing import continued, placed
-from meshwise.launcher.several import Alone
 from meshwise.launcher.start import LaunchedProgram, Started, in_attempt, start, supervised, worker_slots
 from meshwise.launcher.supervise import Viewer, summarise
 from meshwise.machine.find import find_devices
@@ -47,8 +46,8 @@ from meshwise.workers.channel import Message
 from meshwise.workers.environment import loaded_with
 from meshwise.workers.fork_server import Forks
 from meshwise.workers.launch import launch as launch_workers
-from meshwise.workers.launchers.find import place_in
-from meshwise.workers.listeners import Listeners
+from meshwise.workers.place import place_in
+from meshwise.workers.watched import Listeners
 
 shown_by(RunSummary, summary_text)
 
@@ -213,11 +212,12 @@ def _run_joined(options: RunOptions, console: Console, began: float) -> tuple[Ru
     the run and the exit code."""
     job = _job_of(options)
     program = partial(_job_program, Named(job.name, job.batch_size), options)
-    with launcher.joined.joined_run(program, options, began) as run:
-        session, restarts = api.training.join(), run.restarts
+    with launcher.joined.joined_run(program, options, began) as started:
+        session, restarts = api.training.join(), started.restarts
+        leads = session.world.rank == 0
         api.training.agree_to_stop(session.world, session.gate, interrupts=True)
-        if options.folder is not None and names.saved_step(run.folder) is not None:
-            options = replace(options, resume=run.folder)
+        if options.folder is not None and names.saved_step(started.folder) is not None:
+            options = replace(options, resume=started.folder)
         devices = [f"rank {r}" for r in range(session.world.size)]
         viewer = Viewer(
             LiveView(console),
@@ -225,12 +225,11 @@ def _run_joined(options: RunOptions, console: Console, began: float) -> tuple[Ru
             live=False,
             restarts=restarts,
             halt=session.gate,
-            machines=Alone(session.world.size) if run.first else None,
+            machines=started.machines if leads else None,
         )
-        call = partial(api.training.run_job, job, options, send=viewer.send if run.first else None)
-        results = api.training.gather_objects(in_attempt(restarts.number, restarts.due(), call, run.folder))
-    started = Started(program(session.world), run.folder, run.slots, restarts, Alone(len(run.slots)))
-    summary = _finish(started, results, console if run.first else Console(quiet=True), keep=run.first)
+        call = partial(api.training.run_job, job, options, send=viewer.send if leads else None)
+        results = api.training.gather_objects(in_attempt(restarts.number, restarts.due(), call, started.folder))
+    summary = _finish(started, results, console if leads else Console(quiet=True), keep=leads)
     return summary, code_of_stop(session.gate.signal) if results[0]["status"] == "stopped" else DONE
 
 

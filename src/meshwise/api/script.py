@@ -76,7 +76,7 @@ def start_script(
         with launcher.joined.joined_run(program, options, began, process.session.saves) as run:
             call = partial(_script_in_worker, script, arguments, options)
             launcher.start.in_attempt(run.restarts.number, run.restarts.due(), call, run.folder)
-        if run.first:
+        if read_world(os.environ).rank == 0:
             print("\n".join(_where(run.folder)), file=sys.stderr, flush=True)
         return 0
     starts(options)

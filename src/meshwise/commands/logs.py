@@ -16,8 +16,8 @@ import typer
 
 from meshwise.commands.runs import FOLDER, NAME
 from meshwise.records import folder as names
+from meshwise.records.attempts import BEGINS, logs_of
 from meshwise.records.metrics import Metrics
-from meshwise.records.rank_logs import BEGINS, logs_of
 from meshwise.records.run_list import find_run, jobs_of
 from meshwise.schedulers import slurm
 from meshwise.spec.errors import UsageError

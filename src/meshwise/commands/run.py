@@ -18,7 +18,7 @@ from meshwise.job.options import RunOptions
 from meshwise.spec.errors import UsageError
 from meshwise.spec.exit_codes import MEANINGS
 from meshwise.spec.json_values import json_value
-from meshwise.workers.launchers.find import place_in
+from meshwise.workers.place import place_in
 
 SAMPLE = Path(__file__).parents[1] / "jobs" / "data" / "mnist" / "SAMPLE.txt"
 """A note on how to get the full MNIST. The file exists only in wheels, which ship just a sample of MNIST."""
@@ -64,17 +64,12 @@ def run(
 def typed() -> float:
     """Return the time when this process started, roughly when the user typed the command, in seconds since 1970.
 
-    On Linux, psutil computes this time from the time when the machine was booted, which is rounded down to a second.
-    With such a time, an attempt could seem to begin before the previous attempt ended. Therefore the exact age of the
-    process is subtracted from the current time.
+    It is the present time minus the age of the process. The time when the machine was booted, to which psutil adds,
+    is rounded down to a second: with it, an attempt could seem to begin before the previous attempt ended.
     """
-    import psutil  # here: the help has no use for it
-
-    born: float = psutil.Process().create_time()
-    if not hasattr(time, "CLOCK_BOOTTIME"):
-        return born
-    since: float = time.clock_gettime(time.CLOCK_BOOTTIME) - (born - psutil.boot_time())
-    return time.time() - since
+    ticks = Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]
+    age = time.clock_gettime(time.CLOCK_BOOTTIME) - int(ticks) / os.sysconf("SC_CLK_TCK")
+    return time.time() - age
 
 
 def _say_starting(options: RunOptions) -> None:

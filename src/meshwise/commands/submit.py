@@ -25,7 +25,7 @@ from meshwise.spec.errors import MeshwiseError, PlanError, UsageError
 from meshwise.spec.options import check_script
 from meshwise.spec.plan_settings import settings_text
 from meshwise.spec.units import plural, seconds_text
-from meshwise.workers.deadline import least_limit
+from meshwise.workers.gate import least_limit
 
 SECONDS = 45.0
 """How many seconds an estimate may take. With `--nodes 2-8`, there are two estimates: for 2 nodes and for 8 nodes."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from meshwise.job.options import RunOptions
@@ -22,26 +21,8 @@ from meshwise.spec.errors import WorkerFailed
 from meshwise.spec.exit_codes import AGAIN
 from meshwise.spec.faults import faults_of
 from meshwise.spec.world import World
-from meshwise.workers import deadline
+from meshwise.workers.gate import set_time_limit
 from meshwise.workers.join import rank_context
-
-
-@dataclass(frozen=True)
-class Joined:
-    """The state of a run whose processes were started by another launcher, such as torchrun. Every rank has one.
-
-    restarts: the record of the run's attempts, with the run folder.
-    slots: one worker slot per rank, each with one device.
-    first: whether this process is rank 0.
-    """
-
-    restarts: Restarts
-    slots: list[WorkerSlot]
-    first: bool
-
-    @property
-    def folder(self) -> Path:
-        return self.restarts.folder
 
 
 @contextlib.contextmanager
@@ -50,13 +31,13 @@ def joined_run(
     options: RunOptions,
     began: float,
     goes_on: Callable[[], bool] = lambda: True,
-) -> Iterator[Joined]:
+) -> Iterator[Started]:
     """Run the `with` block as one rank of a run, in a process that another launcher, such as torchrun, has started.
     Collective.
 
-    The run folder gets the same records as in a run that meshwise launches itself.
+    The run folder gets the same records as in a run that meshwise launches itself. Rank 0 writes them.
 
-    make: returns the program for a given world. It is called on one rank, which opens the run folder.
+    make: returns the program for a given world.
     began: when the user asked for the run, in seconds since 1970.
     goes_on: called when a rank is lost. It returns whether the run would resume from a saved state if it were started
         again.
@@ -66,7 +47,7 @@ def joined_run(
     """
     refuse_restarts(options, "under torchrun, srun or mpirun")
     if (left := options.seconds_left(began)) is not None:
-        deadline.limit(left)
+        set_time_limit(left)
     world = rank_context().world
     check_kind(options.devices, world)
     slots = [WorkerSlot(world.kind, None, (), 1)] * world.size
@@ -77,13 +58,9 @@ def joined_run(
         return mine[0].folder, mine[0].restarts.number
 
     run = begin(open_run)
-    restarts = (
-        mine[0].restarts
-        if mine
-        else Restarts(run.folder, number=run.attempt, faults=faults_of(options.fault, world.size))
-    )
+    restarts = Restarts(run.folder, number=run.attempt, faults=faults_of(options.fault, world.size))
     try:
-        yield Joined(restarts, slots, bool(mine))
+        yield mine[0] if mine else Started(make(world), run.folder, slots, restarts, Alone(world.size))
     except BaseException as error:
         failure = run.ends(error)
         if failure is not None and failure.of_machine:

@@ -32,8 +32,7 @@ from meshwise.spec.options import options_of
 from meshwise.spec.units import plural
 from meshwise.spec.world import World
 from meshwise.workers.environment import DEVICE_KIND, VISIBLE
-from meshwise.workers.launchers.find import place_in
-from meshwise.workers.launchers.place import Place
+from meshwise.workers.place import Place, place_in
 from meshwise.workers.rendezvous import meet
 
 ASKED = "asked"

@@ -97,27 +97,21 @@ class Restarts:
         """
         failure = error.failure
         self.step = max(self.began_at, failure.done if failure is not None else 0)
-        if (
-            failure is not None
-            and failure.smaller
-            and self.resumable
-            and self.most > 0
-            and self._smaller < MOST_SMALLER
-        ):
+        if failure is None or self.most == 0:
+            return error
+        if failure.smaller and self.resumable and self._smaller < MOST_SMALLER:
             self.smaller, changed = failure.smaller
             self._change = f"with {changed}, and the same numbers"
             self.most, self._smaller, self._last = self.most + 1, self._smaller + 1, None
             return None
-        if failure is not None and failure.of_machine and not self.resumable and self.most > 0:
-            return ended(error, NOT_SAVED, error.exit_code)
-        if failure is None or not self.resumable or not failure.of_machine:
+        if not failure.of_machine:
             return error
+        if not self.resumable:
+            return ended(error, NOT_SAVED, error.exit_code)
         this = None if failure.step is None else (failure.rank, failure.kind, failure.step)
         progress = self.step > self._furthest
         self._furthest = max(self.step, self._furthest)
         self._without_progress = 0 if progress else self._without_progress + 1
-        if self.most == 0:
-            return error
         if this is not None and this == self._last:
             why = f"The program itself fails: rank {failure.rank} failed alike in step {failure.step} of two attempts."
             return ended(error, why, FAILED)

@@ -37,10 +37,10 @@ from meshwise.spec.plan import Plan
 from meshwise.spec.plan_file import PREDICTED, plan_to_toml
 from meshwise.spec.prediction import prediction_of, prediction_to_toml
 from meshwise.spec.world import World
-from meshwise.workers import deadline
 from meshwise.workers.environment import ATTEMPT, read_world
 from meshwise.workers.fork_server import Forks
-from meshwise.workers.launchers.find import place_in
+from meshwise.workers.gate import time_limit
+from meshwise.workers.place import place_in
 
 OWN_OPTIONS = ("job", "devices", "log")
 """Options that may differ between machines, since they depend on the devices of each machine."""
@@ -245,7 +245,7 @@ def supervised(
         text = f"{told}\n{line}" if told and machines.first_rank == 0 else line
         console.print(text, soft_wrap=not console.is_terminal, markup=False, highlight=False)
     try:
-        with deadline.limited(limit):
+        with time_limit(limit):
             return supervise(
                 partial(_task, started),
                 slots,

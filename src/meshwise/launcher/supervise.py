@@ -23,10 +23,9 @@ from meshwise.launcher.devices_left import DevicesLeft
 from meshwise.launcher.restarts import Restarts
 from meshwise.launcher.several import JOINED, Alone, Several
 from meshwise.records import folder as names
-from meshwise.records.attempts import lost_texts
+from meshwise.records.attempts import lost_texts, open_log
 from meshwise.records.claims import is_over
 from meshwise.records.files import is_lost
-from meshwise.records.rank_logs import open_log
 from meshwise.spec.devices import WorkerSlot
 from meshwise.spec.errors import WorkerFailed
 from meshwise.spec.exit_codes import AGAIN, DONE, JOINS, WARNINGS, stop_text
@@ -40,7 +39,7 @@ from meshwise.workers.channel import Message
 from meshwise.workers.fork_server import Forks
 from meshwise.workers.gate import Halt, StepGate
 from meshwise.workers.launch import launch
-from meshwise.workers.listeners import Listeners
+from meshwise.workers.watched import Listeners
 
 WITHOUT_RECORDS = (
     "The run {ended}, but its folder {folder} was removed or moved meanwhile. The records and states that "
@@ -140,18 +139,8 @@ class Viewer:
         self._view.print(text.rstrip("\n"))
 
     def _progress(self, message: Message) -> TrainingProgress:
-        return TrainingProgress(
-            job=self._job,
-            epoch=message["epoch"],
-            epochs=message["epochs"],
-            step=message["step"],
-            steps=message["steps"],
-            loss=message["loss"],
-            samples_per_second=message["samples_per_second"],
-            seconds_left=message["seconds_left"],
-            memory=tuple(self._memory),
-            devices=self._devices,
-        )
+        facts = {name: value for name, value in message.items() if name != "kind"}
+        return TrainingProgress(self._job, memory=tuple(self._memory), devices=self._devices, **facts)
 
 
 def metrics_line(message: Mapping[str, Any]) -> str:
@@ -291,28 +280,21 @@ def summarise(results: Sequence[Mapping[str, Any]], plan: str, slots: Sequence[W
     """
     timeline = read_timeline(folder)
     report, first = report_of(timeline.newest_session(), str(folder)), results[0]
-    began, sessions = first["began"], len(timeline.sessions)
-    whole = None
-    if sessions > 1:
-        seconds = sum(session.ended - session.began for session in timeline.sessions) / 1e9
-        whole = WholeRun(sessions, first["epochs"], first["steps"], seconds)
+    began, sessions = first["began"], timeline.sessions
+    seconds = sum(session.ended - session.began for session in sessions) / 1e9
     return RunSummary(
-        job=first["job"],
+        **{name: first[name] for name in ("job", "status", "samples", "metrics", "best")},
         plan=plan,
         devices=tuple(islice(cycle(slot.name for slot in slots), max(len(report.ranks), len(slots)))),
-        status=first["status"],
         epochs=first["epochs"] - began["epoch"],
         steps=first["steps"] - began["step"],
-        samples=first["samples"],
         seconds=report.wall_seconds,
         train_seconds=min((sum(rank.seconds.values()) for rank in report.ranks), default=0.0),
         samples_per_second=report.samples_per_second or 0.0,
-        metrics=first["metrics"],
-        best=first["best"],
         phases=tuple(dict(rank.seconds) for rank in report.ranks),
         verdict=report.verdict,
         memory=tuple(result["memory"] for result in results),
         folder=str(folder),
         notes=(*first["notes"], *lost_texts(timeline.facts)),
-        whole=whole,
+        whole=WholeRun(len(sessions), first["epochs"], first["steps"], seconds) if len(sessions) > 1 else None,
     )

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
 from meshwise.records import folder as names
-from meshwise.records.rank_logs import open_log
+from meshwise.records.attempts import open_log
 from meshwise.spec.errors import UsageError, WorkerFailed
 from meshwise.spec.exit_codes import stop_text
 from meshwise.spec.words import ranks_text

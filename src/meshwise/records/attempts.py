@@ -1,17 +1,32 @@
-"""List a run's attempts: each start, its end, its cost.
+"""List a run's attempts: each start, its end, its cost, its logs.
 
-An attempt is one start of the run's workers. Attempts are read from run.json.
-
-Tested in tests/records/test_attempts.py.
+An attempt is one start of the run's workers. Attempts are read from run.json. Each rank has a log file of its own in
+each attempt, so what a cut-off process of an earlier attempt prints is not taken for output of a later attempt.
+Tested in tests/records/test_attempts.py and tests/cli/test_submit.py.
 """
 
 from __future__ import annotations
 
+import re
+import socket
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, BinaryIO
 
+from meshwise.records.files import make_folder
 from meshwise.spec.units import plural, seconds_text
+
+WORKERS = "workers"
+BEGINS = re.compile(r"--- begins on (?P<host>\S+) at (?P<time>\d+(\.\d+)?)")
+"""Matches the first line of an attempt's log, which has the launcher's host and the time in seconds since 1970."""
+_NUMBERS: Mapping[str, type[int] | type[float]] = {
+    **dict.fromkeys(("step", "from_step", "steps_lost"), int),
+    **dict.fromkeys(("seconds_to_detect", "seconds_to_step", "began", "ended"), float),
+}
+"""The numbers of an attempt, as run.json has them."""
+_RANK = re.compile(r"rank(\d+)(?:\.(\d+))?\.log")
 
 
 @dataclass(frozen=True)
@@ -52,17 +67,11 @@ def attempts_of(facts: Mapping[str, Any]) -> list[Attempt]:
             number,
             str(session.get("status", "")),
             str(session.get("reason", "")),
-            _number(session.get("step"), int),
-            _number(session.get("seconds_to_detect"), float),
-            _number(session.get("from_step"), int),
-            _number(session.get("steps_lost"), int),
-            _number(session.get("seconds_to_step"), float),
-            _number(session.get("began"), float),
-            _number(session.get("ended"), float),
-            _launched(session),
-            _number(session.get("world"), int),
-            _waited(facts, before, session),
-            _texts(session.get("told")),
+            **{name: _number(session.get(name), kind) for name, kind in _NUMBERS.items()},
+            launched=_launched(session),
+            devices=_number(session.get("world"), int),
+            waited=_waited(facts, before, session),
+            told=_texts(session.get("told")),
         )
         for number, (before, session) in enumerate(zip([{}, *found], found, strict=False), 1)
     ]
@@ -127,3 +136,19 @@ def _number(value: Any, kind: type[int] | type[float]) -> Any:
     if isinstance(value, bool) or not isinstance(value, (int, kind)) or not 0 <= value < 1e15:
         return None
     return kind(value)
+
+
+def open_log(folder: Path, rank: int, attempt: int = 1) -> BinaryIO:
+    """Open the log of a rank for one attempt of a run, for appending."""
+    path = folder / WORKERS / (f"rank{rank}.log" if attempt == 1 else f"rank{rank}.{attempt}.log")
+    make_folder(path.parent)
+    log = path.open("ab")
+    log.write(f"--- begins on {socket.gethostname()} at {time.time():.1f}\n".encode())
+    log.flush()
+    return log
+
+
+def logs_of(folder: Path) -> list[tuple[int, int, Path]]:
+    """Return (rank, attempt, path) for each log in a run folder."""
+    named = [(_RANK.fullmatch(path.name), path) for path in (folder / WORKERS).glob("*")]
+    return sorted((int(match[1]), int(match[2] or 1), path) for match, path in named if match)

@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping
+from itertools import islice
 from pathlib import Path
 
 from meshwise.records.files import write_text
@@ -32,7 +33,7 @@ def code_files(word: str) -> dict[str, str]:
     if file.suffix != ".py" or not file.is_file():
         return {}
     folder = file.resolve().parent
-    return {str(path.relative_to(folder)): _hash(path) for path in _files(folder, file.resolve())}
+    return {str(path.relative_to(folder)): _hash(path) for path in islice(_files(folder, file.resolve()), MOST_FILES)}
 
 
 def write_code(folder: Path, word: str) -> None:
@@ -73,7 +74,6 @@ def _differences(kept: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
 
 def _files(folder: Path, first: Path) -> Iterator[Path]:
     yield first
-    found = 1
     for root, folders, files in os.walk(folder):
         here = Path(root)
         if (here / RUN_FILE).exists() or (here / CODE).exists():
@@ -86,9 +86,6 @@ def _files(folder: Path, first: Path) -> Iterator[Path]:
         )
         for path in (here / name for name in sorted(files)):
             if path != first and path.suffix == ".py" and path.is_file():
-                found += 1
-                if found > MOST_FILES:
-                    return
                 yield path
 
 

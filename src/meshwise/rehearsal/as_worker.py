@@ -35,7 +35,7 @@ from meshwise.spec.user_code import is_users, user_place
 from meshwise.spec.world import VARIABLES, World
 from meshwise.tracking.tracking import nowhere
 from meshwise.workers.environment import DEVICE_KIND, EXACT_RANDOM, LOG, PLAN_FILE, RUN_FOLDER
-from meshwise.workers.fork_server import ForkServer
+from meshwise.workers.fork_server import Forks
 from meshwise.workers.gate import StepGate
 from meshwise.workers.join import RankContext, standing_for
 from meshwise.workers.scratch import scratch_folder
@@ -69,7 +69,7 @@ def as_a_worker(world: World, plan: Plan) -> Iterator[io.StringIO]:
         stack.enter_context(nowhere())
         stack.enter_context(patch.object(DataLoader, "__init__", _without_workers(DataLoader.__init__)))
         stack.enter_context(patch.object(BaseProcess, "start", _starts_processes))
-        stack.enter_context(patch.object(ForkServer, "__init__", _starts_processes))
+        stack.enter_context(patch.object(Forks, "server", _starts_processes))
         stack.callback(around_batches(real_values))
         stack.enter_context(contextlib.redirect_stdout(said))
         stack.enter_context(contextlib.redirect_stderr(said))

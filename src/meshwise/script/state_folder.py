@@ -28,7 +28,7 @@ from meshwise.spec.words import printable
 from meshwise.transfer import collectives
 from meshwise.workers.environment import ATTEMPT, RUN_FOLDER, attempt
 from meshwise.workers.join import rank_context
-from meshwise.workers.launchers.find import place_in
+from meshwise.workers.place import place_in
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 Control groups hold what Linux lets this process use, and what it was denied. They also tell whether the kernel's
 out-of-memory killer ended a process, since a SIGKILL does not say who sent it: its kills are counted in each control
-group (`memory.events`, or `memory.oom_control` of version 1) and for the machine (`/proc/vmstat`).
+group of version 2 (`memory.events`) and for the machine (`/proc/vmstat`).
 Tested in tests/machine/test_host_facts.py and tests/workers/test_oom_killer.py.
 """
 
@@ -13,12 +13,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from meshwise.spec.units import bytes_text
-
 ROOT = Path("/sys/fs/cgroup")
 OWN = Path("/proc/self/cgroup")
 STATISTICS = Path("/proc/vmstat")
-_NO_LIMIT = 2**60
 
 
 def groups(controller: str, root: Path = ROOT, own: Path = OWN) -> Iterator[Path]:
@@ -61,8 +58,8 @@ class Kills:
 
 def kills(root: Path = ROOT, own: Path = OWN, statistics: Path = STATISTICS) -> Kills:
     """Return how many processes the out-of-memory killer has ended so far."""
-    found = [count for file in _events(root, own) if (count := _count(file)) is not None]
-    return Kills(max(found, default=None), _count(statistics))
+    counts = [_count(group / "memory.events") for group in groups("", root, own)]
+    return Kills(max((count for count in counts if count is not None), default=None), _count(statistics))
 
 
 def evidence(before: Kills, root: Path = ROOT, own: Path = OWN, statistics: Path = STATISTICS) -> str | None:
@@ -73,26 +70,10 @@ def evidence(before: Kills, root: Path = ROOT, own: Path = OWN, statistics: Path
     """
     now = kills(root, own, statistics)
     if before.group is not None and now.group is not None and now.group > before.group:
-        limit = min(_limits(root, own), default=None)
-        allowed = "" if limit is None else f" of {bytes_text(limit)}"
-        return f"{now.group - before.group} killed in its control group{allowed} since the run began"
+        return f"{now.group - before.group} killed in its control group since the run began"
     if before.machine is None or now.machine is None:
         return None
     return "" if now.machine == before.machine else f"{now.machine - before.machine} killed here since the run began"
-
-
-def _events(root: Path, own: Path) -> list[Path]:
-    return [
-        *(group / "memory.events" for group in groups("", root, own)),
-        *(group / "memory.oom_control" for group in groups("memory", root, own)),
-    ]
-
-
-def _limits(root: Path, own: Path) -> list[int]:
-    files = [group / "memory.max" for group in groups("", root, own)]
-    files += [group / "memory.limit_in_bytes" for group in groups("memory", root, own)]
-    texts = [read_text(file) for file in files]
-    return [int(text) for text in texts if text.isdecimal() and int(text) < _NO_LIMIT]
 
 
 def _count(file: Path) -> int | None:

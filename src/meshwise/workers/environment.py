@@ -3,7 +3,7 @@
 This module does not import torch.
 
 RANK and WORLD_SIZE are set by `meshwise run`, `mw.launch` and torchrun; under srun and mpirun they are derived from the
-variables that those set (launchers/). Without any of these, the run has one device, and no process group is created.
+variables that those set (place.py). Without any of these, the run has one device, and no process group is created.
 Tested in tests/workers/test_join.py.
 """
 
@@ -18,7 +18,7 @@ from meshwise.spec.devices import WorkerSlot
 from meshwise.spec.errors import UsageError, WorkerFailed
 from meshwise.spec.units import plural
 from meshwise.spec.world import World
-from meshwise.workers.launchers.find import place_in
+from meshwise.workers.place import place_in
 
 FILES, FILES_OF_WORKER = 44, 2
 """How many open files a small job was measured to need, and how many more per worker. User libraries open more."""
@@ -70,12 +70,6 @@ def visible(index: int) -> str:
 def started_by_launcher() -> bool:
     """Check whether this process is one of several that a launcher started (ours, torchrun, srun or mpirun)."""
     return place_in(os.environ).size > 1
-
-
-def derived_ranks(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return RANK, WORLD_SIZE, LOCAL_* and, if known, MASTER_*, as the launcher's variables define them."""
-    found = place_in(environment).variables()
-    return {name: value for name, value in found.items() if name not in environment}
 
 
 def read_world(environment: Mapping[str, str]) -> World:

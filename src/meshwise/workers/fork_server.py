@@ -1,7 +1,7 @@
 """Import torch once and fork the workers of a launch.
 
     launcher                                     fork server, a child of the launcher
-    ForkServer(preload)      starts it    ->     imports what workers need
+    Forks(preload).server()  starts it    ->     imports what workers need
     .start(...)              a request    ->     forks; the child becomes the worker
     ForkedWorker.poll()      <-    its process id, later its exit status
     .call(function)          a request    ->     forks; the child calls it, and leaves what it gives in a file
@@ -44,43 +44,54 @@ LISTENS = "MESHWISE_FORK_SERVER"
 """The environment variable with the address of a fork server that serves many launches, as in our tests."""
 
 
-class ForkServer:
-    """The launcher's side of the fork server. `start` starts a worker. Call `close` after all workers have ended."""
+class Forks:
+    """The launcher's side of the fork server, which starts when a launch of workers first needs it. It can stay for
+    later launches, so that only the first launch waits until torch is imported."""
 
-    def __init__(self, preload: Sequence[str], variables: Mapping[str, str]) -> None:
-        """Start the server, which imports the modules of `preload` before it forks."""
-        self._started, self._lock = 0, threading.Lock()
-        self._known: dict[int, dict[str, int]] = {}
+    def __init__(self, preload: Sequence[str], *, stays: bool = False) -> None:
+        """preload: modules that the server imports first. stays: whether the server serves several launches."""
+        self._preload, self._stays, self._lock = preload, stays, threading.Lock()
+        self._known: list[dict[str, int]] = []
+        self._line: socket.socket | None = None
         self.process: subprocess.Popen[bytes] | None = None
-        """The server's process. None if this launcher did not start it (see LISTENS)."""
+        """The server's process. None if it has not started, or if this launcher did not start it (see LISTENS)."""
+
+    def server(self, variables: Mapping[str, str]) -> Forks:
+        """Start the server, with this environment, if it does not run yet."""
+        if self._line is not None:
+            return self
         if address := os.environ.get(LISTENS):
             self._line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             self._line.connect(address)
-            return
+            return self
         self._line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "meshwise.workers", "--fork-server", str(theirs.fileno()), *preload],
+                [sys.executable, "-m", "meshwise.workers", "--fork-server", str(theirs.fileno()), *self._preload],
                 env=dict(variables),
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
             )
+        return self
 
     def start(self, arguments: list[str], variables: Mapping[str, str], files: Sequence[int]) -> ForkedWorker:
         """Ask the server for a worker with these arguments and this environment. Return before the worker runs.
 
         files: the worker's stdout and stderr, and on rank 0 the socket of the process group's store, as descriptors.
         """
+        facts = dict[str, int]()
         with self._lock:
-            number, self._started = self._started, self._started + 1
+            number = len(self._known)
+            self._known.append(facts)
+        assert self._line is not None  # the server has begun
         request = {"arguments": arguments, "variables": dict(variables), "folder": str(Path.cwd())}
         with os.fdopen(os.memfd_create("request"), "r+b") as file:  # an environment may be longer than a packet
             file.write(json.dumps(request).encode())
             file.flush()
             with contextlib.suppress(OSError):  # a server that has died is seen by `poll`
                 socket.send_fds(self._line, [b"%d" % number], [file.fileno(), *files])
-        return ForkedWorker(self, number)
+        return ForkedWorker(self, facts)
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Call a function in a new process, with this process's stdout and stderr. Return the function's result, which
@@ -105,54 +116,28 @@ class ForkServer:
         error.exit_code = answer["exit code"]
         raise error
 
-    def known(self, number: int, *, wait: bool = False) -> dict[str, int]:
+    def hear(self, facts: dict[str, int], *, wait: bool = False) -> dict[str, int]:
         """Return what the server has reported about a worker: `pid` once it is forked, also `status` once it has ended.
 
-        wait: whether to wait until `status` is known.
+        facts: what it had reported before. wait: whether to wait until `status` is known.
         """
-        while "status" not in self._known.get(number, {}):
+        while "status" not in facts:
             try:
                 with self._lock:  # another launch reads here too
-                    if not select.select([self._line], [], [], 0.05 if wait else 0)[0]:
+                    if self._line is not None and not select.select([self._line], [], [], 0.05 if wait else 0)[0]:
                         if wait:
                             continue
                         break
-                    packet = self._line.recv(PACKET)
+                    packet = b"" if self._line is None else self._line.recv(PACKET)
             except (OSError, ValueError):  # closed
                 packet = b""
             if not packet:  # the kernel has killed the workers of a dead server
                 died = None if self.process is None else _waited(self.process)
-                return self._known.setdefault(number, {}) | {"status": died or -signal.SIGKILL}
+                facts["status"] = died or -signal.SIGKILL
+                break
             told = json.loads(packet)
-            self._known.setdefault(told.pop("number"), {}).update(told)
-        return self._known.get(number, {})
-
-    def close(self) -> None:
-        """Kill the server and all processes that it forked. Wait for their end for a limited time."""
-        workers = [self.known(number).get("pid") for number in range(self._started)]
-        self._line.close()
-        if self.process is None or (None not in workers and _waited(self.process) is not None):
-            return
-        self.process.kill()  # it imports still, or is stopped: it reads no request and no end
-        for pid in filter(None, workers):
-            kill_group(pid)
-        _waited(self.process)
-
-
-class Forks:
-    """Starts the fork server when a launch of workers first needs it. The server can stay for later launches, so that
-    only the first launch waits until torch is imported."""
-
-    def __init__(self, preload: Sequence[str], *, stays: bool = False) -> None:
-        """preload: modules that the server imports first. stays: whether the server serves several launches."""
-        self._preload, self._stays = preload, stays
-        self._server: ForkServer | None = None
-
-    def server(self, variables: Mapping[str, str]) -> ForkServer:
-        """Return the fork server, after starting it if there is none yet."""
-        if self._server is None:
-            self._server = ForkServer(self._preload, variables)
-        return self._server
+            self._known[told.pop("number")].update(told)
+        return facts
 
     def end_launch(self, workers: Sequence[ForkedWorker]) -> None:
         """Clean up after a launch whose workers were killed. Close the server unless it can serve another launch."""
@@ -166,28 +151,30 @@ class Forks:
         if alive or (self.process is not None and self.process.poll() is not None):
             self.close()
 
-    @property
-    def process(self) -> subprocess.Popen[bytes] | None:
-        """The process of the fork server. None if the server was not started."""
-        return None if self._server is None else self._server.process
-
     def close(self) -> None:
-        """End the server and all processes that it forked."""
-        if self._server is not None:
-            self._server.close()
-            self._server = None
+        """Kill the server and all processes that it forked. Wait for their end for a limited time."""
+        if self._line is None:
+            return
+        workers = [self.hear(facts).get("pid") for facts in self._known]
+        self._line.close()
+        if self.process is not None and (None in workers or _waited(self.process) is None):
+            self.process.kill()  # it imports still, or is stopped: it reads no request and no end
+            for pid in filter(None, workers):
+                kill_group(pid)
+            _waited(self.process)
+        self._line, self.process, self._known = None, None, []
 
 
 class ForkedWorker:
     """A forked worker, with the interface of a `subprocess.Popen`."""
 
-    def __init__(self, server: ForkServer, number: int) -> None:
-        self.server, self._number = server, number
+    def __init__(self, server: Forks, facts: dict[str, int]) -> None:
+        self.server, self._facts = server, facts
 
     @property
     def pid(self) -> int | None:
         """The process id of the worker. None until the server has forked it."""
-        return self.server.known(self._number).get("pid")
+        return self.server.hear(self._facts).get("pid")
 
     def poll(self) -> int | None:
         """Return the worker's exit code, or minus the number of the signal that killed it. None while the worker
@@ -198,12 +185,12 @@ class ForkedWorker:
     def told(self) -> int | None:
         """Return the worker's exit status, as the server reported it. None while the worker runs or the server is
         stopped."""
-        return self.server.known(self._number).get("status")
+        return self.server.hear(self._facts).get("status")
 
     def wait(self) -> int:
         """Wait until the worker has ended. Return its exit status."""
         status = self.poll()
-        return self.server.known(self._number, wait=True)["status"] if status is None else status
+        return self.server.hear(self._facts, wait=True)["status"] if status is None else status
 
 
 def serve(line: socket.socket, work: Callable[[], int], interrupted: Any = signal.default_int_handler) -> int:
@@ -250,7 +237,7 @@ def serve(line: socket.socket, work: Callable[[], int], interrupted: Any = signa
 
 
 def answer_of(task: Path) -> Path:
-    """Return the path of the file to which a process started by `ForkServer.call` writes the result of `task`."""
+    """Return the path of the file to which a process started by `Forks.call` writes the result of `task`."""
     return task.with_suffix(".json")
 
 

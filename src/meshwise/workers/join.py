@@ -29,10 +29,9 @@ from meshwise.spec.errors import UsageError
 from meshwise.spec.world import World
 from meshwise.workers import divergence
 from meshwise.workers.channel import WorkerChannel, connect
-from meshwise.workers.environment import LISTENER, VISIBLE, derived_ranks, read_world, visible
+from meshwise.workers.environment import LISTENER, VISIBLE, read_world, visible
 from meshwise.workers.gate import StepGate
-from meshwise.workers.launchers.find import place_in
-from meshwise.workers.launchers.place import ALONE, Place
+from meshwise.workers.place import ALONE, Place, place_in
 from meshwise.workers.rendezvous import meet, taken
 from meshwise.workers.stopping import agree_to_stop
 
@@ -77,7 +76,7 @@ def rank_context() -> RankContext:
 
 def _world_at(place: Place) -> World:
     """Return the world of this process, and set the environment variables that describe it."""
-    os.environ.update(derived_ranks(os.environ))
+    os.environ.update(place.variables() | os.environ)
     world = read_world(os.environ)
     if place.size > 1 and place.key and place.rendezvous is None:
         host, port = meet(place)
@@ -144,7 +143,8 @@ def _take_device(world: World) -> World:
     if kind == "cuda" and (world.size > 1 or world.device):
         if world.size > 1 and shown_gpus() > 1:
             device = f"cuda:{world.local_rank}"  # the driver was asked before meshwise was: all devices stay visible
-            _put_back(VISIBLE, given)
+            os.environ.pop(VISIBLE, None)
+            os.environ |= {} if given is None else {VISIBLE: given}
         torch.cuda.set_device(torch.device(device))
     return World(world.rank, world.size, world.local_rank, world.local_size, device, given=bool(world.device))
 
@@ -157,13 +157,6 @@ def _see_one_gpu(local_rank: int) -> None:
         raise UsageError(f"torch finds only {count} GPUs, so local rank {local_rank} has none. Start fewer processes.")
     if not torch.cuda.is_initialized():
         os.environ[VISIBLE] = visible(local_rank)
-
-
-def _put_back(name: str, value: str | None) -> None:
-    if value is None:
-        os.environ.pop(name, None)
-    else:
-        os.environ[name] = value
 
 
 def enter_process_group(world: World, store: Any = None) -> None:

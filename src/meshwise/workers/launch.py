@@ -19,7 +19,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,11 +36,10 @@ from meshwise.workers.fork_server import Forks
 from meshwise.workers.gate import Halt
 from meshwise.workers.hang import ASKED, HangWatch
 from meshwise.workers.heartbeat import steps_of
-from meshwise.workers.listeners import Listeners
 from meshwise.workers.nodes import FarBeats, Nodes
 from meshwise.workers.scratch import scratch_folder
 from meshwise.workers.store import SILENCE
-from meshwise.workers.watched import State, WatchedWorker, shown
+from meshwise.workers.watched import Listeners, State, WatchedWorker, shown
 from meshwise.workers.written_files import WrittenFiles
 
 # Time limits, in seconds.
@@ -71,8 +70,9 @@ def launch(
     """
     environment.refuse_few_files(len(slots))
     with scratch_folder() as scratch, ExitStack() as stack:
+        forks = preload if isinstance(preload, Forks) else Forks(preload)
         launcher = _Launcher(
-            scratch, folder or scratch, listeners or Listeners(), nodes, halt or Halt(), len(slots), preload
+            scratch, folder or scratch, listeners or Listeners(), nodes, halt or Halt(), len(slots), forks
         )
         stack.callback(launcher.end)
         task = scratch / "task.pickle"
@@ -87,23 +87,20 @@ def launch(
         ]
 
 
+@dataclass
 class _Launcher:
     """The workers of one launch on this machine, and the state of each."""
 
-    def __init__(
-        self,
-        scratch: Path,
-        folder: Path,
-        listeners: Listeners,
-        nodes: Nodes | None,
-        halt: Halt,
-        local_size: int,
-        preload: Sequence[str] | Forks,
-    ) -> None:
-        self.folder, self.listeners, self.nodes, self.halt = folder, listeners, nodes, halt
-        self.local_size, self._scratch = local_size, scratch
-        self._forks = preload if isinstance(preload, Forks) else Forks(preload)
-        self.run_folder = {} if folder == scratch else {environment.RUN_FOLDER: str(folder.resolve())}
+    scratch: Path
+    folder: Path
+    listeners: Listeners
+    nodes: Nodes | None
+    halt: Halt
+    local_size: int
+    forks: Forks
+
+    def __post_init__(self) -> None:
+        scratch, listeners, nodes, local_size = self.scratch, self.listeners, self.nodes, self.local_size
         self.size = nodes.size if nodes else local_size
         self.first_rank = nodes.first_rank if nodes else 0
         self.workers: list[WatchedWorker] = []
@@ -127,7 +124,7 @@ class _Launcher:
             pipes = [os.pipe(), os.pipe()] if rank == 0 else []
             stdout, stderr = [write for _, write in pipes] or [log.fileno()] * 2
             kept = [listener.fileno()] if rank == 0 and listener else []
-            process = self._forks.server(variables).start([str(task)], variables, [stdout, stderr, *kept])
+            process = self.forks.server(variables).start([str(task)], variables, [stdout, stderr, *kept])
             entry = WatchedWorker(rank, process, log)
             self.workers.append(entry)
             for name, (read, write) in zip(("stdout", "stderr"), pipes, strict=False):
@@ -150,7 +147,7 @@ class _Launcher:
             ADDRESS: self._channel.address,
             TOKEN: self._token,
             environment.DEVICE_KIND: slot.device,
-            **self.run_folder,
+            **({} if self.folder == self.scratch else {environment.RUN_FOLDER: str(self.folder.resolve())}),
             environment.CORES: ",".join(map(str, slot.cores)),
         }
 
@@ -194,7 +191,7 @@ class _Launcher:
         if self.halt.wanted:
             return
         pids = {w.rank: w.process.pid for w in self.workers if w.state is State.RUNNING}
-        hang = self._hangs.look(pids, self._far.heard(), self._forks.process)
+        hang = self._hangs.look(pids, self._far.heard(), self.forks.process)
         self._far.tell(partial(self._hangs.here, pids))
         if hang and hang.over:
             self._fail(Failure(hang.rank, "hung", hang.text, plain=True, step=hang.step))
@@ -211,7 +208,7 @@ class _Launcher:
 
     def _fail(self, chosen: Failure) -> None:
         ranks = [w.rank for w in self.workers]
-        step, done = steps_of(self._scratch, ranks, chosen.rank if chosen.rank in ranks else self.first_rank)
+        step, done = steps_of(self.scratch, ranks, chosen.rank if chosen.rank in ranks else self.first_rank)
         known = chosen.rank in ranks and chosen.kind != "server"
         chosen = replace(chosen, step=chosen.step or (step if known else None), done=done)
         text = failure.sentence(chosen, self.size, [w.failure for w in self.workers if w.failure])
@@ -326,7 +323,7 @@ class _Launcher:
     def end(self) -> None:
         for entry in self.workers:
             entry.kill()
-        self._forks.end_launch([w.process for w in self.workers])
+        self.forks.end_launch([w.process for w in self.workers])
         for entry in self.workers:
             entry.process.wait()
             for reader in entry.readers:

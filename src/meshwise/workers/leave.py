@@ -1,6 +1,6 @@
 """End a process: report a sudden end, and take apart no imports.
 
-`os._exit`, `os.abort` and C's `exit` are reported, with the calling line, before they end the process (`told`).
+A call of `os._exit` is reported, with its line, before it ends the process (`told`).
 
 When Python exits, it clears its modules. That copies the memory pages that the workers of a machine share, so the exit
 is when they need the most memory. As in a normal exit, threads are joined, exit functions called, open files flushed.
@@ -18,7 +18,6 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from types import FrameType
 from typing import Any, NoReturn
 
 from meshwise.spec.user_code import OURS, is_users, user_place
@@ -69,34 +68,22 @@ def _flush(*files: Any) -> None:
 
 @contextlib.contextmanager
 def told(tell: Callable[[str], object]) -> Iterator[None]:
-    """Inside the `with` block, call `tell` just before a call such as `os._exit` ends this process at once.
+    """Inside the `with` block, call `tell` just before `os._exit` ends this process at once.
 
     For example, this calls `tell("train.py:3: os._exit(0)")`. Calls in forked processes do not count, since they are
     normal there. Meshwise's own calls do not count either, since meshwise says itself why it ends a process.
     """
-    process, before = os.getpid(), (os._exit, os.abort)
-    modules: tuple[Any, ...] = (os, sys.modules[os.name])  # posix has them too
-    libc, key = ctypes.CDLL(None), ctypes.byref(ctypes.c_char())
+    process, ends = os.getpid(), os._exit
 
-    def say(call: str, caller: FrameType) -> None:
+    def call(status: int) -> NoReturn:
+        caller = sys._getframe(1)
         if os.getpid() == process and not caller.f_code.co_filename.startswith(OURS):
             at = user_place(caller)
-            tell(f"{at}: " * bool(at) + call)
+            tell(f"{at}: " * bool(at) + f"os._exit({status!r})")
+        ends(status)
 
-    def telling(ends: Any) -> Any:
-        def call(*code: Any, **named: Any) -> Any:
-            say(f"os.{ends.__name__}({', '.join(map(repr, (*code, *named.values())))})", sys._getframe(1))
-            return ends(*code, **named)
-
-        return call
-
-    exits = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda _: say("exit() of C", sys._getframe(1)))
-    for module in modules:
-        module._exit, module.abort = map(telling, before)
-    libc.__cxa_atexit(exits, None, key)  # Python's atexit does not hear of it
+    os._exit = call
     try:
         yield
     finally:
-        for module in modules:
-            module._exit, module.abort = before
-        libc.__cxa_finalize(key)  # calls it, for us, and forgets it: Python is gone when this process ends
+        os._exit = ends

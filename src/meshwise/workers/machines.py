@@ -14,7 +14,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
@@ -34,29 +34,26 @@ Look = Callable[[], object]
 """A function that is called again and again during a wait. It ends the wait early by raising an error."""
 
 
+@dataclass
 class Machines:
     """The machines on which the run was started, as this machine sees them. One of them, the leader, decides about each
-    attempt. `nodes` holds the machines of the current attempt."""
+    attempt.
 
-    nodes: Nodes
+    nodes: the machines of the current attempt.
+    """
 
-    def __init__(
-        self,
-        meeting: Meeting,
-        store: Store,
-        me: Member,
-        nnodes: int,
-        secret: Secret,
-        rdzv: tuple[str, int] | None = None,
-    ) -> None:
-        """Take part in a run on `nnodes` machines."""
-        self._meeting, self._store, self.me, self.nnodes, self._rdzv = meeting, store, me, nnodes, rdzv
-        self._secret = secret
-        self._leader = 0
-        self._report: dict[str, Any] | None = None
-        self._ended = False
-        self._gone: set[str] = set()
-        """The names of machines that could not be reached when a new leader was chosen."""
+    meeting: Meeting
+    store: Store
+    me: Member
+    nnodes: int
+    secret: Secret
+    rdzv: tuple[str, int] | None = None
+    nodes: Nodes = field(init=False)
+    _leader: int = 0
+    _report: dict[str, Any] | None = None
+    _ended: bool = False
+    _gone: set[str] = field(default_factory=set)
+    """The names of machines that could not be reached when a new leader was chosen."""
 
     @property
     def leads(self) -> bool:
@@ -64,13 +61,13 @@ class Machines:
         return self._leader == self.me.node
 
     def _present(self) -> None:
-        self._meeting.set(f"machine/{self.me.node}", asdict(self.me))
+        self.meeting.set(f"machine/{self.me.node}", asdict(self.me))
 
     def _link(self, address: tuple[str, int]) -> Link:
-        return Link(address, self._secret.value, REACH_TIMEOUT)
+        return Link(address, self.secret.value, REACH_TIMEOUT)
 
     def _machine(self, node: int) -> Member | None:
-        told = self._meeting.try_get(f"machine/{node}")
+        told = self.meeting.try_get(f"machine/{node}")
         return None if told is None else Member(**told)
 
     def meet(self, asked: Mapping[str, Any] | None = None, say: Callable[[str], None] = print) -> Nodes:
@@ -83,26 +80,26 @@ class Machines:
 
         Raises WorkerFailed if not all machines come in time.
         """
-        if self._meeting.try_get("begins") is not None:
+        if self.meeting.try_get("begins") is not None:
             self._join(dict(asked or {}), say)
         else:
             self._present()
             if self.leads:
-                self._meeting.set("asked", asked or {})
+                self.meeting.set("asked", asked or {})
         until = time.monotonic() + RENDEZVOUS_TIMEOUT.total_seconds()
 
         def look() -> None:
-            if ends := self._meeting.try_get("ends"):
+            if ends := self.meeting.try_get("ends"):
                 raise WorkerFailed("the run has ended without this machine.", exit_code=ends["code"])
-            if self._meeting.try_get("begins") is None and (told := self._meeting.try_get("moved")):
+            if self.meeting.try_get("begins") is None and (told := self.meeting.try_get("moved")):
                 self._follow(told, dict(asked or {}), say)
-            waits, stranger = self._meeting.try_get("begins") is None, self._store.door.stranger
-            if self._meeting.error is not None or (waits and time.monotonic() > until):
+            waits, stranger = self.meeting.try_get("begins") is None, self.store.door.stranger
+            if self.meeting.error is not None or (waits and time.monotonic() > until):
                 raise WorkerFailed(
                     f"not all {self.nnodes} machines connected in {RENDEZVOUS_TIMEOUT.seconds // 60} min. Start each "
                     "with its --node-rank."
                     + (f" The machine at {stranger} does not know the secret: {SET_ONE}." if stranger else "")
-                    if self._meeting.error is None
+                    if self.meeting.error is None
                     else "the machine that leads the run cannot be reached any more, or the run has ended."
                 )
 
@@ -125,15 +122,15 @@ class Machines:
             link = self._link((moved["host"], moved["port"]))
         except OSError:  # it is lost too: the one that leads now will call
             return
-        self._meeting.close()
-        self._leader, self._meeting = int(moved["node"]), Meeting(lambda: link, self.me.name)
-        while not self._meeting.heard and self._meeting.error is None:
+        self.meeting.close()
+        self._leader, self.meeting = int(moved["node"]), Meeting(lambda: link, self.me.name)
+        while not self.meeting.heard and self.meeting.error is None:
             time.sleep(0.01)
         self._join(asked, say)
 
     def _join(self, asked: Mapping[str, Any], say: Callable[[str], None]) -> None:
         """Register this machine for the next attempt of a run that is under way."""
-        for name, value in (self._meeting.try_get("asked") or {}).items():
+        for name, value in (self.meeting.try_get("asked") or {}).items():
             if (own := json.loads(json.dumps(asked.get(name)))) != value:
                 raise UsageError(
                     f"the run uses {name} {value}, but this machine was started with {own}. Use the same command on "
@@ -151,15 +148,15 @@ class Machines:
         """Return the machines that can be reached, but take no part in the current attempt."""
         taking = {member.name for member in self.nodes.members}
         found = [member for member in map(self._machine, range(self.nnodes)) if member and member.name not in taking]
-        return [m for m in found if self._meeting.has_seen(m.name) and self._meeting.silence_of(m.name) is None]
+        return [m for m in found if self.meeting.has_seen(m.name) and self.meeting.silence_of(m.name) is None]
 
     def _call_back(self) -> None:
         """While this machine leads, tell machine 0 the address of this machine's store, again and again."""
         moved = {"node": self.me.node, "host": self.me.host, "port": self.me.port}
-        while self.leads and self._rdzv is not None and not self._meeting.is_over:
+        while self.leads and self.rdzv is not None and not self.meeting.is_over:
             with (
                 contextlib.suppress(OSError, ValueError),
-                contextlib.closing(self._link(self._rdzv)) as link,
+                contextlib.closing(self._link(self.rdzv)) as link,
             ):
                 link.exchange(self.me.name, {"moved": moved}, 0)
             time.sleep(CALL_EVERY)
@@ -187,8 +184,8 @@ class Machines:
             now = self._machine(member.node)
             if member.name in self._gone or (now is not None and now.name != member.name):
                 return True
-            if self._meeting.has_seen(member.name):
-                return self._meeting.silence_of(member.name) is not None
+            if self.meeting.has_seen(member.name):
+                return self.meeting.silence_of(member.name) is not None
             return time.monotonic() > until
 
         members = self.nodes.members
@@ -204,15 +201,15 @@ class Machines:
         method."""
         others = sorted((m for m in members if m.node != self.me.node), key=lambda m: m.node)
         own = next(m for m in members if m.node == self.me.node)
-        listener = listening(listens_at(alone=self._rdzv is not None and is_here(self._rdzv[0])))
+        listener = listening(listens_at(alone=self.rdzv is not None and is_here(self.rdzv[0])))
         begins = Beginning(number, (own, *others), int(listener.getsockname()[1]), facts)
-        self._meeting.set("begins", asdict(begins))
-        self.nodes = Nodes(self._meeting, self.me.node, self.nnodes, begins, listener)
+        self.meeting.set("begins", asdict(begins))
+        self.nodes = Nodes(self.meeting, self.me.node, self.nnodes, begins, listener)
         return self.nodes
 
     def announced(self, after: int) -> Beginning | None:
         """Return the attempt that the leader has announced."""
-        told = self._meeting.try_get("begins")
+        told = self.meeting.try_get("begins")
         begins = None if told is None else Beginning.of(told)
         if begins is None or begins.number <= after or all(m.name != self.me.name for m in begins.members):
             return None
@@ -222,18 +219,18 @@ class Machines:
         """Announce that the run ends, and how. Only the leader calls this method."""
         if not self._ended:
             self._ended = True
-            self._meeting.set("ends", facts)
+            self.meeting.set("ends", facts)
 
     def leave(self, code: int) -> None:
         """Leave the run. Machines that wait to join learn that the run has ended. code: the exit code of the run."""
         if self.leads and self._waiting():
             text = "the run has ended without this machine."
             self.end({"text": text, "code": code, "failure": None})
-            self._meeting.flush(REACH_TIMEOUT)
+            self.meeting.flush(REACH_TIMEOUT)
             time.sleep(4 * ROUND)
         self.nodes.leave()
         if self.leads:
-            self._secret.remove()
+            self.secret.remove()
 
     def next(self, look: Look) -> Nodes | dict[str, Any]:
         """Wait until the leader announces how the run continues. Return the machines of the next attempt, or a dict
@@ -246,9 +243,9 @@ class Machines:
         while not self.leads:
             if begins := self.announced(self.nodes.begins.number):
                 return self._begin(begins)
-            if told := self._meeting.try_get("ends"):
+            if told := self.meeting.try_get("ends"):
                 return dict(told)
-            if self._meeting.silence is not None or self._meeting.error is not None or time.monotonic() > until:
+            if self.meeting.silence is not None or self.meeting.error is not None or time.monotonic() > until:
                 self._move()
                 until = time.monotonic() + LEAD_TIMEOUT
             look()
@@ -256,12 +253,12 @@ class Machines:
         return self.nodes
 
     def _begin(self, begins: Beginning) -> Nodes:
-        self.nodes = Nodes(self._meeting, self.me.node, self.nnodes, begins)
+        self.nodes = Nodes(self.meeting, self.me.node, self.nnodes, begins)
         return self.nodes
 
     def _move(self) -> None:
         """Connect to the store of the new leader of the run, after the leader was lost."""
-        self._meeting.close()
+        self.meeting.close()
         self._gone |= {m.name for m in self.nodes.members if m.node == self._leader}
         others = (m for m in self.nodes.members if m.node != self._leader)
         for member in sorted(others, key=lambda m: (m.node < self._leader, m.node)):
@@ -274,14 +271,14 @@ class Machines:
                 continue
             self._meet_at(member.node, link)
             return
-        self._meet_at(self.me.node, self._store)
+        self._meet_at(self.me.node, self.store)
 
     def _meet_at(self, node: int, store: Store | Link) -> None:
-        asked = self._meeting.try_get("asked")
-        self._store.forget_gone()
-        self._leader, self._meeting = node, Meeting(lambda: store, self.me.name)
+        asked = self.meeting.try_get("asked")
+        self.store.forget_gone()
+        self._leader, self.meeting = node, Meeting(lambda: store, self.me.name)
         if self.leads:
-            self._meeting.set("asked", asked or {})
+            self.meeting.set("asked", asked or {})
             threading.Thread(target=self._call_back, name="meshwise-call", daemon=True).start()
         begins = self.nodes.begins
         members = sorted(begins.members, key=lambda m: (m.node != node, m.node))

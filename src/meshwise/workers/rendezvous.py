@@ -32,7 +32,7 @@ import psutil
 from meshwise.spec.errors import UsageError
 from meshwise.workers.channel import LISTENING_PORTS, listening
 from meshwise.workers.handshake import Doorkeeper, Line, Unproven, enter
-from meshwise.workers.launchers.place import Place
+from meshwise.workers.place import Place
 from meshwise.workers.secret import SET_ONE, Secret, secret_of
 
 TIMEOUT = 600.0  # seconds for rank 0 to open its door

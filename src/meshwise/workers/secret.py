@@ -12,7 +12,6 @@ Tested in tests/workers/test_secret.py.
 from __future__ import annotations
 
 import contextlib
-import errno
 import hmac
 import json
 import os
@@ -95,7 +94,7 @@ def secret_of(name: str, folder: Path) -> Secret:
     try:
         told = _read(path)
     except OSError as error:
-        why = "" if isinstance(error, FileNotFoundError) else _why(error, path)
+        why = "" if isinstance(error, FileNotFoundError) else _why(error)
     return Secret(_of(given.encode(), name), path, told, why)
 
 
@@ -113,7 +112,7 @@ def _of_file(name: str, path: Path) -> Secret:
                     return Secret(_of(bytes.fromhex(secret), name), path, told, made=made)
             time.sleep(0.02)
     except OSError as error:
-        raise UsageError(_refused(path, _why(error, path))) from None
+        raise UsageError(_refused(path, _why(error))) from None
     raise UsageError(_refused(path, "contains no secret"))
 
 
@@ -137,7 +136,7 @@ def _opened(path: Path, flags: int) -> int:
     """Open a file that only this user can access. Raises OSError with the reason if other users can access it."""
     # A pipe at its place is not waited for.
     descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
-    if why := not_private(os.fstat(descriptor)):
+    if why := _not_private(os.fstat(descriptor)):
         os.close(descriptor)
         if flags & os.O_EXCL:  # made just now, on a disk that keeps no owner or no mode
             path.unlink()
@@ -145,27 +144,16 @@ def _opened(path: Path, flags: int) -> int:
     return descriptor
 
 
-def not_private(facts: os.stat_result) -> str:
-    """Return why an open file is not private to this user, such as `has a second hard link`."""
-    if not stat.S_ISREG(facts.st_mode):
-        return "is not a regular file"
-    if facts.st_uid != os.geteuid():
-        return _foreign(facts.st_uid)
-    if facts.st_mode & 0o077:
-        return f"can be read by others: its mode is {stat.S_IMODE(facts.st_mode):o}, not 600"
-    return "has a second hard link" if facts.st_nlink > 1 else ""
+def _not_private(facts: os.stat_result) -> str:
+    """Return why an open file is not private to this user, such as `… (owner 0, mode 100644, 1 links)`."""
+    private = stat.S_ISREG(facts.st_mode) and facts.st_uid == os.geteuid() and not facts.st_mode & 0o077
+    if private and facts.st_nlink == 1:
+        return ""
+    found = f"owner {facts.st_uid}, mode {facts.st_mode:o}, {facts.st_nlink} links"
+    return f"is not a file of mode 100600 that belongs to user {os.geteuid()} alone ({found})"
 
 
-def _foreign(owner: int) -> str:
-    return f"belongs to user {owner}, but this process to user {os.geteuid()}"
-
-
-def _why(error: OSError, path: Path) -> str:
-    if error.errno == errno.ELOOP:
-        return "is a link"
-    with contextlib.suppress(OSError):  # of a file that cannot be opened, for the text alone
-        if error.errno == errno.EACCES and (owner := path.lstat().st_uid) != os.geteuid():
-            return _foreign(owner)
+def _why(error: OSError) -> str:
     return error.args[1] if error.errno is None else f"cannot be opened ({error.strerror})"
 
 

@@ -27,8 +27,7 @@ from meshwise.spec.exit_codes import OF_SCHEDULERS, TIME_LIMIT, WARNINGS, code_o
 from meshwise.spec.units import seconds_text
 from meshwise.spec.world import World
 from meshwise.workers.channel import WorkerChannel
-from meshwise.workers.deadline import watch
-from meshwise.workers.gate import StepGate
+from meshwise.workers.gate import StepGate, watch_time
 
 STOP = "meshwise/stop"
 ROUND = 0.5  # seconds between two looks into the store
@@ -48,7 +47,7 @@ def pass_on(channel: WorkerChannel, gate: StepGate, *, leads: bool) -> None:
     """
     _catch((*WARNINGS, signal.SIGINT), lambda: gate.interrupting)
     if leads:
-        _in_thread(lambda: watch(gate, lambda: _asked.put(TIME_LIMIT), _over))
+        _in_thread(lambda: watch_time(gate, lambda: _asked.put(TIME_LIMIT), _over))
     _in_thread(lambda: _each(lambda number: channel.send("stop", number=number)))
 
 
@@ -66,7 +65,7 @@ def agree_to_stop(world: World, gate: StepGate, *, interrupts: bool = False) -> 
     _catch([number for number in (*WARNINGS, signal.SIGINT) if number != signal.SIGINT or interrupts])
     atexit.register(leave_in_peace)
     if first and world.rank == 0:
-        _in_thread(lambda: watch(gate, lambda: _asked.put(TIME_LIMIT), _over))
+        _in_thread(lambda: watch_time(gate, lambda: _asked.put(TIME_LIMIT), _over))
     if first:
         store = own_connection_to_store() if world.size > 1 else None
         _in_thread(lambda: _each(lambda number: _ask(store, world, gate, number)))

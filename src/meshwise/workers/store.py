@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import queue
 import socket
 import threading
 import time
@@ -126,8 +125,8 @@ class Meeting:
         """connect: a function that returns the store by which the machines of a run exchange values, or raises
         OSError."""
         self._connect, self._name = connect, name
-        self._out: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
-        self._written = self._asked = 0
+        self._lock, self._is_behind = threading.Lock(), False
+        self._pending: dict[str, Any] = {}
         self._told: dict[str, Any] = {}
         self._known: dict[str, Any] = {}
         self._silent: dict[str, float] = {}
@@ -143,12 +142,11 @@ class Meeting:
     def set(self, key: str, value: object) -> None:
         """Send a value to the other machines, within ROUND seconds. A value that has not changed is not sent again."""
         value = json.loads(json.dumps(value))  # here as the others get it
-        if self._told.get(key) == value:
-            return
-        self._told[key] = value
-        self._asked += 1
-        self._out.put((key, value))
-        self._wake.set()
+        with self._lock:
+            if self._told.get(key) != value:
+                self._told[key] = self._pending[key] = value
+                self._is_behind = True
+                self._wake.set()
 
     def try_get(self, key: str) -> Any:
         """Return the value of a key that any machine has set, or None if there is no value."""
@@ -156,8 +154,8 @@ class Meeting:
 
     def flush(self, seconds: float) -> None:
         """Wait until everything that was set has reached the store, for at most `seconds`."""
-        until, asked = time.monotonic() + seconds, self._asked
-        while self._written < asked and self.error is None and time.monotonic() < until:
+        until = time.monotonic() + seconds
+        while self._is_behind and self.error is None and time.monotonic() < until:
             time.sleep(0.01)
 
     def close(self) -> None:
@@ -199,16 +197,14 @@ class Meeting:
             self.store, since = self._connect(), 0
             while not self._over.is_set():
                 self._wake.clear()
-                told, count = {}, 0
-                with contextlib.suppress(queue.Empty):
-                    while True:
-                        key, value = self._out.get_nowait()
-                        told[key], count = value, count + 1
+                with self._lock:
+                    told, self._pending = self._pending, {}
                 answer = self.store.exchange(self._name, told, since)
                 since = answer.version
                 self._known.update(answer.new)
                 self._silent = dict(answer.silent)
-                self._written += count
+                with self._lock:
+                    self._is_behind = bool(self._pending)
                 self.heard = time.monotonic()
                 self._wake.wait(ROUND)
         except (OSError, ValueError, TypeError) as error:  # it closed, or is no store of ours

@@ -78,7 +78,7 @@ def main_of_fork() -> int:
 
 
 def answer(task: Path) -> int:
-    """Call the function of `task` for `ForkServer.call`. Write its result, or how it failed, to a file."""
+    """Call the function of `task` for `Forks.call`. Write its result, or how it failed, to a file."""
 
     if sys.stdout is not None and sys.stderr is not None:
         last_words.watch(sys.stdout, sys.stderr)

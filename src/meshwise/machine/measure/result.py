@@ -13,7 +13,7 @@ from statistics import median, quantiles
 from meshwise.spec.machine import Machine, Matmul
 from meshwise.spec.timings import Timings, fitted
 from meshwise.workers.channel import Message, WorkerChannel
-from meshwise.workers.listeners import Listeners
+from meshwise.workers.watched import Listeners
 
 
 @dataclass(frozen=True)

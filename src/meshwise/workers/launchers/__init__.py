@@ -1,1 +1,0 @@
-"""Detect who started this process, one launcher per file, as a `Place`."""
