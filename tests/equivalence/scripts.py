@@ -70,8 +70,8 @@ WRONG = {
     "plain backward": ("mw.backward(loss, weight=torch.tensor([0.4, 0.6])[y].sum())", "loss.backward()"),
     "evaluation of one share": ("correct += mw.sum(right)", "correct += right"),
     "a loader not given": (
-        'mw.distribute(model, optimizer, scheduler, loader, held_out, view="rank")',
-        '*mw.distribute(model, optimizer, scheduler, loader, view="rank"), held_out',
+        '= mw.distribute(\n    model, optimizer, scheduler, loader, held_out, view="rank"\n)',
+        '= *mw.distribute(model, optimizer, scheduler, loader, view="rank"), held_out',
     ),
     "mean over the rank's own samples": (", weight=torch.tensor([0.4, 0.6])[y].sum())", ")"),
     "divided by the rank's own count": (
@@ -82,8 +82,8 @@ WRONG = {
     "a seed for each rank": ("loss = criterion(model(x), y)", "loss = criterion(model(x + noise(x)), y)"),
     "an optimizer of another model": ("optimizer = torch.optim.AdamW(model", "optimizer = torch.optim.AdamW(Net()"),
     "an optimizer not given": (
-        "mw.distribute(model, optimizer, scheduler",
-        "mw.distribute(model, scheduler, scheduler",
+        "mw.distribute(\n    model, optimizer, scheduler",
+        "mw.distribute(\n    model, scheduler, scheduler",
     ),
     "a scheduler for each rank": ("scheduler.step()", "[scheduler.step() for _ in range(mw.world_size())]"),
     "batches for one rank": ("    for x, y in loader:", "    for x, y in list(loader)[mw.rank():]:"),

@@ -212,7 +212,7 @@ def test_scripts_that_show_nothing_are_refused_with_what_to_write() -> None:
         'mw.distribute(torch.nn.Linear(1, 1), view="rank")': "no loop ran over a distributed loader",
         "import torch, meshwise as mw\n"
         'm, l = mw.distribute(torch.nn.Linear(1, 1), torch.utils.data.DataLoader(torch.ones(4, 1)), view="rank")\n'
-        "for x in l: m(x)": "loss.backward() was never called",
+        "for x in l: m(x)": r"loss.backward\(\) was never called",
         "import torch, meshwise as mw\n"
         'm, l = mw.distribute(torch.nn.Linear(1, 1), torch.utils.data.DataLoader(torch.ones(4, 1)), view="rank")\n'
         "for x in l: mw.backward(m(x).mean())": "no optimizer of the model made a step after 4 backwards",

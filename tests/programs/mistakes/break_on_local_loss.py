@@ -1,4 +1,4 @@
-"""A rank leaves the loop by the loss of its own rows. Expected: refused, right."""
+"""A rank leaves the loop by the loss of its own rows. Expected: check."""
 
 import torch
 from torch import nn
