@@ -19,9 +19,8 @@ from typing import Any
 import torch
 
 from meshwise.records.checkpoints import MANIFEST, PART, name_of, prune
-from meshwise.recovery.layout import SMALL, deal, held, views
 from meshwise.recovery.loading import open_newest, whole
-from meshwise.recovery.tensor_files import as_bytes, laid_out
+from meshwise.recovery.tensor_files import SMALL, as_bytes, deal, held, laid_out, views
 from meshwise.recovery.values import encoded
 from meshwise.recovery.writing import Deal, Writing
 from meshwise.spec.errors import CheckpointError

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwise.records.boxes import volume
-from meshwise.recovery import layout
-from meshwise.recovery.layout import SMALL, Held, deal
+from meshwise.recovery import tensor_files
+from meshwise.recovery.tensor_files import SMALL, Held, deal
 from meshwise.spec.errors import CheckpointError
 
 
@@ -37,7 +37,7 @@ def test_every_element_is_written_once_by_a_rank_that_holds_it(ranks: int, cuts:
             begin, end = (0, length) if shared else (length * rank // ranks, length * (rank + 1) // ranks)
             held[rank][f"t{number}"] = rows(begin, end, length, width)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(layout, "SMALL", 40)
+        patch.setattr(tensor_files, "SMALL", 40)
         dealt = deal(held)
     for number, (length, width, _) in enumerate(cuts):
         seen = torch.zeros(length, width, dtype=torch.int64)

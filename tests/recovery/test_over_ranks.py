@@ -14,7 +14,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 from meshwise.compat.sharding import local_of, packed, with_local
 from meshwise.records.checkpoints import checkpoints_in, read_manifest
-from meshwise.recovery import layout, loading, saving
+from meshwise.recovery import loading, saving, tensor_files
 from meshwise.recovery.loading import Stored, load, open_newest, whole
 from meshwise.recovery.saving import Saver
 from meshwise.transfer.sharded import local_part
@@ -55,7 +55,7 @@ def tree(size: int, rank: int, shift: int) -> dict[str, Any]:
 
 def saved(folder: str, shift: int) -> bool:
     world = join().world
-    layout.SMALL, layout.LARGE = 100, 200  # so that small values are divided, too
+    tensor_files.SMALL = 100  # so that small values are divided, too
     try:
         said: list[str] = []
         saver = Saver(Path(folder), world, said.append)
@@ -64,7 +64,7 @@ def saved(folder: str, shift: int) -> bool:
         saver.settle()
         return (saver.saved, saver.wrong, said) == (5, "", [])
     finally:
-        layout.SMALL, layout.LARGE = 64 << 10, 1 << 20
+        tensor_files.SMALL = 64 << 10
 
 
 def loaded(folder: str, shift: int) -> bool:

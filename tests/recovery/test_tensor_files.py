@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from meshwise.records.checkpoints import StoredPiece, StoredTensor, hash_of, write_file
-from meshwise.recovery.layout import Held, WriteItem, deal, held
-from meshwise.recovery.tensor_files import TensorFiles, as_bytes, laid_out
+from meshwise.recovery.tensor_files import Held, TensorFiles, WriteItem, as_bytes, deal, held, laid_out
 from meshwise.spec.errors import CheckpointError
 
 Tensors = dict[str, torch.Tensor]

@@ -23,9 +23,8 @@ from meshwise.compat.sharding import with_local
 from meshwise.compat.tree import map_kind
 from meshwise.records import checkpoints as files
 from meshwise.records.checkpoints import Checkpoint, Manifest
-from meshwise.recovery.layout import Held
 from meshwise.recovery.saving import seen_by_all
-from meshwise.recovery.tensor_files import TensorFiles
+from meshwise.recovery.tensor_files import Held, TensorFiles
 from meshwise.recovery.values import decoded
 from meshwise.spec.errors import CheckpointError
 from meshwise.spec.world import World

@@ -27,8 +27,7 @@ from meshwise.records.checkpoints import Checkpoint
 from meshwise.records.claims import newest, room_of
 from meshwise.records.files import make_folder
 from meshwise.recovery.collect import collected
-from meshwise.recovery.layout import Held, WriteItem, deal, held, plainly_held, view_of
-from meshwise.recovery.tensor_files import as_bytes, laid_out
+from meshwise.recovery.tensor_files import Held, WriteItem, as_bytes, deal, held, laid_out, plainly_held, view_of
 from meshwise.recovery.values import encoded, merged
 from meshwise.recovery.writing import LAST, Deal, Writing
 from meshwise.spec.devices import has_streams

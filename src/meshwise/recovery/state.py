@@ -47,7 +47,7 @@ class RunState:
     """Whether the optimizer is known to hold all parameters of the model."""
 
 
-def tree_of(state: RunState, *, whole: bool = False) -> dict[str, Any]:
+def tree_of(state: RunState, whole: bool = False) -> dict[str, Any]:
     """Return the part of the state that this rank holds, as a tree of plain values and tensors.
 
     `collected` joins the trees of all ranks into one tree, which is the same under every plan.

@@ -19,9 +19,8 @@ from torch import Tensor, nn
 from meshwise.records.claims import write_of
 from meshwise.records.files import write_text, write_with
 from meshwise.recovery.collect import collected, state_of
-from meshwise.recovery.layout import Held, WriteItem, held
 from meshwise.recovery.loading import Stored
-from meshwise.recovery.tensor_files import NAMES, as_bytes, laid_out
+from meshwise.recovery.tensor_files import NAMES, Held, WriteItem, as_bytes, held, laid_out
 from meshwise.spec.errors import UsageError
 from meshwise.spec.words import some
 from meshwise.workers.environment import attempt

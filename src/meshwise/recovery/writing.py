@@ -26,8 +26,7 @@ from typing import Any
 from meshwise.records import checkpoints as files
 from meshwise.records.checkpoints import Manifest, StoredFile, StoredPiece, StoredTensor, write_file
 from meshwise.records.files import make_folder
-from meshwise.recovery.layout import Held, WriteItem
-from meshwise.recovery.tensor_files import laid_out
+from meshwise.recovery.tensor_files import Held, WriteItem, laid_out
 from meshwise.spec.units import bytes_text
 
 LAST = 5.0  # seconds that a run which failed waits for the checkpoint that is being written
