@@ -22,7 +22,7 @@ from meshwise.job.best import BestEpoch
 from meshwise.job.evaluate import evaluate
 from meshwise.job.job import EpochEnd, Job
 from meshwise.job.not_finite import NotFinite
-from meshwise.job.options import CHECK_EVERY, LOG_EVERY, SKIP, RunOptions
+from meshwise.job.options import LOG_EVERY, SKIP, RunOptions
 from meshwise.job.replica_check import ReplicaCheck
 from meshwise.job.run import JobRun, Pace, begun, make_engine, open_data, read_parts
 from meshwise.job.step import train_step
@@ -36,7 +36,7 @@ from meshwise.recovery.clock import SaveClock
 from meshwise.recovery.loading import load
 from meshwise.recovery.resume_changes import honour, made_with
 from meshwise.recovery.saving import BACKGROUND, Saver
-from meshwise.recovery.state import RunState, tree_of, unpack
+from meshwise.recovery.state import tree_of, unpack
 from meshwise.recovery.weights import save_weights
 from meshwise.spec.errors import SaveError
 from meshwise.splits.rules import said
@@ -121,11 +121,11 @@ def _prepare(
     state.made_with = now
     log.begin(state.step)
     best = BestEpoch(job, folder, resumed=options.resume is not None)
-    check, saver = ReplicaCheck(plan, CHECK_EVERY), None
+    check, saver = ReplicaCheck(plan), None
     if folder is not None:
         saved = None if resumed is None else resumed.saved
         saver = Saver(folder / names.CHECKPOINTS, session.world, log.note, saves=options.saves, resumed=saved)
-    clock = SaveClock(options.saves, saver, partial(_tree, state))
+    clock = SaveClock(options.saves, saver, partial(tree_of, state))
     nan = NotFinite(options.on_nan, state, folder, log.tell, scaled=plan.dtypes.scaled)
     run = JobRun(job, session, options, plan, folder, engine, state, log, best, clock, train, test, check, nan)
     run.began = {"epoch": state.epoch, "step": state.step}
@@ -219,7 +219,7 @@ def _train_epoch(run: JobRun) -> bool:
             _send_progress(run, "progress", pace, in_epoch, steps)
         if state.step >= run.clock.look and run.clock.is_due(state.step):
             _save(run, background=run.options.saves.in_background)
-        if state.step >= run.replicas.look and run.replicas.is_due(state.step):
+        if state.step % run.replicas.every == 0:
             run.replicas.compare(state)
     log.sync()
     if run.engine.stopped:
@@ -255,10 +255,6 @@ def _send_progress(run: JobRun, kind: str, pace: Pace, in_epoch: int, steps: int
     run.log.send(kind, **facts, loss=run.log.last_loss, **pace.facts(current().samples, behind))
 
 
-def _tree(state: RunState, whole: bool) -> dict[str, Any]:
-    return tree_of(state, whole=whole)
-
-
 def _save(run: JobRun, *, wait: bool = False, background: bool = False) -> None:
     """Save the state."""
     state, began = run.state, time.monotonic()
@@ -269,7 +265,7 @@ def _save(run: JobRun, *, wait: bool = False, background: bool = False) -> None:
     if run.saver is not None:
         facts = {name: getattr(state, name) for name in ("step", "epoch", "index", "seed")}
         facts |= {"plan": str(run.plan), BACKGROUND: background}
-        run.saver.save(partial(_tree, state), facts, wait=wait, began=began)
+        run.saver.save(partial(tree_of, state), facts, wait=wait, began=began)
 
 
 def _save_weights(run: JobRun, path: Path) -> None:

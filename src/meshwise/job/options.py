@@ -27,7 +27,7 @@ from meshwise.tracking.trackers import check_trackers
 from meshwise.workers.hang import HANG_LIMIT
 from meshwise.workers.node_options import NodeOptions
 
-LOG_EVERY, CHECK_EVERY = 100, 500
+LOG_EVERY = 100
 STOP, SKIP, BACK = ON_NAN = ("stop", "skip", "back")
 RESTARTS = 3
 PRELOAD = ("meshwise.script.distribute", "meshwise.job.loop", "torch._dynamo")

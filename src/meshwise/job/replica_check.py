@@ -23,34 +23,27 @@ from meshwise.spec.plan import Plan
 from meshwise.spec.words import ranks_text, some
 from meshwise.transfer import collectives
 
+CHECK_EVERY = 500
+
 
 class ReplicaCheck:
-    """Compares the replicas of a run's model and optimizer state, which must be bitwise equal.
+    """Compares the replicas of a run's model and optimizer state, which must be bitwise equal."""
 
-    every: the number of steps between two comparisons. With 0, replicas are never compared.
-    """
-
-    def __init__(self, plan: Plan, every: int) -> None:
-        self._every = every if plan.data > 1 else 0
-        self.look: float = 0 if self._every else math.inf
-        """The next step after which `is_due` must be called."""
+    def __init__(self, plan: Plan) -> None:
+        self.every: float = CHECK_EVERY if plan.data > 1 else math.inf
+        """The number of steps between two comparisons. Without replicas, it is infinite."""
         self._apart = plan.devices // plan.data  # ranks of one replica; the axis of the replicas is the outermost
         self._state_too = not plan.state_divided
         self._own: set[str] | None = None  # buffers of which each replica has its own
         self._compared = -1
 
-    def is_due(self, step: int) -> bool:
-        """Return whether to compare the replicas after this step."""
-        self.look = step - step % self._every + self._every if self._every else math.inf
-        return self._every > 0 and step % self._every == 0
-
     def compare(self, state: RunState) -> None:
         """Check that all replicas of the current state are equal. Collective.
 
-        Nothing is compared if the check is off, or if this step was checked already. Raises ReplicaError on all ranks
+        Nothing is compared without replicas, or if this step was checked already. Raises ReplicaError on all ranks
         if replicas differ. The error names the ranks and the tensors that differ.
         """
-        if self._every == 0 or self._compared == state.step:
+        if self.every == math.inf or self._compared == state.step:
             return
         self._compared = state.step
         mine = dict(self._hashes(state))

@@ -84,7 +84,7 @@ class MetricsLog:
         if not self.pending:
             return
         pending, self.pending = self.pending, []
-        totals = _gather([losses for _, _, losses in pending])
+        totals = collectives.all_gather(totals_of([losses for _, _, losses in pending]), of="losses").cpu().unbind(1)
         self.losses += self._write([(epoch, step) for epoch, step, _ in pending], totals)
         self.last_loss = self.losses[-1]
 
@@ -164,8 +164,3 @@ class MetricsLog:
                 f"step {step}: the loss is {loss} on {ranks_text(bad)}; "
                 f"{before}. Lower the learning rate, clip with clip_norm, or look at the samples of that step."
             )
-
-
-def _gather(losses: list[Losses]) -> list[Tensor]:
-    """Gather the losses of some steps from all ranks."""
-    return list(collectives.all_gather(totals_of(losses), of="losses").cpu().unbind(1))
