@@ -1,6 +1,6 @@
 """What parts replicas is noticed: noise on gradients, buffers of a rank's samples; an optimizer's own noise is alike.
 
-Of the draws of an optimizer's step (engine/model_stream.py) and of guards/replicas.py.
+Of the draws of an optimizer's step (engine/seeds.py) and of guards/replicas.py.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """`mw.split` in the view by rank: a program without a loader is that of one device.
 
-engine/model_stream.py is tested here too. Of the whole view: tests/equivalence/test_scripts_that_split.py.
+engine/seeds.py is tested here too. Of the whole view: tests/equivalence/test_scripts_that_split.py.
 """
 
 from __future__ import annotations

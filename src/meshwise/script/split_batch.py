@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import PackedSequence
 from meshwise.compat.tree import all_leaves, leaves_of, map_kind
 from meshwise.data.order import BatchSlice, batch_slice
 from meshwise.engine.engine import Engine
-from meshwise.engine.model_stream import ModelStream
+from meshwise.engine.seeds import ModelStream
 from meshwise.spec.errors import UsageError
 
 ARRAYS = (Tensor, numpy.ndarray)
