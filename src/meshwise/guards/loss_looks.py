@@ -1,4 +1,4 @@
-"""Check a program's first losses for a wrong reduction, and for terms that couple samples.
+"""Check a program's first losses for wrong reductions and coupled samples.
 
 A contrastive loss couples samples: each rank computes it over its own samples, and the mean over ranks is not the loss
 of one device. Not checked for this are losses that the program itself joins over the ranks by collectives, divided

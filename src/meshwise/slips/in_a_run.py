@@ -1,4 +1,4 @@
-"""Warn, in a run, of counters that its number of ranks or a resume changes.
+"""Warn of counters that ranks or a resume change.
 
 These are batch sizes divided by the number of ranks, epochs counted from 0, and counters and sums of a loop that
 resumes inside an epoch. The source shows them.
