@@ -1,6 +1,6 @@
 """Every element of a state is written once, by a rank that holds it, and as equally as can be.
 
-Of records/boxes.py too.
+Of records/checkpoints.py too.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwise.records.boxes import volume
+from meshwise.records.checkpoints import volume
 from meshwise.recovery import tensor_files
 from meshwise.recovery.tensor_files import SMALL, Held, deal
 from meshwise.spec.errors import CheckpointError

@@ -15,13 +15,14 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import xxhash
 
@@ -32,6 +33,8 @@ FORMAT, CHECKPOINTS, MANIFEST, PART = 2, "checkpoint", "manifest.json", ".part"
 CHUNK = 4 << 20  # bytes that are hashed at once
 _NAME = re.compile(r"step-(\d{8,})\.(\d{1,9})")
 _HEAD, _MIDDLE, _TAIL = '{"hash": "', '",\n"checkpoint": ', "}\n"
+Box = tuple[tuple[int, int], ...]
+"""A box of a tensor: (begin, end) for each dim."""
 
 
 @dataclass(frozen=True, order=True)
@@ -68,7 +71,7 @@ class StoredPiece:
 
     file: str
     at: int
-    box: tuple[tuple[int, int], ...]
+    box: Box
 
 
 @dataclass(frozen=True)
@@ -161,15 +164,11 @@ def write_file(path: Path, *contents: bytes | memoryview) -> StoredFile:
             for begin in range(0, len(each), CHUNK):
                 chunk = memoryview(each)[begin : begin + CHUNK]
                 hashed.update(chunk)
-                _write_all(file, chunk)
                 size += len(chunk)
+                while len(chunk):
+                    chunk = chunk[file.write(chunk) :]
         os.fsync(file.fileno())
     return StoredFile(path.name, size, hashed.hexdigest())
-
-
-def _write_all(file: BinaryIO, chunk: memoryview) -> None:
-    while len(chunk):
-        chunk = chunk[file.write(chunk) :]
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
@@ -308,13 +307,11 @@ def prune(folder: Path, *, keep: int, abandoned: Iterable[Path] = (), room: Path
 
 def size_of(folder: Path) -> int:
     """Return the total size of a folder's files, in bytes."""
-    return sum(size for size in _sizes(folder))
-
-
-def _sizes(folder: Path) -> Iterator[int]:
+    size = 0
     for path in folder.iterdir() if folder.is_dir() else ():
         with contextlib.suppress(OSError):
-            yield path.lstat().st_size
+            size += path.lstat().st_size
+    return size
 
 
 def abandoned_by(found: Sequence[Checkpoint], resumed: Checkpoint | None) -> list[Path]:
@@ -322,3 +319,27 @@ def abandoned_by(found: Sequence[Checkpoint], resumed: Checkpoint | None) -> lis
     they are damaged, or the user chose to resume from an earlier one.
     """
     return [] if resumed is None else [saved.path for saved in found if saved > resumed]
+
+
+def volume(box: Box) -> int:
+    """Return the number of elements in a box."""
+    return math.prod(end - begin for begin, end in box)
+
+
+def disjoint(boxes: Iterable[Box]) -> list[Box]:
+    """Choose boxes that do not overlap. The boxes are considered from the largest to the smallest, and the result is in
+    this order. A box that overlaps a box that was chosen before is left out."""
+    chosen: list[Box] = []
+    for box in sorted(boxes, key=lambda box: (-volume(box), box)):
+        if volume(box) and not any(_overlap(box, other) for other in chosen):
+            chosen.append(box)
+    return chosen
+
+
+def cover(boxes: Iterable[Box], shape: Sequence[int]) -> bool:
+    """Return whether disjoint boxes cover a whole tensor of this shape."""
+    return sum(map(volume, boxes)) == math.prod(shape)
+
+
+def _overlap(one: Box, other: Box) -> bool:
+    return all(a < d and c < b for (a, b), (c, d) in zip(one, other, strict=True))

@@ -40,13 +40,12 @@ def claim(folder: Path, number: int, facts: Mapping[str, Any]) -> bool:
         return False
     make_folder(claims / str(number))
     try:
-        file = os.open(claims / f"{number}.json", os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
+        with (claims / f"{number}.json").open("x", encoding="utf-8") as file:
+            json.dump(dict(facts), file)
+            file.flush()
+            os.fsync(file.fileno())
     except FileExistsError:
         return False
-    with os.fdopen(file, "w", encoding="utf-8") as opened:
-        json.dump(dict(facts), opened)
-        opened.flush()
-        os.fsync(opened.fileno())
     for room in [path for path in claims.iterdir() if path.name.isdecimal() and int(path.name) < number]:
         with contextlib.suppress(OSError):
             gone = room.rename(room.with_name(f"{room.name}.over"))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
@@ -52,8 +52,10 @@ def changed_code(folder: Path, word: str) -> list[str]:
         kept = json.loads((folder / CODE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return []
+    if not kept or not isinstance(kept, dict):
+        return []
     now = code_files(word)
-    return _differences(kept, now) if kept and isinstance(kept, dict) else []
+    return sorted(name for name in {*kept, *now} if kept.get(name) != now.get(name))
 
 
 def refuse_changed_code(folder: Path, word: str) -> None:
@@ -66,10 +68,6 @@ def refuse_changed_code(folder: Path, word: str) -> None:
         raise UsageError(
             f"{some(changed)} changed after meshwise submit checked this run. Submit it again: meshwise submit {folder}"
         )
-
-
-def _differences(kept: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    return sorted(name for name in {*kept, *now} if kept.get(name) != now.get(name))
 
 
 def _files(folder: Path, first: Path) -> Iterator[Path]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator
@@ -38,14 +39,11 @@ def is_lost(folder: Path) -> bool:
 
 def make_folder(folder: Path) -> None:
     """Make a folder if it is missing. Raises OSError if this fails, or if a folder on its path is lost (`is_lost`)."""
-    places, stays = [folder, *folder.parents], len(folder.parents)
-    for number, place in enumerate(places):
-        if is_lost(place):
-            raise FileNotFoundError(errno.ENOENT, "the run folder was removed or moved", str(place))
-        if place.absolute() in _places:
-            stays = min(stays, number)
-    missing = [each for each in places[:stays] if not each.exists()]  # never the place itself: it may go away just now
-    for each in reversed(missing):
+    places = [folder, *folder.parents]
+    if lost := next(filter(is_lost, places), None):
+        raise FileNotFoundError(errno.ENOENT, "the run folder was removed or moved", str(lost))
+    below = itertools.takewhile(lambda place: place.absolute() not in _places, places)
+    for each in reversed([place for place in below if not place.exists()]):  # not the place itself: it may go just now
         each.mkdir(exist_ok=True)
 
 

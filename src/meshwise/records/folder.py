@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
 import platform
 import re
@@ -70,18 +71,18 @@ def create_run_folder(parent: Path, job: str) -> Path:
     """Make a new folder for a run, such as `parent/20261121-140502-mnist-mlp`. Raises UsageError if this fails."""
     job = Path(job).stem if job.endswith(".py") else job
     name = f"{datetime.now():%Y%m%d-%H%M%S}-{re.sub(r'[^A-Za-z0-9._-]+', '-', job).strip('-') or 'run'}"
-    for attempt in range(1000):
-        folder = parent / (name if attempt == 0 else f"{name}-{attempt + 1}")
-        try:
-            folder.mkdir(parents=True)
-        except FileExistsError:
-            continue
-        except OSError as error:
-            raise UsageError(
-                f"--out {parent}: no folder can be made in it ({error.strerror}). Name another folder with --out DIR."
-            ) from None
-        return folder
-    raise UsageError(f"--out {parent}: no folder can be made in it. Name another folder with --out DIR.")
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        for number in itertools.count(1):
+            folder = parent / (name if number == 1 else f"{name}-{number}")
+            with contextlib.suppress(FileExistsError):
+                folder.mkdir()
+                break
+    except OSError as error:
+        raise UsageError(
+            f"--out {parent}: no folder can be made in it ({error.strerror}). Name another folder with --out DIR."
+        ) from None
+    return folder
 
 
 def own_run_folder(folder: Path) -> Path:
@@ -313,9 +314,8 @@ def _wrong(facts: Mapping[str, Any]) -> str:
     for session in facts.get("sessions") or ():
         if not (isinstance(session, dict) and _is_time(session.get("began")) and _is_time(session.get("ended") or 0)):
             return "one of its 'sessions' has no valid time"
-    return (
-        "" if all(isinstance(name, str) for name in facts.get("devices") or ()) else "one of its 'devices' has no name"
-    )
+    named = all(isinstance(name, str) for name in facts.get("devices") or ())
+    return "" if named else "one of its 'devices' has no name"
 
 
 def _is_time(value: Any) -> bool:

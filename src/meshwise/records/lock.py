@@ -123,25 +123,24 @@ def _take(file: IO[str]) -> None:
 
 def is_abandoned(folder: Path) -> bool:
     """Return whether a launcher held the folder before and no launcher holds it now. False if this cannot be known."""
-    with contextlib.suppress(OSError), (folder / LOCK).open(encoding="utf-8") as file:
-        return not _is_held(file)
-    return False
+    return _holders_text(folder) == ""
 
 
 def refuse_held(folder: Path) -> None:
     """Raise UsageError if a run's launcher holds the folder. The folder is not locked by this call."""
+    if text := _holders_text(folder):
+        raise UsageError(f"{folder}: {REFUSALS[LOCK].format(by=_told(text))}")
+
+
+def _holders_text(folder: Path) -> str | None:
+    """Return what the launcher that holds the folder has written, "" if none holds it, None if this cannot be known."""
     with contextlib.suppress(OSError), (folder / LOCK).open(encoding="utf-8") as file:
-        if _is_held(file):
-            raise UsageError(f"{folder}: {REFUSALS[LOCK].format(by=_told(file.read()))}")
-
-
-def _is_held(file: IO[str]) -> bool:
-    """Return whether another process has locked the file. This takes a shared lock until `file` is closed."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    return False
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # until it is closed
+        except BlockingIOError:
+            return file.read() or "?"
+        return ""
+    return None
 
 
 def holder_of(folder: Path) -> tuple[str, int] | None:

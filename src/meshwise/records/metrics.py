@@ -37,14 +37,14 @@ class Metrics:
         self._values: dict[tuple[int, str], list[float]] = {}
         self.losses: dict[int, float] = {}
 
-    def read_on(self) -> None:
-        """Read the lines that were added.
+    def read_on(self) -> Metrics:
+        """Read the lines that were added, and return this object.
 
         If the file was replaced, as when a run is resumed, all lines are read again.
         """
         if not self._path.is_file():  # a pipe would be read for ever
             self._forget(0)
-            return
+            return self
         try:
             with self._path.open("rb") as file:
                 facts = self._path.stat()
@@ -56,6 +56,7 @@ class Metrics:
                         self.offset += len(line)
         except OSError:
             self._forget(0)
+        return self
 
     def by_name(self) -> dict[str, list[float]]:
         """Return a dict from the name of each metric to its values, in the order in which they were recorded.
@@ -87,9 +88,7 @@ class Metrics:
 
 def metrics_of(folder: Path) -> dict[str, list[float]]:
     """Return a dict from the name of each metric of a run to its values."""
-    metrics = Metrics(folder)
-    metrics.read_on()
-    return metrics.by_name()
+    return Metrics(folder).read_on().by_name()
 
 
 def _place(name: str) -> int:

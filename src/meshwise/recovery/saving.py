@@ -22,8 +22,7 @@ from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 
 from meshwise.compat.reducer import own_connection_to_store
 from meshwise.records import checkpoints as files
-from meshwise.records.boxes import volume
-from meshwise.records.checkpoints import Checkpoint
+from meshwise.records.checkpoints import Checkpoint, volume
 from meshwise.records.claims import newest, room_of
 from meshwise.records.files import make_folder
 from meshwise.recovery.collect import collected

@@ -26,8 +26,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from meshwise.compat.sharding import division, local_of
-from meshwise.records.boxes import Box, cover, disjoint, volume
-from meshwise.records.checkpoints import StoredTensor
+from meshwise.records.checkpoints import Box, StoredTensor, cover, disjoint, volume
 from meshwise.spec.errors import CheckpointError
 from meshwise.transfer.sharded import full_tensor, local_boxes
 
