@@ -34,7 +34,8 @@ def trace_to_compare(found: ProgramTrace, script: str) -> Trace:
     if found.trace is None:
         raise UsageError(
             f"{script}: no loop ran over a distributed loader. Give the DataLoader to mw.distribute too, and loop over "
-            "what it returns."
+            "what it returns. Without a loader, call x = mw.split(x) in each step, or mw.split(x, whole=True) for what "
+            "has no rows."
         )
     if found.backwards == 0:
         text = (
