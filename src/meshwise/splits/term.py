@@ -93,7 +93,7 @@ class Known:
         elif made.device.type != "cpu":
             self.total, self.value = made[1] * times, made[0] / made[1]
         else:
-            whole, count, *_ = made.tolist()
+            whole, count = made[:2].tolist()
             self.total, self.value = count * times, whole / count if count else math.nan
 
 

@@ -135,7 +135,7 @@ class Backwards:
         sent = root.sent(CARRIED)
         means = reduction.backward(local, value=sent.reshape(-1))
         assert means is not None
-        root.set(means.to(sent.dtype).reshape(sent.shape), size)
+        root.set(means if sent.dim() == 1 else means.reshape(sent.shape), size)
         if waits:
             self._divide(loss.assumed / (root.total or 1), kept)
         return value_of(loss)
@@ -146,10 +146,11 @@ class Backwards:
 
     def _divide(self, factor: Tensor | float, kept: list[tuple[nn.Parameter, Tensor]]) -> None:
         """Give the gradients of this backward the factor that their loss lacked, and add those of earlier backwards."""
-        gradients = [gradient for _, gradient in self._gradients()]
-        if gradients and (isinstance(factor, Tensor) or abs(factor - 1) > 1e-12):
-            with torch.no_grad():
-                multiply_each(locals_of(gradients), factor)
+        if isinstance(factor, Tensor) or abs(factor - 1) > 1e-12:
+            gradients = [gradient for _, gradient in self._gradients()]
+            if gradients:
+                with torch.no_grad():
+                    multiply_each(locals_of(gradients), factor)
         for p, gradient in kept:
             p.grad = gradient if p.grad is None else gradient.add_(p.grad)
 
