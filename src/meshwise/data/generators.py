@@ -125,11 +125,6 @@ class ProgramGenerator:
         """Whether the program is inside a training or evaluation loop over batches."""
         return self._loops > 0
 
-    @property
-    def nested(self) -> bool:
-        """Whether more than one loop is open, for example a loop inside another loop."""
-        return self._loops > 1
-
     @contextlib.contextmanager
     def loop(self) -> Iterator[None]:
         """Return a context manager for a loop. Draws inside the loop do not affect torch's generator outside it."""

@@ -1,1 +1,1 @@
-from meshwise.engine import model_stream as model_stream
+from meshwise.engine import seeds as seeds

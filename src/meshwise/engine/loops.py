@@ -10,7 +10,6 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any
 
 from meshwise.data.order import BatchSlice, divides_evenly
 from meshwise.spec.errors import UsageError
@@ -29,8 +28,7 @@ class LoopRead:
     over: True if the loop ran to its end. False while it runs, and if the program left it early.
     samples: the number of samples that this rank had, for each batch. It is 0 if the rank had only a padding sample.
     padded: whether any batch had fewer samples than there are ranks.
-    part: this rank's slice of the current batch.
-    batch: the current batch; None after the loop."""
+    part: this rank's slice of the current batch."""
 
     loader: int = 0
     place: str = ""
@@ -40,7 +38,6 @@ class LoopRead:
     samples: array[int] = field(default_factory=lambda: array("q"))
     padded: bool = False
     part: BatchSlice | None = None
-    batch: Any = None
     earlier: BatchSlice | None = None
     """The slice of an earlier batch of another size in this loop, if no backward came after it; else None."""
 
@@ -90,7 +87,6 @@ class Loops:
             if read in reads:
                 reads.remove(read)
         self.ended = read
-        read.batch = None
         return self._open[-1].part if self._open else None
 
     def check_one_share(self, verb: str, *, weighed: bool) -> None:

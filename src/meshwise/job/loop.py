@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, islice, tee
 from pathlib import Path
@@ -24,7 +25,7 @@ from meshwise.job.job import EpochEnd, Job
 from meshwise.job.not_finite import NotFinite
 from meshwise.job.options import LOG_EVERY, SKIP, RunOptions
 from meshwise.job.replica_check import ReplicaCheck
-from meshwise.job.run import JobRun, Pace, begun, make_engine, open_data, read_parts
+from meshwise.job.run import Data, begun, make_engine, open_data, read_parts
 from meshwise.job.step import train_step
 from meshwise.machine.memory import peak_bytes
 from meshwise.parallel.fits import check_fits
@@ -36,9 +37,10 @@ from meshwise.recovery.clock import SaveClock
 from meshwise.recovery.loading import load
 from meshwise.recovery.resume_changes import honour, made_with
 from meshwise.recovery.saving import BACKGROUND, Saver
-from meshwise.recovery.state import tree_of, unpack
+from meshwise.recovery.state import RunState, tree_of, unpack
 from meshwise.recovery.weights import save_weights
 from meshwise.spec.errors import SaveError
+from meshwise.spec.plan import Plan
 from meshwise.splits.rules import said
 from meshwise.timeline.recorder import current
 from meshwise.tracking.metrics_log import MetricsLog, Send
@@ -46,6 +48,48 @@ from meshwise.tracking.tracking import log_into
 from meshwise.transfer.collectives import barrier
 from meshwise.workers.heartbeat import watched_loop
 from meshwise.workers.join import RankContext, join
+
+
+class Pace:
+    """The current speed of a run, and the time that the run still needs."""
+
+    def __init__(self, samples: int, done: int) -> None:
+        self._all = samples
+        self._since, self._samples = time.perf_counter(), done
+
+    def facts(self, done_now: int, behind: int) -> dict[str, float | None]:
+        now = time.perf_counter()
+        rate = (done_now - self._samples) / max(now - self._since, 1e-9)
+        if now - self._since > 1.0:
+            self._since, self._samples = now, done_now
+        return {"samples_per_second": rate, "seconds_left": (self._all - behind) / rate if rate > 0 else None}
+
+
+@dataclass
+class JobRun:
+    """One rank's run of a job: the objects that the training loop works with, and the results."""
+
+    job: Job
+    session: RankContext
+    options: RunOptions
+    plan: Plan
+    folder: Path | None
+    engine: Engine
+    state: RunState
+    log: MetricsLog
+    best: BestEpoch
+    clock: SaveClock
+    train: Data
+    test: Data | None
+    replicas: ReplicaCheck
+    not_finite: NotFinite
+    metrics: dict[str, float] = field(default_factory=dict)
+    stopped: bool = False
+    saver: Saver | None = None
+    evaluated: tuple[int, bool] = (-1, False)
+    """The step of the last evaluation, and whether this evaluation was better than all before it."""
+    began: dict[str, int] = field(default_factory=dict)
+    """The epoch and the step at which training began in this process. They are not 0 if the run was resumed."""
 
 
 def run_job(job: Job, options: RunOptions, folder: Path | None, send: Send | None = None) -> dict[str, Any]:
@@ -116,8 +160,8 @@ def _prepare(
         _, only = run_and_checkpoint(Path(options.resume))
         resumed = load(folder / names.CHECKPOINTS, session.world, log.note, only)
         unpack(state, resumed.tree)
-        schedules = {"index": state.index, "scheduled": state.scheduler is not None}
-        honour({"": state.optimizer}, state.made_with, now, log.note, **schedules)
+        scheduled = state.scheduler is not None
+        honour({"": state.optimizer}, state.made_with, now, log.note, index=state.index, scheduled=scheduled)
     state.made_with = now
     log.begin(state.step)
     best = BestEpoch(job, folder, resumed=options.resume is not None)

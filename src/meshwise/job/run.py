@@ -1,16 +1,12 @@
 """Set up a job on a rank: data, engine, first state.
 
-A `JobRun` holds what the job needs while it runs.
-
 Tested in tests/data/test_source.py, tests/job/test_plans_in_a_loop.py and tests/tracking/test_metrics_log.py.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,20 +19,13 @@ from meshwise.data.source import LoaderSettings, Reader, count_samples, read_sli
 from meshwise.engine.engine import Engine, Microbatch
 from meshwise.engine.seeds import seed_all
 from meshwise.guards.registry import attach
-from meshwise.job.best import BestEpoch
 from meshwise.job.job import Job
-from meshwise.job.not_finite import NotFinite
-from meshwise.job.options import RunOptions
-from meshwise.job.replica_check import ReplicaCheck
 from meshwise.parallel.deferred import constructed
 from meshwise.parallel.mesh import divide_work
 from meshwise.parallel.step_hooks import held_parameters, needs_closure
-from meshwise.recovery.clock import SaveClock
-from meshwise.recovery.saving import Saver
 from meshwise.recovery.state import RunState
 from meshwise.spec.errors import UsageError
 from meshwise.spec.plan import Plan
-from meshwise.tracking.metrics_log import MetricsLog
 from meshwise.transfer.prefetch import prefetch
 from meshwise.workers.join import RankContext
 
@@ -109,45 +98,3 @@ def read_parts(data: Data, slices: Iterable[BatchSlice], epoch: int, device: str
     """Yield the microbatches of `slices`, on the device. The next microbatches are loaded in the meantime."""
     pairs = read_slices(data.read, slices, epoch)
     return pairs if device == "cpu" else prefetch(pairs, device)
-
-
-class Pace:
-    """The current speed of a run, and the time that the run still needs."""
-
-    def __init__(self, samples: int, done: int) -> None:
-        self._all = samples
-        self._since, self._samples = time.perf_counter(), done
-
-    def facts(self, done_now: int, behind: int) -> dict[str, float | None]:
-        now = time.perf_counter()
-        rate = (done_now - self._samples) / max(now - self._since, 1e-9)
-        if now - self._since > 1.0:
-            self._since, self._samples = now, done_now
-        return {"samples_per_second": rate, "seconds_left": (self._all - behind) / rate if rate > 0 else None}
-
-
-@dataclass
-class JobRun:
-    """One rank's run of a job: the objects that the training loop works with, and the results."""
-
-    job: Job
-    session: RankContext
-    options: RunOptions
-    plan: Plan
-    folder: Path | None
-    engine: Engine
-    state: RunState
-    log: MetricsLog
-    best: BestEpoch
-    clock: SaveClock
-    train: Data
-    test: Data | None
-    replicas: ReplicaCheck
-    not_finite: NotFinite
-    metrics: dict[str, float] = field(default_factory=dict)
-    stopped: bool = False
-    saver: Saver | None = None
-    evaluated: tuple[int, bool] = (-1, False)
-    """The step of the last evaluation, and whether this evaluation was better than all before it."""
-    began: dict[str, int] = field(default_factory=dict)
-    """The epoch and the step at which training began in this process. They are not 0 if the run was resumed."""

@@ -177,7 +177,7 @@ class DistributedLoader:
                 self._batches_given += 1
                 batch = batch if engine.stored is None else engine.cast(batch)
                 engine.reads.begin(part, loop)
-                self.in_batch, loop.batch, engine.part = True, batch, part
+                self.in_batch, engine.part = True, part
                 if engine.watcher is not None:
                     engine.watcher.batch_given(part, batch, loader=self._loader)
                 try:

@@ -106,7 +106,7 @@ def restore(parts: LoopParts, folder: Path, tree: Mapping[str, Any]) -> int:
         load_model(model, saved[name])
     for name, optimizer in optimizers.items():
         load_optimizer(optimizer, tree["optimizer"][name]["state"])
-    later = {"beside": [], "logged": {}, "made_with": None}  # older states have none
+    later: dict[str, Any] = {"beside": [], "logged": {}, "made_with": None}  # older states have none
     later = {name: tree.get(name, none) for name, none in later.items()}
     rest = read_whole({name: tree[name] for name in ("scheduler", "extra", "loader", "random", "step")} | later)
     for name, scheduler in schedulers.items():
