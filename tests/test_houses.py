@@ -23,13 +23,13 @@ HOUSES = {
     "plan": ("rehearsal/", "api/plan.py", "api/plan_options.py", "api/auto.py", "commands/plan.py"),
     "arrays": ("arrays/",),
     "integrations": (
-        *("compat/accelerate_states.py", "compat/lightning_parts.py", "script/in_front.py"),
+        *("compat/trainers.py", "compat/trainers.py", "script/in_front.py"),
         *(f"script/lightning{part}.py" for part in ("", "_kinds", "_metrics", "_strategy", "_values")),
         *(f"script/trainer{part}.py" for part in ("", "_accelerator", "_front", "_loader", "_loss")),
     ),
     "lab": (
         *("machine/measure/", "machine/bench.py"),
-        *("machine/views/bench.py", "api/bench.py", "api/bench_hosts.py", "commands/bench.py"),
+        *("machine/views/bench.py", "api/bench.py", "commands/bench.py"),
     ),
     "cluster": (
         *("schedulers/batch_script.py", "schedulers/site.py"),

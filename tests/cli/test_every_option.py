@@ -23,8 +23,7 @@ STARTS = {
     "check": ("check_options",),
     "plan": ("plan_options",),
     "predict": ("predict_with",),
-    "bench": ("bench",),
-    "bench_hosts": ("bench_hosts",),
+    "bench": ("bench", "bench_hosts"),
     "machines": ("find_machine",),
     "submit": ("prepare", "send_again"),
 }

@@ -216,7 +216,7 @@ def test_explain_alone_is_that_of_the_first_and_json_has_it(planned: Planned) ->
     words = ("mnist-mlp", "--machine", "1xH100", "--seconds", "0.01")
     code, out, _ = planned(*words, "--explain")
     assert code == 0 and "data=1 in detail" in out and "What limits it: " in out
-    told = json.loads(planned(*words, "--explain", "1", "--memory", "--json")[1])
+    told = json.loads(planned(*words, "--explain", "--memory", "--json")[1])
     explained, memory = told["explained"], told["memory"]
     assert explained["plan"] == {"data": 1} and explained["time"]["phases"]["forward"]["computing"] > 0
     assert memory["peak"]["bytes"] == told["plans"][0]["memory"]["allocated"]
@@ -239,10 +239,6 @@ def test_a_saved_plan_keeps_its_prediction(planned: Planned, tmp_path: Path) -> 
     ("words", "says"),
     [
         (("mnist-mlp", "--machine", "1xH100", "--steps", "0"), "--steps must be at least 1, but it is 0"),
-        (
-            ("mnist-mlp", "--machine", "1xH100", "--seconds", "0.01", "--explain", "9"),
-            "--explain 9: the list has only 1 plan",
-        ),
         (("mnist-mlp", "--machine", "8xH1000"), "H1000"),
         (("mnist-mlp", "--machine", "2xH100", "--set", "data=2", "--batch-size", "3"), "no plan can divide"),
         (("mnist-mlp", "--machine", "2xH100", "--fits", "missing.toml"), "missing.toml"),

@@ -47,14 +47,14 @@ def test_filters(typed: Typed) -> None:
     def names(*words: str) -> list[str]:
         return [Path(entry["folder"]).name for entry in json.loads(typed(*words, "--json")[1])]
 
-    assert sorted(names("--status", "stopped")) == ["shard", "stopped", "zero1"]
-    assert names("--name", "ero") == ["zero1"]
-    assert names("--job", "train") == ["script"]
-    assert names("--job", "train", "--status", "failed") == []
+    assert sorted(names("--only", "stopped")) == ["shard", "stopped", "zero1"]
+    assert names("--only", "ero") == ["zero1"]
+    assert names("--only", "train") == ["script"]
+    assert names("--only", "train", "--only", "failed") == []
 
 
 def test_json_has_plain_values(typed: Typed) -> None:
-    (entry,) = json.loads(typed("--name", "zero1", "--json")[1])
+    (entry,) = json.loads(typed("--only", "zero1", "--json")[1])
     assert (entry["folder"], entry["metric"]) == ("runs/zero1", "error")
     assert entry["best"] == pytest.approx(1.5948, 1e-3)
 
@@ -62,11 +62,9 @@ def test_json_has_plain_values(typed: Typed) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("--status finish", "--status='finish' is not known."),
-        ("--status finish", "Did you mean 'finished'?"),
         ("remove shard", "meshwise runs remove --yes NAME"),
         ("remove --yes nothing shard", "there is no run nothing in"),
-        ("--status failed remove --yes shard", "takes only names"),
+        ("--only failed remove --yes shard", "takes only names"),
     ],
 )
 def test_what_cannot_be_is_one_sentence_and_removes_nothing(typed: Typed, words: str, said: str) -> None:

@@ -1,6 +1,5 @@
 from meshwise.api import auto as auto
 from meshwise.api import bench as bench
-from meshwise.api import bench_hosts as bench_hosts
 from meshwise.api import check as check
 from meshwise.api import check_options as check_options
 from meshwise.api import machines as machines

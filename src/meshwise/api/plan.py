@@ -40,7 +40,6 @@ from meshwise.spec.plan import OWN_DTYPES, Plan
 from meshwise.spec.plan_file import read_plan
 from meshwise.spec.plan_settings import settings_text, settings_values
 from meshwise.spec.prediction import Prediction
-from meshwise.spec.units import plural
 from meshwise.terminal.notebook import Page, shown_by
 from meshwise.workers.scratch import scratch_folder
 
@@ -232,30 +231,24 @@ def _searched(
 
 
 def _in_detail(plans: Plans, options: PlanOptions, rehearse: Callable[[Plan], Rehearsed]) -> Plans:
-    """Return `plans` with details about one plan: what takes the time of a step (`--explain`), and what takes the
+    """Return `plans` with details about the first plan: what takes the time of a step (`--explain`), and what takes the
     memory (`--memory`). Details that the user did not request are left out.
 
-    The details come from a rehearsal (simulation) of the plan. Raises UsageError if `--explain` names a number beyond
-    the list, or a plan whose step time is unknown.
+    The details come from a rehearsal (simulation) of the plan. Raises UsageError for `--explain` if the step time of
+    the plan is unknown.
     """
-    estimates = plans.found.estimates
-    if options.explain is None and not options.memory:
+    if not (options.explain or options.memory):
         return plans
-    number = options.explain or 1
-    if number > len(estimates):
-        raise UsageError(
-            f"--explain {number}: the list has only {plural(len(estimates), 'plan')}. Use --explain {len(estimates)}."
-        )
-    chosen = estimates[number - 1]
+    chosen, *others = plans.found.estimates
     whole = rehearse(chosen.plan).whole
     if options.memory:
         traced = next(one for one in whole.traces if one.step.rank == chosen.memory.rank)
         first, step = works_of(traced, whole.prices)
         plans = replace(plans, memory=memory_parts(first, step, plans.machine.devices[chosen.memory.rank]))
-    if options.explain is not None:
+    if options.explain:
         if whole.step is None:
             raise UsageError(f"--explain: the step time of {settings_text(chosen.plan)} is unknown: {chosen.unknown}.")
-        runner_up = None if plans.one else next(iter(estimates[1:] if number == 1 else estimates), None)
+        runner_up = None if plans.one else next(iter(others), None)
         plans = replace(plans, explained=explain(chosen, whole.step, whole.prices, runner_up))
     return plans
 

@@ -45,9 +45,7 @@ class PlanOptions:
         Option("judge this plan alone: exit code 0 when it fits, 1 when not", metavar="FILE"),
     ] = None
     within: Annotated[str | None, Option("memory that a step may take of a device: 24GiB")] = None
-    explain: Annotated[
-        int | None, Option("what the step of the best plan, or of the Nth, is made of", metavar="[N]")
-    ] = None
+    explain: Annotated[bool, Option("what the step of the first plan is made of", name="--explain")] = False
     memory: Annotated[
         bool, Option("what the memory of one plan goes to: on one device, of --set or of --fits", name="--memory")
     ] = False
@@ -62,7 +60,7 @@ class PlanOptions:
     show: Callable[[Any], None] = lambda found: None
 
     def __post_init__(self) -> None:
-        settle(self, "batch_size", "explain", "steps")
+        settle(self, "batch_size", "steps")
         for name in self.allow:
             check_known("--allow", name, ALLOW)
         if not self.seconds > 0:

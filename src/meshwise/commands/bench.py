@@ -73,7 +73,7 @@ def bench(options: BenchOptions, nodes: NodeOptions) -> None:
     limits: Any = {"sizes": options.sizes, "seconds": options.seconds}
     with _stoppable(), _progress_shown() as progress:
         if hosts:
-            found = api.bench_hosts.bench_hosts(what=what or WHAT[1:], nodes=nodes, progress=progress, **limits)
+            found = api.bench.bench_hosts(what=what or WHAT[1:], nodes=nodes, progress=progress, **limits)
         else:
             found = api.bench.bench(options.devices, what=what or WHAT, progress=progress, **limits)
     raise typer.Exit(0 if found is None else _show(found, target, options.as_json))

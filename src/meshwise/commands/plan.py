@@ -15,7 +15,7 @@ from rich.console import Console
 
 from meshwise import api
 from meshwise.api.plan_options import PlanOptions
-from meshwise.commands.command_line import ScriptCommand, from_dataclass, is_script
+from meshwise.commands.command_line import ScriptCommand, from_dataclass
 from meshwise.records.files import write_text
 from meshwise.rehearsal.estimate import FITS
 from meshwise.rehearsal.views.plan_dict import plans_dict
@@ -24,25 +24,12 @@ from meshwise.spec.errors import PlanError
 from meshwise.spec.plan_file import plan_to_toml
 from meshwise.spec.plan_settings import settings_text
 from meshwise.spec.prediction import prediction_to_toml
-from meshwise.spec.units import plural, seconds_text
+from meshwise.spec.units import plural
 
 app = typer.Typer(add_completion=False)
 
 
-class PlanCommand(ScriptCommand):
-    """A command in which `--explain` without a number means the first plan."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse the words of the command line like click. An `--explain` without a number gets the number 1."""
-        for at, word in enumerate(args):
-            if is_script(word):  # what follows is its own
-                break
-            if word == "--explain" and not "".join(args[at + 1 : at + 2]).isdigit():
-                args = [*args[: at + 1], "1", *args[at + 1 :]]
-        return super().parse_args(ctx, args)
-
-
-@app.command(cls=PlanCommand, context_settings={"obj": PlanOptions})
+@app.command(cls=ScriptCommand, context_settings={"obj": PlanOptions})
 @from_dataclass
 def plan(
     context: typer.Context,
@@ -70,7 +57,8 @@ def plan(
         def show(part: Any) -> None:
             if part.found.first and not (part.found.estimates or part.found.refused or as_json):
                 console.print(first_text(part), markup=False, highlight=False, soft_wrap=True)
-            status.update(_progress(part))
+            done = len(part.found.estimates) + len(part.found.refused)
+            status.update(f"rehearsed {plural(done, 'plan')} of {done + len(part.found.left)}")
 
         plans = api.plan.plan_options(replace(options, arguments=context.args, show=show))
     if as_json:
@@ -90,13 +78,3 @@ def plan(
         console.print(f"saved {settings_text(best.plan)} to {save}", markup=False, highlight=False)
     sure = options.fits is None or (best is not None and best.memory.verdict == FITS)
     raise typer.Exit(0 if options.memory or (best is not None and sure) else 1)
-
-
-def _progress(part: Any) -> str:
-    found = part.found
-    best = found.estimates[0] if found.estimates else None
-    done = plural(len(found.estimates) + len(found.refused), "plan")
-    step = ""
-    if best is not None and best.seconds is not None:
-        step = f", best {settings_text(best.plan)} {seconds_text(best.seconds.value)}"
-    return f"rehearsed {done} of {len(found.estimates) + len(found.refused) + len(found.left)}{step}"

@@ -20,9 +20,8 @@ from meshwise import timeline
 from meshwise.commands.completion import runs_here
 from meshwise.records.run_list import RunEntry, find_run, run_entry, run_list
 from meshwise.schedulers import slurm
-from meshwise.spec.errors import UsageError, check_known
+from meshwise.spec.errors import UsageError
 
-STATUSES = ("queued", "running", "finished", "stopped", "failed", "unreadable")
 FOLDER = typer.Option("--in", metavar="DIR", help="the folder in which the runs lie")
 NAME = typer.Argument(metavar="NAME", help="a run's name, a part of it, or its folder", autocompletion=runs_here)
 app = typer.Typer(name="runs", add_completion=False)
@@ -32,29 +31,27 @@ app = typer.Typer(name="runs", add_completion=False)
 def runs(
     context: typer.Context,
     folder: Annotated[str, FOLDER] = "runs",
-    status: Annotated[str | None, typer.Option(help="only queued, running, finished, stopped or failed ones")] = None,
-    name: Annotated[str | None, typer.Option(help="only those with this in their name")] = None,
-    job: Annotated[str | None, typer.Option(help="only those with this in their job or script")] = None,
+    only: Annotated[
+        list[str], typer.Option(metavar="WORD", help="those with this in their name, job or status; may be repeated")
+    ] = [],  # noqa: B006
     as_json: Annotated[bool, typer.Option("--json", help="print them as JSON")] = False,
 ) -> None:
     """List the runs of a folder: job, plan, status, metric, time, size. Or remove runs.
 
     \b
     meshwise runs                              list all runs in runs/
-    meshwise runs --status failed --job mnist  list failed runs of a job
+    meshwise runs --only failed --only mnist   list failed runs of a job
     meshwise runs remove 20261121-105309       remove the run of this name
     """
     context.obj = Path(folder)
     if context.invoked_subcommand is not None:
-        if status or name or job or as_json:
+        if only or as_json:
             raise UsageError(f"meshwise runs {context.invoked_subcommand} takes only names. Remove the other options.")
         return
-    if status is not None:
-        check_known("--status", status, STATUSES)
     found = [
         entry
         for entry in _with_queue(run_list(Path(folder)))
-        if status in (None, entry.status) and (name or "") in entry.name and (job or "") in entry.job
+        if all(word in f"{entry.name}\n{entry.job}\n{entry.status}" for word in only)
     ]
     if as_json:
         print(json.dumps([asdict(entry) | {"folder": str(entry.folder)} for entry in found], indent=2))
