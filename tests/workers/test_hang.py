@@ -70,7 +70,7 @@ def test_a_collective_that_does_not_end_is_the_cause_of_the_others_that_wait() -
     beats = {0: waits(9, "0,1,2,3/"), 1: waits(9, "0,1,2,3/"), 2: waits(4, "2,3/"), 3: waits(4, "2,3/")}
     stall = find_stall(beats, [0, 1, 2, 3])
     assert stall is not None and stall.inside and stall.ranks == [2, 3] and stall.collective == beats[2].waits_in
-    named = hang._of_stopped(stall, beats, [3])
+    named = hang._of_stopped(stall, [3])
     assert named.ranks == [3] and sorted(named.waiting) == [0, 1, 2] and not named.inside
 
 

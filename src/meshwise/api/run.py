@@ -22,8 +22,8 @@ from meshwise import api, launcher, process
 from meshwise.job.job import Job
 from meshwise.job.options import AUTO, PRELOAD, PlanText, RunOptions
 from meshwise.launcher.placing import continued, placed
-from meshwise.launcher.start import LaunchedProgram, Started, in_attempt, start, supervised, worker_slots
-from meshwise.launcher.supervise import Viewer, summarise
+from meshwise.launcher.start import in_attempt, start, supervised, worker_slots
+from meshwise.launcher.supervise import LaunchedProgram, Started, Viewer, summarise
 from meshwise.machine.find import find_devices
 from meshwise.parallel.fits import check_fits
 from meshwise.records import folder as names

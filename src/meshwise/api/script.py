@@ -22,7 +22,8 @@ from meshwise import engine, launcher, process, recording, tracking
 from meshwise.job.options import RunOptions
 from meshwise.jobs.script import refuse_untrained_job, run_script_file
 from meshwise.launcher.placing import placed
-from meshwise.launcher.start import LaunchedProgram, start, supervised
+from meshwise.launcher.start import start, supervised
+from meshwise.launcher.supervise import LaunchedProgram
 from meshwise.parallel.fits import check_fits, check_for_scripts
 from meshwise.records import folder as names
 from meshwise.spec.errors import UsageError

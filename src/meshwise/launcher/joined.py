@@ -14,7 +14,8 @@ from meshwise.job.options import RunOptions
 from meshwise.launcher.placing import check_kind
 from meshwise.launcher.restarts import Restarts
 from meshwise.launcher.several import Alone
-from meshwise.launcher.start import LaunchedProgram, Started, opened, refuse_restarts
+from meshwise.launcher.start import opened, refuse_restarts
+from meshwise.launcher.supervise import LaunchedProgram, Started
 from meshwise.recording.joined_run import begin
 from meshwise.spec.devices import WorkerSlot
 from meshwise.spec.errors import WorkerFailed
@@ -65,7 +66,7 @@ def joined_run(
         failure = run.ends(error)
         if failure is not None and failure.of_machine:
             code = AGAIN if goes_on() else 1
-            raise WorkerFailed(failure.message, rank=failure.rank, exit_code=code, failure=failure) from error
+            raise WorkerFailed(failure.message, exit_code=code, failure=failure) from error
         raise
     else:
         run.ends(None)

@@ -18,7 +18,7 @@ from typing import Any
 
 from meshwise.records import folder as names
 from meshwise.records.checkpoints import checkpoints_in
-from meshwise.records.claims import write_of
+from meshwise.records.claims import is_over, write_of
 from meshwise.records.files import is_lost, read_lines
 from meshwise.spec.errors import PlanError, WorkerFailed
 from meshwise.spec.exit_codes import AGAIN, FAILED, NO_PROGRESS
@@ -85,6 +85,11 @@ class Restarts:
     _without_progress: int = 0
     _last: tuple[int, str, int] | None = None
     _commands: list[subprocess.Popen[bytes]] = field(default_factory=list)
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the run folder is there, and no later attempt has begun in it."""
+        return not is_lost(self.folder) and not is_over(self.folder, self.number)
 
     def due(self) -> tuple[Fault, ...]:
         """Return the faults to inject in this attempt."""

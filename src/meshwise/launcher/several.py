@@ -46,17 +46,11 @@ class Alone:
     size: int
     lock: FolderLock | None = None
     nodes = None
-    keeps, node, first_rank = True, 0, 0
+    keeps, node, first_rank, late = True, 0, 0, dict[str, Any]()
 
     @property
     def world(self) -> int:
         return self.size
-
-    @property
-    def late(self) -> Mapping[str, Any]:
-        """Facts that another machine has announced; see `Several`. They are empty, because there is no other
-        machine."""
-        return {}
 
     def folder_told(self) -> Mapping[str, Any]:
         """Return an empty mapping, because there is no other machine that could announce a run folder."""
@@ -274,7 +268,7 @@ def _as_seen(told: Mapping[str, Any], nodes: Nodes) -> WorkerFailed:
     here = range(nodes.first_rank, nodes.first_rank + nodes.me.size)
     own = failure is None or failure.rank in here or failure.kind == "lost"
     text = told["text"] if own else ELSEWHERE + told["text"]
-    return WorkerFailed(text, rank=None if failure is None else failure.rank, exit_code=told["code"], failure=failure)
+    return WorkerFailed(text, exit_code=told["code"], failure=failure)
 
 
 def _error_of(reports: Reports) -> WorkerFailed:
@@ -286,9 +280,7 @@ def _error_of(reports: Reports) -> WorkerFailed:
     chosen = culprit([failure for failure, _ in known])
     told = next(told for failure, told in known if failure is chosen)
     done = [failure.done for failure, _ in known]
-    return WorkerFailed(
-        told["text"], rank=chosen.rank, exit_code=told["code"], failure=replace(chosen, done=max(chosen.done, *done))
-    )
+    return WorkerFailed(told["text"], exit_code=told["code"], failure=replace(chosen, done=max(chosen.done, *done)))
 
 
 def _look(halt: Halt) -> None:

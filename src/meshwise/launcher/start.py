@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,18 +22,17 @@ from meshwise.job.options import RESTARTS, RunOptions
 from meshwise.launcher.placing import ASKED
 from meshwise.launcher.restarts import Restarts
 from meshwise.launcher.several import Alone, Several
-from meshwise.launcher.supervise import supervise
+from meshwise.launcher.supervise import LaunchedProgram, Started, supervise
 from meshwise.machine.find import describe, find_devices
 from meshwise.records import folder as names
 from meshwise.records.checkpoints import run_and_checkpoint
-from meshwise.records.claims import is_over, newest, write_of
+from meshwise.records.claims import newest, write_of
 from meshwise.records.files import stay_in, write_text
 from meshwise.records.lock import FolderLock
 from meshwise.records.run_list import is_fixed
 from meshwise.spec.devices import WorkerSlot, parse_devices
 from meshwise.spec.errors import UsageError, WorkerFailed
 from meshwise.spec.faults import Fault, faults_of
-from meshwise.spec.plan import Plan
 from meshwise.spec.plan_file import PREDICTED, plan_to_toml
 from meshwise.spec.prediction import prediction_of, prediction_to_toml
 from meshwise.spec.world import World
@@ -46,56 +45,6 @@ OWN_OPTIONS = ("job", "devices", "log")
 """Options that may differ between machines, since they depend on the devices of each machine."""
 
 
-@dataclass(frozen=True)
-class LaunchedProgram:
-    """A job or script to run.
-
-    plan: None if a script chooses its own plan.
-    call: the function that each worker calls with the run folder.
-    record: facts for run.json.
-    sees_all: whether a worker sees all accelerators of its host, as under torchrun, and not only its own.
-    again: the function that each worker calls after a restart: `again(folder, plan=..., resumes=...)`. `plan` is the
-        new plan in TOML, or "" if it has not changed. `resumes` is True if there is a saved state to continue from.
-        None if each worker calls `call` again and the program restores its state itself.
-    """
-
-    name: str
-    plan: Plan | None
-    call: Callable[[Path], Any]
-    record: Mapping[str, Any]
-    sees_all: bool = False
-    again: Callable[..., Any] | None = None
-
-
-@dataclass(frozen=True)
-class Started:
-    """A program with its run folder, and the workers and machines on which it runs.
-
-    before: the files that this start has changed in the folder of a resumed run, with their previous text. The previous
-        text is restored if a usage error stops this start.
-    restarts: counts the attempts of the run, and decides about further attempts.
-    hang_limit: the number of seconds without progress after which a rank ends the run.
-    """
-
-    program: LaunchedProgram
-    folder: Path
-    slots: Sequence[WorkerSlot]
-    restarts: Restarts
-    machines: Alone | Several
-    before: Mapping[Path, str] = field(default_factory=dict)
-    hang_limit: float | None = None
-
-    @property
-    def keeps_record(self) -> bool:
-        """Whether this machine writes the files of the run folder that belong to no single rank, such as run.json."""
-        return self.machines.keeps and not is_over(self.folder, self.restarts.number)
-
-    def close(self) -> None:
-        """Release the lock on the folder."""
-        if self.machines.lock is not None:
-            self.machines.lock.close()
-
-
 def start(make: Callable[[World], LaunchedProgram], options: RunOptions, began: float) -> Started:
     """Connect to the launchers of the other machines, make the program for the devices of all machines, and open its
     run folder.
@@ -103,10 +52,9 @@ def start(make: Callable[[World], LaunchedProgram], options: RunOptions, began: 
     make: a function that makes the program for a number of ranks.
     began: when the command began, in seconds since 1970.
     """
-    several = options.nnodes != 1 or options.node_rank or options.rdzv
     slots = worker_slots(options)
     asked = {name: value for name, value in options.record().items() if name not in OWN_OPTIONS}
-    machines = options.rendezvous(len(slots), asked | {"job": Path(str(options.job)).name}) if several else None
+    machines = options.rendezvous(len(slots), asked | {"job": Path(str(options.job)).name})
     late = machines is not None and machines.nodes.begins.number > 1
     size = machines.nodes.begins.facts.get("world", machines.nodes.size) if machines else len(slots)
     program = make(World(size=size, device=slots[0].device))
@@ -246,16 +194,7 @@ def supervised(
         console.print(text, soft_wrap=not console.is_terminal, markup=False, highlight=False)
     try:
         with time_limit(limit):
-            return supervise(
-                partial(_task, started),
-                slots,
-                restarts=started.restarts,
-                console=console,
-                machines=machines,
-                hang_limit=started.hang_limit,
-                limit=limit,
-                forks=forks,
-            )
+            return supervise(started, partial(_task, started), console, limit, forks)
     except WorkerFailed as error:
         refused = error.exit_code == UsageError.exit_code and started.restarts.attempt == 1
         if refused and started.keeps_record:

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import cycle, islice
 from pathlib import Path
@@ -24,11 +25,11 @@ from meshwise.launcher.restarts import Restarts
 from meshwise.launcher.several import JOINED, Alone, Several
 from meshwise.records import folder as names
 from meshwise.records.attempts import lost_texts, open_log
-from meshwise.records.claims import is_over
 from meshwise.records.files import is_lost
 from meshwise.spec.devices import WorkerSlot
 from meshwise.spec.errors import WorkerFailed
 from meshwise.spec.exit_codes import AGAIN, DONE, JOINS, WARNINGS, stop_text
+from meshwise.spec.plan import Plan
 from meshwise.terminal.screen import fitted
 from meshwise.timeline.analyse import report_of
 from meshwise.timeline.read import read_timeline
@@ -47,6 +48,56 @@ WITHOUT_RECORDS = (
 )
 STOPS = (signal.SIGINT, signal.SIGHUP, *WARNINGS)
 """Signals to the launcher that end the run. All ranks stop after the same step."""
+
+
+@dataclass(frozen=True)
+class LaunchedProgram:
+    """A job or script to run.
+
+    plan: None if a script chooses its own plan.
+    call: the function that each worker calls with the run folder.
+    record: facts for run.json.
+    sees_all: whether a worker sees all accelerators of its host, as under torchrun, and not only its own.
+    again: the function that each worker calls after a restart: `again(folder, plan=..., resumes=...)`. `plan` is the
+        new plan in TOML, or "" if it has not changed. `resumes` is True if there is a saved state to continue from.
+        None if each worker calls `call` again and the program restores its state itself.
+    """
+
+    name: str
+    plan: Plan | None
+    call: Callable[[Path], Any]
+    record: Mapping[str, Any]
+    sees_all: bool = False
+    again: Callable[..., Any] | None = None
+
+
+@dataclass(frozen=True)
+class Started:
+    """A program with its run folder, and the workers and machines on which it runs.
+
+    before: the files that this start has changed in the folder of a resumed run, with their previous text. The previous
+        text is restored if a usage error stops this start.
+    restarts: counts the attempts of the run, and decides about further attempts.
+    hang_limit: the number of seconds without progress after which a rank ends the run.
+    """
+
+    program: LaunchedProgram
+    folder: Path
+    slots: Sequence[WorkerSlot]
+    restarts: Restarts
+    machines: Alone | Several
+    before: Mapping[Path, str] = field(default_factory=dict)
+    hang_limit: float | None = None
+
+    @property
+    def keeps_record(self) -> bool:
+        """Whether this machine writes the files of the run folder that belong to no single rank, such as run.json."""
+        return self.machines.keeps and self.restarts.is_current
+
+    def close(self) -> None:
+        """Release the lock on the folder."""
+        if self.machines.lock is not None:
+            self.machines.lock.close()
 
 
 class Viewer:
@@ -128,8 +179,8 @@ class Viewer:
                 self._view.print("no state is saved: the script has not called mw.checkpoint.")
 
     def _keep(self, facts: Mapping[str, Any]) -> None:
-        if facts and self._machines and (folder := _record_folder(self._restarts, self._machines)):
-            names.add_to_session(folder, **facts)
+        if facts and self._machines and self._machines.keeps and self._restarts.is_current:
+            names.add_to_session(self._restarts.folder, **facts)
 
     def send(self, kind: str, **facts: Any) -> None:
         """Handle a message of this process as if a worker had sent it. Used in a run that another launcher started."""
@@ -152,17 +203,14 @@ def metrics_line(message: Mapping[str, Any]) -> str:
 
 
 def supervise(
+    started: Started,
     task: Callable[[], tuple[Callable[..., Any], tuple[Any, ...]]],
-    slots: Sequence[WorkerSlot],
-    *,
-    restarts: Restarts,
     console: Console,
-    machines: Alone | Several,
     limit: float | None = None,
-    hang_limit: float | None = None,
     forks: Forks | None = None,
 ) -> tuple[list[Any], int]:
-    """Launch workers on the slots, show the run, and restart it as `restarts` allows."""
+    """Launch workers on the slots, show the run, and restart it as its `restarts` allow."""
+    restarts, machines, slots = started.restarts, started.machines, started.slots
     halt, forks = Halt(), forks or Forks(PRELOAD, stays=True)
     with LiveView(console) as view, forwarded_signals(halt, view), halt.after(limit):
         named, devices = [f"rank {rank} {slot.name}" for rank, slot in enumerate(slots)], DevicesLeft(slots)
@@ -176,20 +224,20 @@ def supervise(
         def log(folder: Path, rank: int) -> BinaryIO:
             return open_log(folder, rank, restarts.number)
 
-        listeners = Listeners(viewer.message, viewer.output, look, log, hang_limit)
-        started = partial(launch, folder=restarts.folder, listeners=listeners, halt=halt, preload=forks)
+        listeners = Listeners(viewer.message, viewer.output, look, log, started.hang_limit)
+        launches = partial(launch, folder=restarts.folder, listeners=listeners, halt=halt, preload=forks)
         try:
             results = None
             while results is None:
                 viewer.steps = viewer.joins = False
                 devices.use(machines.size)
                 try:
-                    results = started(*task(), devices.used, nodes=machines.nodes)
+                    results = launches(*task(), devices.used, nodes=machines.nodes)
                     if viewer.joins and not halt.ends:
                         results = None
                         raise WorkerFailed("A machine joins: all ranks have stopped after a step.", exit_code=JOINED)
                 except WorkerFailed as error:
-                    _answer(error, restarts, view, halt, machines, devices)
+                    _answer(error, started, view, halt, devices)
         finally:
             machines.leave(halt.exit_code if halt.ends else DONE)
             forks.close()
@@ -200,28 +248,15 @@ def supervise(
         raise WorkerFailed(
             WITHOUT_RECORDS.format(folder=restarts.folder, ended="was stopped" if stopped else "finished")
         )
-    if folder := _record_folder(restarts, machines):
+    if started.keeps_record:
         facts = {"reason": viewer.stopped.removeprefix("stopped by ")} if stopped else {}
-        names.end_session(folder, "stopped" if stopped else "finished", **facts)
+        names.end_session(restarts.folder, "stopped" if stopped else "finished", **facts)
     return results, halt.exit_code if stopped else DONE
 
 
-def _record_folder(restarts: Restarts, machines: Alone | Several) -> Path | None:
-    """Return the run folder if this machine has to write the run's record."""
-    if not machines.keeps or is_lost(restarts.folder) or is_over(restarts.folder, restarts.number):
-        return None
-    return restarts.folder
-
-
-def _answer(
-    error: WorkerFailed,
-    restarts: Restarts,
-    view: LiveView,
-    halt: Halt,
-    machines: Alone | Several,
-    devices: DevicesLeft,
-) -> None:
+def _answer(error: WorkerFailed, started: Started, view: LiveView, halt: Halt, devices: DevicesLeft) -> None:
     """Record how an attempt failed. Then begin the next attempt, or raise the error that ends the run."""
+    restarts, machines = started.restarts, started.machines
     number, last, goes_on = restarts.number, None, ""
     rank = -1 if error.failure is None else error.failure.rank - machines.first_rank
     devices.failed(error.failure, rank, restarts.attempt, restarts.happened_now())
@@ -230,9 +265,9 @@ def _answer(
         error, goes_on = machines.go_on(restarts, error, left, halt)
     except WorkerFailed as ends:
         error = last = ends
-    if folder := _record_folder(restarts, machines):
+    if keeps := started.keeps_record:
         status = "stopped" if error.rank is None else "failed"
-        names.end_session(folder, status, str(error), **restarts.facts(error, number))
+        names.end_session(restarts.folder, status, str(error), **restarts.facts(error, number))
     if error.rank is not None:
         restarts.run_command(str(error), again=last is None)
     if last is not None:
@@ -240,11 +275,11 @@ def _answer(
     view.print(fitted(f"{error}\n{goes_on}", sys.stdout))
     halt.begin_anew()
     devices.use(machines.size)
-    if folder:
+    if keeps:
         restarts.keep_plan()
         world = machines.nodes.size if machines.nodes else machines.size
         facts = {"devices": [slot.name for slot in devices.used], "world": world, "machine": machines.node}
-        restarts.number = names.begin_session(folder, time.time(), restarts.record(), **facts)
+        restarts.number = names.begin_session(restarts.folder, time.time(), restarts.record(), **facts)
 
 
 @contextlib.contextmanager

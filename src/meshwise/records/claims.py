@@ -24,7 +24,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from meshwise.records.files import atomic_file, make_folder
+from meshwise.records.files import atomic_file, make_folder, read_json
 
 CLAIMS = "attempts"
 _CLAIM, _RECORD = re.compile(r"(\d{1,9})\.json"), re.compile(r"(\d{1,9})\.run\.json")
@@ -108,13 +108,7 @@ def newest_record(folder: Path, until: int | None = None) -> Path | None:
 def claims_of(folder: Path) -> dict[int, Mapping[str, Any]]:
     """Return the contents of all claims of a run, by the number of the attempt. A claim is a JSON file, written by the
     machine that begins the attempt. The contents are {} for a file that cannot be read."""
-    found: dict[int, Mapping[str, Any]] = {}
-    for number in sorted(_numbers(folder, _CLAIM)):
-        facts: Any = None
-        with contextlib.suppress(OSError, ValueError):
-            facts = json.loads((folder / CLAIMS / f"{number}.json").read_text(encoding="utf-8"))
-        found[number] = facts if isinstance(facts, dict) else {}
-    return found
+    return {number: read_json(folder / CLAIMS / f"{number}.json") for number in sorted(_numbers(folder, _CLAIM))}
 
 
 def _numbers(folder: Path, named: re.Pattern[str]) -> list[int]:

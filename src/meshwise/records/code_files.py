@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
-from meshwise.records.files import write_text
+from meshwise.records.files import read_json, write_text
 from meshwise.spec.errors import UsageError
 from meshwise.spec.words import some
 
@@ -48,13 +48,8 @@ def write_code(folder: Path, word: str) -> None:
 def changed_code(folder: Path, word: str) -> list[str]:
     """Return the program's files that were changed, removed or added after `write_code` recorded their hashes in a run
     folder."""
-    try:
-        kept = json.loads((folder / CODE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return []
-    if not kept or not isinstance(kept, dict):
-        return []
-    now = code_files(word)
+    kept = read_json(folder / CODE)
+    now = code_files(word) if kept else {}
     return sorted(name for name in {*kept, *now} if kept.get(name) != now.get(name))
 
 

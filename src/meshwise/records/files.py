@@ -109,6 +109,14 @@ def append_lines(path: Path, records: Iterable[Record], same: BinaryIO | None = 
     return True
 
 
+def read_json(path: Path) -> Record:
+    """Return the record in a JSON file. Returns {} if there is none that can be read."""
+    with contextlib.suppress(OSError, ValueError, RecursionError):
+        if isinstance(found := json.loads(path.read_text(encoding="utf-8")), dict):
+            return found
+    return {}
+
+
 def read_lines(path: Path) -> list[Record]:
     """Return all complete records of the file. Returns [] if there is no such file."""
     if not path.is_file():

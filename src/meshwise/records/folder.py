@@ -40,7 +40,7 @@ from typing import Any
 from meshwise.records.checkpoints import CHECKPOINTS as CHECKPOINTS
 from meshwise.records.checkpoints import checkpoints_in
 from meshwise.records.claims import claim, newest, newest_record, record_path, write_of
-from meshwise.records.files import Record, kept_lines, write_text
+from meshwise.records.files import Record, kept_lines, read_json, write_text
 from meshwise.records.lock import is_abandoned
 from meshwise.spec.errors import UsageError
 from meshwise.spec.words import error_text, printable
@@ -98,11 +98,9 @@ def saved_step(folder: Path) -> int | None:
     """Return the step of the newest complete checkpoint in a run folder, or None if there is none."""
     if newest := checkpoints_in(folder / CHECKPOINTS)[-1:]:
         return newest[0].step
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # as format 1 has it
-        name = json.loads((folder / CHECKPOINTS / "latest.json").read_text())["file"]
-        if found := re.match(r"step-(\d+)\.pt", name):
-            return int(found[1])
-    return None
+    latest = read_json(folder / CHECKPOINTS / "latest.json")  # of format 1
+    found = re.match(r"step-(\d+)\.pt", str(latest.get("file")))
+    return int(found[1]) if found else None
 
 
 def span_log(folder: Path, rank: int, attempt: int = 1) -> Path:

@@ -20,6 +20,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import IO, Any
 
+from meshwise.records.files import read_json
 from meshwise.spec.errors import UsageError
 
 LOCK, STATE_LOCK, PREDICTIONS_LOCK, TRIES = "run.lock", "state.lock", "predict.lock", 5
@@ -148,10 +149,9 @@ def holder_of(folder: Path) -> tuple[str, int] | None:
 
     Returns None if this is unknown.
     """
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        facts = json.loads((folder / LOCK).read_text(encoding="utf-8"))
-        return str(facts["host"]), int(facts["process"])
-    return None
+    facts = read_json(folder / LOCK)
+    host, process = facts.get("host"), facts.get("process")
+    return (str(host), process) if host and isinstance(process, int) else None
 
 
 def _told(text: str) -> str:

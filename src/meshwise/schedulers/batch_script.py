@@ -66,7 +66,8 @@ def batch_script(job: BatchJob) -> str:
     low, high = nodes_of(job.nodes)
     lines = ["#!/bin/bash", f"# {_one_line(job.name)}: written by meshwise submit. By hand: sbatch submit.sh"]
     lines += [f"#SBATCH {line}" for line in _options(job, elastic=low != high)]
-    lines += ["", f"cd {_quoted(job.workdir)} || exit 2", *_setup(job.site)]
+    lines += ["", f"cd {_quoted(job.workdir)} || exit 2"]
+    lines += [_SETUP_FAILED, *job.site.setup, "trap - ERR"] if job.site.setup else []
     lines += [f': "${{{name}:?the job needs it: export {name} before sbatch}}"' for name in job.site.secrets]
     if job.site.cpus:
         lines += ["export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK  # srun does not take it over from Slurm 22.05 on"]
@@ -90,11 +91,6 @@ def _options(job: BatchJob, *, elastic: bool) -> list[str]:
     lines += [f"--time={slurm_time(job.seconds)}"] if job.seconds is not None else []
     lines += ["--requeue  # after a lost node or a preemption Slurm starts it again", "--open-mode=append"]
     return lines + [_word(option) for option in (*site.options, *joined_options(job.options))]
-
-
-def _setup(site: Site) -> list[str]:
-    """Return the lines of a batch script that run the site's setup commands."""
-    return [_SETUP_FAILED, *site.setup, "trap - ERR"] if site.setup else []
 
 
 def joined_options(words: Sequence[str]) -> list[str]:

@@ -93,9 +93,10 @@ class WorkerFailed(MeshwiseError):
     def __init__(
         self, message: str, *, rank: int | None = None, exit_code: int = 1, failure: Any | None = None
     ) -> None:
-        """failure: what is known of the worker that failed first (a `workers.failure.Failure`), or None."""
+        """failure: what is known of the worker that failed first (a `workers.failure.Failure`), or None.
+        rank: its rank, if there is no `failure`."""
         super().__init__(message)
-        self.rank = rank
+        self.rank = failure.rank if failure is not None else rank
         self.exit_code = exit_code
         self.failure = failure
 

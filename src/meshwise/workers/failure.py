@@ -183,16 +183,14 @@ def of_command(error: BaseException) -> MeshwiseError:
     if isinstance(error, MeshwiseError):
         return error
     if isinstance(error, KeyboardInterrupt):
-        stopped = WorkerFailed("stopped by Ctrl-C.", exit_code=INTERRUPTED)
-        stopped.__traceback__ = error.__traceback__
-        name_line(stopped)
-        return stopped
-    if isinstance(error, SystemExit):
-        refused = UsageError(leave.OF_COMMAND.format(call=f"sys.exit({error.code!r})"))
-        refused.__traceback__ = error.__traceback__
-        name_line(refused)
-        return refused
-    return WorkerFailed(f"{user_traceback(error).rstrip()}\nthe program failed: {error_text(error)}")
+        shown: MeshwiseError = WorkerFailed("stopped by Ctrl-C.", exit_code=INTERRUPTED)
+    elif isinstance(error, SystemExit):
+        shown = UsageError(leave.OF_COMMAND.format(call=f"sys.exit({error.code!r})"))
+    else:
+        return WorkerFailed(f"{user_traceback(error).rstrip()}\nthe program failed: {error_text(error)}")
+    shown.__traceback__ = error.__traceback__
+    name_line(shown)
+    return shown
 
 
 def _kind_of(rank: int, error: BaseException) -> str:

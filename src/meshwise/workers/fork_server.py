@@ -36,6 +36,7 @@ from meshwise.spec import errors
 from meshwise.spec.errors import MeshwiseError, WorkerFailed
 from meshwise.spec.exit_codes import WARNINGS
 from meshwise.workers.environment import LISTENER
+from meshwise.workers.stuck import stat_of
 
 PACKET = 1 << 16
 KILL_TIMEOUT = 2.0  # seconds for killed workers to be gone
@@ -256,11 +257,8 @@ def _waited(process: subprocess.Popen[bytes]) -> int | None:
 
 def _status_of_ended(pid: int) -> int | None:
     """Return the exit status of a process that has ended but for which its parent has not waited yet."""
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        if fields[0] == "Z":
-            return os.waitstatus_to_exitcode(int(fields[-1]))
-    return None
+    fields = stat_of(pid)
+    return os.waitstatus_to_exitcode(int(fields[-1])) if fields[:1] == ["Z"] else None
 
 
 def _tell_ended(line: socket.socket, children: dict[int, int]) -> None:

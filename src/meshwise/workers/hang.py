@@ -202,7 +202,7 @@ class HangWatch:
         stall = find_stall(beats, [*silent, *(rank for rank, each in far.items() if each.silence)])
         if stall is None and self._idleness is not None and len(silent) == len(beats):
             stall = Stall(silent, {})
-        stall = None if stall is None else _of_stopped(stall, beats, [*self._stopped(pids, far)])
+        stall = None if stall is None else _of_stopped(stall, [*self._stopped(pids, far)])
         if stall is None or (far and min(stall.ranks) not in pids):
             return None
         first = max([rank for rank in stall.ranks if rank in pids], key=lambda rank: self._silence[rank])
@@ -224,8 +224,12 @@ class HangWatch:
         if seconds < ask or (first in self._said and not over):
             return None
         self._said.add(first)
-        why = f" {self._ended(end, self._limit)}" if over and self._limit is not None else ""
-        return Hang(first, f"{explain(seconds)}{why}", step, over)
+        if not over:
+            return Hang(first, explain(seconds), step)
+        longer = "" if end != self._limit else " To wait longer, use --hang-limit 10min."
+        if self._idleness is not None:
+            longer = " Every rank must make the same calls in the same order. Look for code that depends on the rank."
+        return Hang(first, f"{explain(seconds)} Ended after {end:.0f} s without progress.{longer}", step, over)
 
     def _listen(self, pids: Mapping[int, int | None], passed: float) -> Hang | None:
         """Add `passed` seconds to the silence of each rank that reports no progress."""
@@ -243,12 +247,6 @@ class HangWatch:
                 self._said.remove(rank)
                 went_on = Hang(rank, f"rank {rank} goes on after {seconds:.1f} s.", stalls=False)
         return went_on
-
-    def _ended(self, seconds: float, limit: float) -> str:
-        longer = "" if seconds > limit else " To wait longer, use --hang-limit 10min."
-        if self._idleness is not None:
-            longer = " Every rank must make the same calls in the same order. Look for code that depends on the rank."
-        return f"Ended after {seconds:.0f} s without progress.{longer}"
 
     def _stands(self, rank: int, pid: int | None) -> str:
         return "" if pid is None else standing(pid, stack_path(self._folder, rank)).told()
@@ -277,8 +275,8 @@ class HangWatch:
             return f"No progress for {seconds:.1f} s{step}: {inside}, {why}: {look}."
         told = f"No progress for {seconds:.1f} s{step}: {'; '.join(what)}"
         if stall.waiting:
-            ago = (time.perf_counter_ns() - min(wait.at for wait in stall.waiting.values())) / 1e9
             first = min(stall.waiting.values(), key=lambda wait: wait.at)
+            ago = (time.perf_counter_ns() - first.at) / 1e9
             verb = "waits" if len(stall.waiting) == 1 else "wait"
             told += f"; {ranks_text(sorted(stall.waiting))} {verb} for it in {_named(first)} since {ago:.1f} s"
             here = [rank for rank in sorted(stall.waiting) if pids.get(rank) is not None][:3]
@@ -288,11 +286,11 @@ class HangWatch:
     def here(self, pids: Mapping[int, int | None]) -> dict[int, Far]:
         """Return the state of each rank of this machine, to be sent to other machines. It is an empty `Far` for a rank
         that makes progress."""
-        silent = {rank: seconds for rank in pids if (seconds := self._silence[rank]) >= LEAST}
-        beats = {rank: read_beat(beat_path(self._folder, rank)) for rank in silent}
-        stopped = set(self._stopped(pids, {})) if silent else set()
-        told = {rank: Far(beats[rank], seconds, rank in stopped) for rank, seconds in silent.items()}
-        return {rank: told.get(rank, Far()) for rank in pids}
+        silent = {rank: pid for rank, pid in pids.items() if self._silence[rank] >= LEAST}
+        stopped, found = set(self._stopped(silent, {})), dict.fromkeys(pids, Far())
+        for rank in silent:
+            found[rank] = Far(read_beat(beat_path(self._folder, rank)), self._silence[rank], rank in stopped)
+        return found
 
     def _stopped(self, pids: Mapping[int, int | None], far: Mapping[int, Far]) -> Iterator[int]:
         """Yield the ranks whose process is stopped, or is in uninterruptible sleep."""
@@ -313,7 +311,7 @@ class HangWatch:
         return f"{phase} and {own.told()}{beside}"
 
 
-def _of_stopped(stall: Stall, beats: Mapping[int, Beat], stopped: Sequence[int]) -> Stall:
+def _of_stopped(stall: Stall, stopped: Sequence[int]) -> Stall:
     """Blame stopped processes for a hang."""
     which = sorted(stall.waiting.keys() & set(stopped)) if stall.inside or stall.crossed else []
     return Stall(which, {rank: at for rank, at in stall.waiting.items() if rank not in which}) if which else stall

@@ -218,7 +218,7 @@ class _Launcher:
             text = divergence(trails, self._in(State.DONE, State.EXITED)) or "\n".join([text, *last]).rstrip()
         if self.nodes:
             self.nodes.fail(text, chosen, max(chosen.exit_code, 1))
-        raise WorkerFailed(text, rank=chosen.rank, exit_code=max(chosen.exit_code, 1), failure=chosen)
+        raise WorkerFailed(text, exit_code=max(chosen.exit_code, 1), failure=chosen)
 
     def _look_at_nodes(self) -> None:
         """Check whether another machine has failed, is lost, or asks for a stop, and act on this."""

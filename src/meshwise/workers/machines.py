@@ -70,18 +70,17 @@ class Machines:
         told = self.meeting.try_get(f"machine/{node}")
         return None if told is None else Member(**told)
 
-    def meet(self, asked: Mapping[str, Any] | None = None, say: Callable[[str], None] = print) -> Nodes:
+    def meet(self, asked: Mapping[str, Any] | None = None) -> Nodes:
         """Wait for all machines, and begin the first attempt of the run. If the run has already begun, make the other
         machines stop after a step, and join its next attempt.
 
         asked: settings that must be equal on all machines. Raises UsageError if the run that this machine joins has
             others.
-        say: a function that prints a line about joining.
 
         Raises WorkerFailed if not all machines come in time.
         """
         if self.meeting.try_get("begins") is not None:
-            self._join(dict(asked or {}), say)
+            self._join(asked or {})
         else:
             self._present()
             if self.leads:
@@ -92,16 +91,14 @@ class Machines:
             if ends := self.meeting.try_get("ends"):
                 raise WorkerFailed("the run has ended without this machine.", exit_code=ends["code"])
             if self.meeting.try_get("begins") is None and (told := self.meeting.try_get("moved")):
-                self._follow(told, dict(asked or {}), say)
-            waits, stranger = self.meeting.try_get("begins") is None, self.store.door.stranger
-            if self.meeting.error is not None or (waits and time.monotonic() > until):
-                raise WorkerFailed(
-                    f"not all {self.nnodes} machines connected in {RENDEZVOUS_TIMEOUT.seconds // 60} min. Start each "
-                    "with its --node-rank."
-                    + (f" The machine at {stranger} does not know the secret: {SET_ONE}." if stranger else "")
-                    if self.meeting.error is None
-                    else "the machine that leads the run cannot be reached any more, or the run has ended."
-                )
+                self._follow(told, asked or {})
+            if self.meeting.error is not None:
+                raise WorkerFailed("the machine that leads the run cannot be reached any more, or the run has ended.")
+            if self.meeting.try_get("begins") is None and time.monotonic() > until:
+                stranger = self.store.door.stranger
+                who = f" The machine at {stranger} does not know the secret: {SET_ONE}." if stranger else ""
+                missing = f"not all {self.nnodes} machines connected in {RENDEZVOUS_TIMEOUT.seconds // 60} min"
+                raise WorkerFailed(f"{missing}. Start each with its --node-rank.{who}")
 
         while self.leads and any(self._machine(node) is None for node in range(self.nnodes)):
             look()
@@ -114,7 +111,7 @@ class Machines:
             time.sleep(0.02)
         return self._begin(begins)
 
-    def _follow(self, moved: Mapping[str, Any], asked: Mapping[str, Any], say: Callable[[str], None]) -> None:
+    def _follow(self, moved: Mapping[str, Any], asked: Mapping[str, Any]) -> None:
         """Join the run at its new leader."""
         if moved["node"] == self.me.node:  # as it was before it was lost
             return
@@ -126,9 +123,9 @@ class Machines:
         self._leader, self.meeting = int(moved["node"]), Meeting(lambda: link, self.me.name)
         while not self.meeting.heard and self.meeting.error is None:
             time.sleep(0.01)
-        self._join(asked, say)
+        self._join(asked)
 
-    def _join(self, asked: Mapping[str, Any], say: Callable[[str], None]) -> None:
+    def _join(self, asked: Mapping[str, Any]) -> None:
         """Register this machine for the next attempt of a run that is under way."""
         for name, value in (self.meeting.try_get("asked") or {}).items():
             if (own := json.loads(json.dumps(asked.get(name)))) != value:
@@ -136,7 +133,7 @@ class Machines:
                     f"the run uses {name} {value}, but this machine was started with {own}. Use the same command on "
                     "every machine, except for --node-rank and --devices."
                 )
-        say("the run is under way: this machine joins it after the next step that is saved.")
+        print("the run is under way: this machine joins it after the next step that is saved.")
         self._present()
 
     def joiners(self) -> list[Member]:

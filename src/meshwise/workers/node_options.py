@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, NoReturn
 
@@ -41,14 +41,11 @@ class NodeOptions:
                 f"{self.node_rank}."
             )
 
-    def rendezvous(
-        self, local_size: int, asked: Mapping[str, Any] | None = None, say: Callable[[str], None] = print
-    ) -> Machines | None:
+    def rendezvous(self, local_size: int, asked: Mapping[str, Any] | None = None) -> Machines | None:
         """Meet the launchers of the other machines, and wait until all are there. Return None for a run on one machine.
 
         local_size: the number of workers on this machine.
         asked: settings that must be equal on a machine that joins a run under way. Raises UsageError if they differ.
-        say: a function that prints a line for the user about joining.
         """
         if self.nnodes == 1 and self.node_rank == 0 and self.rdzv is None:
             return None
@@ -59,7 +56,7 @@ class NodeOptions:
                 "on every machine, for example --rdzv node0:29500."
             )
         machines = joined((host, int(port)), self.node_rank, self.nnodes, local_size)
-        machines.meet(asked, say)
+        machines.meet(asked)
         return machines
 
 

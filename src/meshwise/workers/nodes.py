@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -101,7 +101,7 @@ class Nodes:
         lost."""
         while (told := self.try_get(key)) is None:
             if lost := self.lost():
-                raise WorkerFailed(lost.message, rank=lost.rank, exit_code=lost.exit_code, failure=lost)
+                raise WorkerFailed(lost.message, exit_code=lost.exit_code, failure=lost)
             time.sleep(0.02)
         return told
 
@@ -159,8 +159,7 @@ class Nodes:
                 self.set(f"heard/{self.node_rank}", True)
                 self._meeting.flush(TELL_TIMEOUT)
                 failure = None if told["failure"] is None else Failure(**told["failure"])
-                rank = None if failure is None else failure.rank
-                return WorkerFailed(ELSEWHERE + told["text"], rank=rank, exit_code=told["exit_code"], failure=failure)
+                return WorkerFailed(ELSEWHERE + told["text"], exit_code=told["exit_code"], failure=failure)
         return None
 
     def all_done(self) -> bool:
@@ -184,12 +183,9 @@ class Nodes:
             return bool(self._why_lost(member)) or not self._meeting.has_seen(member.name)
 
         while until is None or time.monotonic() < until:
-            if all(gone(m) or self._said((what, "left"), m) for m in self.others):
+            if all(gone(m) or self.try_get(f"{what}/{m.node}") or self.try_get(f"left/{m.node}") for m in self.others):
                 return
             time.sleep(0.02)
-
-    def _said(self, what: Sequence[str], member: Member) -> bool:
-        return any(self.try_get(f"{each}/{member.node}") for each in what)
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from pathlib import Path
 from meshwise.records.lock import Work
 from meshwise.spec.errors import UsageError
 from meshwise.spec.units import plural
+from meshwise.workers.control_groups import read_text
 
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
 OPEN = "OMPI_COMM_WORLD_"
@@ -254,7 +255,7 @@ def step_of_process(environment: Mapping[str, str], proc: Path = Path("/proc")) 
     """Return the name of the Slurm step in which this process runs, such as `0`, `batch` or `interactive`."""
     job = environment[JOB]
     for text, pattern in (
-        (_text(proc / "self" / "cgroup"), rf"/job_{job}/step_(\w+)"),
+        (read_text(proc / "self" / "cgroup"), rf"/job_{job}/step_(\w+)"),
         (_command_above(environment.get("SLURM_TASK_PID", ""), proc), rf"slurmstepd: \[{job}\.(\w+)"),
     ):
         if found := re.search(pattern, text):
@@ -264,15 +265,8 @@ def step_of_process(environment: Mapping[str, str], proc: Path = Path("/proc")) 
 
 def _command_above(pid: str, proc: Path) -> str:
     """Return the command line of the parent of process `pid`. An empty string if it is unknown."""
-    parent = re.search(r"^PPid:\s*(\d+)", _text(proc / pid / "status"), re.MULTILINE) if pid.isdigit() else None
-    return "" if parent is None else _text(proc / parent[1] / "cmdline")
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""
+    parent = re.search(r"^PPid:\s*(\d+)", read_text(proc / pid / "status"), re.MULTILINE) if pid.isdigit() else None
+    return "" if parent is None else read_text(proc / parent[1] / "cmdline")
 
 
 def _agree(environment: Mapping[str, str]) -> bool:

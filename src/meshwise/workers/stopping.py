@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from meshwise.compat.loader_workers import spare_loader_workers
+from meshwise.compat.loaders import spare_loader_workers
 from meshwise.compat.reducer import own_connection_to_store
 from meshwise.spec.exit_codes import OF_SCHEDULERS, TIME_LIMIT, WARNINGS, code_of_stop, stop_text
 from meshwise.spec.units import seconds_text

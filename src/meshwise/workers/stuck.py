@@ -8,7 +8,6 @@ process that handles it, since it would kill any other. Tested in tests/workers/
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import time
@@ -16,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from meshwise.spec.user_code import is_users, place
+from meshwise.workers.control_groups import read_text
 from meshwise.workers.heartbeat import SIGNAL
 
 WINDOW = 5.0  # seconds between two looks at the CPU time of a process
@@ -97,19 +97,13 @@ def state_of(pid: int) -> str:
 
 def stat_of(pid: int) -> list[str]:
     """Return the fields of /proc/PID/stat without the first two."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return []
+    return read_text(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()
 
 
 def children_of(pid: int) -> list[int]:
     """Return the process ids of a process's living children."""
-    found: list[int] = []
-    for path in Path(f"/proc/{pid}/task").glob("*/children"):
-        with contextlib.suppress(OSError, ValueError):
-            found += map(int, path.read_text().split())
-    return found
+    texts = map(read_text, Path(f"/proc/{pid}/task").glob("*/children"))
+    return [int(child) for text in texts for child in text.split()]
 
 
 def _asked(pid: int, stack: Path) -> str:
@@ -132,19 +126,12 @@ def _asked(pid: int, stack: Path) -> str:
 
 
 def _handles(pid: int, number: int) -> bool:
-    try:
-        text = Path(f"/proc/{pid}/status").read_text()
-    except OSError:
-        return False
-    caught = re.search(r"^SigCgt:\s*([0-9a-f]+)$", text, re.MULTILINE)
+    caught = re.search(r"^SigCgt:\s*([0-9a-f]+)$", read_text(Path(f"/proc/{pid}/status")), re.MULTILINE)
     return caught is not None and bool(int(caught[1], 16) >> (number - 1) & 1)
 
 
 def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError:
-        return 0
+    return path.stat().st_size if path.exists() else 0
 
 
 class Idleness:
