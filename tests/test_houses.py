@@ -23,7 +23,7 @@ HOUSES = {
     "plan": ("rehearsal/", "api/plan.py", "api/plan_options.py", "api/auto.py", "commands/plan.py"),
     "arrays": ("arrays/",),
     "integrations": (
-        *("compat/trainers.py", "compat/trainers.py", "script/in_front.py"),
+        *("compat/trainers.py", "script/in_front.py"),
         *(f"script/lightning{part}.py" for part in ("", "_kinds", "_metrics", "_strategy", "_values")),
         *(f"script/trainer{part}.py" for part in ("", "_accelerator", "_front", "_loader", "_loss")),
     ),

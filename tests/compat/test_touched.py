@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from meshwise.compat.dispatch import intercept_operators
-from meshwise.compat.touched import touched
+from meshwise.compat.dispatch import touched
 
 
 def touches(program: Callable[[dict[str, Tensor]], Any], **tensors: Tensor) -> set[str]:

@@ -1,6 +1,6 @@
 """Gradients that wait in `mw.accumulate()` are those of one device for whoever reads or sets them.
 
-Of compat/gradient_reads.py too.
+Of compat/program_calls.py too.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import meshwise as mw
-from meshwise.compat import gradient_reads
+from meshwise.compat import program_calls
 from meshwise.process.session import end_sessions
 from meshwise.spec.plan import Plan
 from meshwise.transfer import collectives
@@ -161,7 +161,7 @@ def test_a_window_whose_last_batch_reduces_pays_nothing(pool: Any) -> None:
     def case() -> tuple[int, int, bool]:
         read = collectives_of(lambda other: other.weight.grad, last=True)
         end_sessions()
-        return read, collectives_of(lambda other: None, last=True), bool(gradient_reads.WATCHING)
+        return read, collectives_of(lambda other: None, last=True), bool(program_calls.WATCHING)
 
     for with_a_reader, without, watching in pool(2).run(case):
         assert with_a_reader == without

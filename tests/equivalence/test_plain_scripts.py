@@ -1,6 +1,6 @@
 """`meshwise check` of a script of DDP or accelerate as it is: its ranks beside one process, and its counts.
 
-Tests api/check_plain.py, compat/loader_calls.py, autograd/loss_scale.py, equivalence/views/check_text.py,
+Tests api/check_plain.py, compat/loaders.py, autograd/loss_scale.py, equivalence/views/check_text.py,
 equivalence/plain/counts.py, equivalence/plain/findings.py, equivalence/plain/judge.py, equivalence/plain/neutral.py,
 equivalence/plain/on_cpu.py, equivalence/plain/reads.py, equivalence/plain/record.py, equivalence/plain/schedule.py and
 equivalence/plain/watch.py.

@@ -1,5 +1,5 @@
 """A scheduler's signals: however often they come, and whether to one process or to all, every rank ends after the same
-step with its state saved. Of workers/stopping.py and compat/loader_workers.py."""
+step with its state saved. Of workers/stopping.py and compat/loaders.py."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Complex parameters train as on one device, keep their imaginary parts in every precision, and are compared whole.
 
-Of compat/complex_numbers.py.
+Of compat/modules.py.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from meshwise.compat.complex_numbers import as_real, store_model
+from meshwise.compat.modules import as_real, store_model
 from meshwise.compat.loss_scale import Scaler
 from meshwise.job.loop import run_job
 from meshwise.job.options import RunOptions

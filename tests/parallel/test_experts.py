@@ -1,6 +1,6 @@
 """Experts divided over devices: what they give, their gradients and what is sent; balance losses of the whole batch.
 
-Tests parallel/expert.py, parallel/balance.py, compat/several_meshes.py.
+Tests parallel/expert.py, parallel/balance.py, compat/dtensor_operators.py.
 """
 
 from __future__ import annotations

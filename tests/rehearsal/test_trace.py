@@ -1,7 +1,7 @@
 """The rehearsal's operators are those of the real step, as torch's profiler records them.
 
 Of rehearsal/record.py, rehearsal/work.py, rehearsal/fakes/world.py, compat/fake_device.py, compat/fake_autocast.py and
-compat/flops.py too.
+compat/profiling.py too.
 """
 
 import itertools

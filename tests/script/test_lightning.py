@@ -1,7 +1,7 @@
 """Lightning's Trainer on several devices computes what it computes on one: weights, values, files, predictions.
 
 Of script/lightning.py, script/lightning_strategy.py, script/lightning_values.py, script/lightning_metrics.py,
-script/lightning_kinds.py, script/in_front.py and compat/lightning_parts.py.
+script/lightning_kinds.py, script/in_front.py and compat/trainers.py.
 """
 
 from __future__ import annotations

@@ -1,11 +1,17 @@
-"""Ask CUDA what torch's public names do not tell.
+"""Ask CUDA and libc what torch's public names do not tell.
 
-That is: forks, the driver's count, a held stream.
+That is: forks, the driver's count, a held stream, and freed memory that glibc keeps between live tensors.
 
 `torch.cuda.device_count()` reads CUDA_VISIBLE_DEVICES again, through NVML, even after the driver has read it. The count
 that the driver keeps is private, and so is whether a forked process may ask it. PyTorch's own tests use
 `torch.cuda._sleep`. Read in torch 2.11, 2.13 and 2.15: `cuda/__init__.py`, `csrc/cuda/Module.cpp`.
 """
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from typing import Any
 
 import torch
 
@@ -43,3 +49,19 @@ def hold_stream(seconds: float) -> bool:
         return False
     torch.cuda._sleep(int(seconds * CYCLES_A_SECOND))
     return True
+
+
+def _find() -> Any:
+    try:
+        return ctypes.CDLL(None).malloc_trim if sys.platform == "linux" else None
+    except AttributeError:  # another C library
+        return None
+
+
+_trim = _find()
+
+
+def trim_heap() -> None:
+    """Return freed memory to the operating system, if the C library is glibc. Takes some milliseconds."""
+    if _trim is not None:
+        _trim(0)

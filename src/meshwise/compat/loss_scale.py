@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from meshwise.compat.complex_numbers import as_real
+from meshwise.compat.modules import as_real
 
 _before = WeakTensorKeyDictionary()
 SCALED: list[bool] = []

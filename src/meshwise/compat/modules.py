@@ -1,6 +1,9 @@
-"""Read private parts of torch modules: tensor dictionaries, hooks, forward.
+"""Reach private parts of modules and optimizers: tensors, hooks, forward, dtype.
 
-Tested in tests/script/test_generate.py and tests/parallel.
+torch's `model.to(torch.float64)` drops the imaginary parts of complex numbers; `store_model` keeps them. Read in torch
+2.11, 2.13 and 2.15: `nn/modules/module.py`, `to`.
+
+Tested in tests/script/test_generate.py, tests/parallel and tests/parallel/test_complex.py.
 """
 
 from __future__ import annotations
@@ -13,8 +16,11 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 T = TypeVar("T")
 Around = Callable[[list[Any]], contextlib.AbstractContextManager[None] | None]
@@ -209,3 +215,80 @@ def _in_method(
         stack.callback(hook.remove)
         output.append(method(*args, **kwargs))
     return output[0]
+
+
+def call_last(hook: RemovableHandle) -> None:
+    """Make the optimizer call this hook after all others of the same kind."""
+    _hooks_beside(hook).move_to_end(hook.id)
+
+
+def call_first(hook: RemovableHandle) -> None:
+    """Make the optimizer call this hook before all others of the same kind."""
+    _hooks_beside(hook).move_to_end(hook.id, last=False)
+
+
+def _hooks_beside(hook: RemovableHandle) -> Any:
+    return hook.hooks_dict_ref()
+
+
+def step_without_hooks(optimizer: Optimizer) -> Callable[[Optimizer], Any]:
+    """Return the `step` function of the optimizer's class without the wrapper in which torch calls hooks."""
+    step: Any = type(optimizer).step
+    unhooked: Callable[[Optimizer], Any] = getattr(step, "__wrapped__", step)
+    return unhooked
+
+
+def after_method(optimizer: Optimizer, name: str, then: Callable[[], None]) -> None:
+    """Call `then()` after each call of the optimizer's method `name`, if the optimizer has such a method."""
+    method = getattr(optimizer, name, None)
+    if not callable(method):
+        return
+
+    @functools.wraps(method)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        result = method(*args, **kwargs)
+        then()
+        return result
+
+    setattr(optimizer, name, called)
+
+
+def is_hooks(name: str) -> bool:
+    """Return whether `name` is an attribute of optimizers that holds hooks."""
+    return name.startswith("_optimizer_") and name.endswith("_hooks")
+
+
+def takes_hooks(optimizer: Optimizer) -> bool:
+    """Return whether hooks can be added to the optimizer. This is impossible for some wrappers of optimizers, whose
+    classes do not call `Optimizer.__init__`."""
+    return hasattr(optimizer, "_optimizer_step_pre_hooks")
+
+
+WIDE = {
+    torch.float32: torch.float64,
+    torch.float16: torch.float64,
+    torch.bfloat16: torch.float64,
+    torch.complex64: torch.complex128,
+    torch.complex32: torch.complex128,
+}
+"""For each narrow floating or complex dtype, the wider dtype in which `meshwise check` computes in its place."""
+
+
+def stored_in(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return `tensor` converted to `dtype` if it is a floating tensor, and unchanged if it holds integers. A complex
+    tensor is converted to complex128 if `dtype` is float64. It is not converted for any other `dtype`, because torch
+    has no kernels for narrow complex dtypes."""
+    if tensor.is_complex():
+        return tensor.to(torch.complex128) if dtype == torch.float64 else tensor
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
+def store_model(model: nn.Module, dtype: torch.dtype) -> None:
+    """Convert the parameters, gradients and buffers of `model` to `dtype`, in place. Integer tensors stay as they are.
+    Complex tensors become complex128 if `dtype` is float64, and stay as they are for any other `dtype`."""
+    model._apply(lambda tensor: stored_in(tensor, dtype))
+
+
+def as_real(tensor: Tensor) -> Tensor:
+    """View complex numbers as pairs of real ones, in a last dimension of two; return other tensors unchanged."""
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor

@@ -1,18 +1,24 @@
-"""Mark ranges for torch.profiler (Kineto) and Nsight Systems (NVTX).
+"""Mark ranges for profilers; count a call's allocations and FLOPs.
 
 A `record_function` costs 6 µs even when nobody profiles, so it is made only while torch's profiler runs. The flag that
-says so is private; where it is missing, no range is made. Read in torch 2.11, 2.13 and 2.15: `autograd/profiler.py`.
+says so is private; where it is missing, no range is made. So are the events of kineto in which the host's allocations
+stand. Operators without a formula in torch's flop counter count no FLOPs: they are bound by memory. A causal attention
+counts half, as its fused kernels compute half. Read in torch 2.11, 2.13 and 2.15: `autograd/profiler.py`,
+`csrc/profiler/kineto_shim.h`, `utils/flop_counter.py`. Tested in tests/rehearsal/test_measured.py.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch.autograd import profiler
+from torch.profiler import ProfilerActivity, profile
 
 PREFIX = "meshwise."
 # Nsight Systems sets the first in what it starts; the second is for a process that it attaches to.
@@ -35,3 +41,80 @@ def open_range(name: str) -> AbstractContextManager[Any] | None:
         return None
     opened.__enter__()
     return opened
+
+
+def allocations_of(call: Callable[[], object]) -> list[tuple[int, int]]:
+    """Call `call()`, and list how the allocated host memory changes while it runs: (bytes, address), in order, e.g.
+    [(4096, a), (-4096, a)]. An allocation has positive bytes, and a release has negative bytes. The result of `call` is
+    released only after the measurement."""
+    with _quiet(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        given = call()
+    results: Any = seen.profiler.kineto_results
+    found, ahead = [], list(results.experimental_event_tree())
+    while ahead:
+        event = ahead.pop()
+        ahead += event.children
+        if event.tag.name == "Allocation":
+            found.append((event.start_time_ns, event.typed[1].alloc_size, event.typed[1].ptr))
+    del given
+    return [(size, address) for _, size, address in sorted(found, key=lambda one: one[0])]
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Redirect stderr to the null device in the block, because kineto prints a line at each start and end of a profile.
+    (An environment variable could prevent this, but only if it is set before torch is imported.)"""
+    with contextlib.ExitStack() as stack:
+        try:
+            before, nothing = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+        except OSError:  # there is no stderr
+            yield
+            return
+        stack.callback(os.close, before)
+        stack.callback(os.dup2, before, 2)
+        os.dup2(nothing, 2)
+        os.close(nothing)
+        yield
+
+
+_ALIKE = {
+    "_scaled_dot_product_flash_attention_for_cpu": "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_flash_attention_for_cpu_backward": "_scaled_dot_product_flash_attention_backward",
+}
+
+
+def flops_of(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> int:
+    """Return the number of multiplications and additions in a call of `operator` that returned `out`. Return 0 if torch
+    has no formula for the operator."""
+    formula = _formulas().get(operator.overloadpacket)
+    if formula is None:
+        return 0
+    count = int(formula(*args, **kwargs, out_val=out))
+    return count // 2 if _is_causal(operator, args, kwargs) else count
+
+
+def _is_causal(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    names = [argument.name for argument in operator._schema.arguments]
+    if "is_causal" not in names:
+        return False
+    at = names.index("is_causal")
+    return bool(kwargs.get("is_causal", args[at] if at < len(args) else False))
+
+
+@functools.cache
+def _formulas() -> dict[Any, Callable[..., int]]:
+    from torch.utils.flop_counter import flop_registry
+
+    found = dict(flop_registry)
+    for name, like in _ALIKE.items():
+        packet = getattr(torch.ops.aten, name, None)
+        formula = found.get(getattr(torch.ops.aten, like))
+        if packet is not None and formula is not None:
+            found.setdefault(packet, functools.partial(_of_cpu, formula) if name.endswith("backward") else formula)
+    return found
+
+
+def _of_cpu(formula: Callable[..., int], *args: Any, out_val: Any = None, **kwargs: Any) -> int:
+    """Count the FLOPs of a backward of CPU attention. formula: torch's formula for the GPU kernel. It uses only
+    arguments that the CPU kernel has too."""
+    return formula(*args, out_val=out_val)

@@ -1,21 +1,28 @@
-"""Wrap a program's calls into torch: next batch, backward, `eval()`, process group.
+"""Wrap a program's calls into torch: batch, backward, `eval()`, process group, `.grad`.
 
 Each of them passes through one function, which is wrapped. `end` restores it, unless it was replaced again since.
-Read in torch 2.11, 2.13 and 2.15: `utils/data/dataloader.py`, `autograd/__init__.py`, `distributed/device_mesh.py`.
+`.grad` is an attribute in C: a property of the same name stands before it on the classes of parameters, no longer than
+gradients wait on their rank, so that no other step pays for it. Our own code and autograd read what is there.
+Read in torch 2.11, 2.13 and 2.15: `utils/data/dataloader.py`, `autograd/__init__.py`, `distributed/device_mesh.py`,
+`_C/TensorBase.grad`.
 """
 
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import device_mesh
+from torch.distributed.tensor import DTensor
 from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+from meshwise.spec.user_code import OURS
 
 Around = Callable[[], AbstractContextManager[None]]
 End = Callable[[], None]
@@ -84,3 +91,46 @@ def put(owners: list[Any], name: str, made_of: Callable[[Any], Any]) -> End:
 def hooks_of(tensor: torch.Tensor) -> list[Any]:
     """Return the hooks that receive the tensor's gradient before the gradient is added to `.grad`."""
     return list((tensor._backward_hooks or {}).values())
+
+
+_GRAD: Any = Tensor.grad
+_CLASSES: tuple[Any, ...] = (nn.Parameter, DTensor)
+WATCHING: list[Callable[[Tensor], None]] = []
+
+
+def watch_gradients(settle: Callable[[Tensor], None]) -> None:
+    """Until `leave_gradients`, call `settle(p)` before the program reads, sets or deletes a parameter's gradient."""
+    WATCHING[:] = [settle]
+    for kind in _CLASSES:
+        kind.grad = _WATCHED
+
+
+def leave_gradients() -> None:
+    """Undo `watch_gradients`: accesses to gradients are no longer intercepted."""
+    if WATCHING:
+        WATCHING.clear()
+        for kind in _CLASSES:
+            del kind.grad
+
+
+def _asked(p: Tensor) -> None:
+    if WATCHING and not sys._getframe(2).f_code.co_filename.startswith(OURS):
+        WATCHING[0](p)
+
+
+def _get(p: Tensor) -> Any:
+    _asked(p)
+    return _GRAD.__get__(p)
+
+
+def _set(p: Tensor, gradient: Any) -> None:
+    _asked(p)
+    _GRAD.__set__(p, gradient)
+
+
+def _delete(p: Tensor) -> None:
+    _asked(p)
+    _GRAD.__delete__(p)
+
+
+_WATCHED = property(_get, _set, _delete)

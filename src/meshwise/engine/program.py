@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from meshwise import parallel
-from meshwise.compat import gradient_reads
+from meshwise.compat import program_calls
 from meshwise.compat.tree import map_tensors
 from meshwise.parallel.apply import apply, bind
 from meshwise.parallel.reduction import Reduction
@@ -311,7 +311,7 @@ class Program:
                 if own in self._stepped or self.backwards == self.began:
                     self._check_backward(optimizer)
                 if reduction.unreduced:
-                    gradient_reads.end()  # torch's FSDP sets gradients while it reduces them
+                    program_calls.leave_gradients()  # torch's FSDP sets gradients while it reduces them
                     reduction.reduce_now()
         if own not in self._stepped:
             self._stepped.append(own)

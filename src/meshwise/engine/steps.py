@@ -23,10 +23,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from meshwise.compat import gradient_reads
+from meshwise.compat import program_calls
 from meshwise.compat.compiling import pass_by
-from meshwise.compat.gradient_reads import WATCHING
 from meshwise.compat.loss_scale import SCALED, unscaled
+from meshwise.compat.program_calls import WATCHING
 from meshwise.data.order import BatchSlice
 from meshwise.engine.engine import Engine
 from meshwise.engine.loops import LoopRead
@@ -213,21 +213,21 @@ def _keeping(program: Program, reduce: bool, watched: contextlib.AbstractContext
     reduce: whether the backward reduces gradients. If not, they stay as they are on each rank. They are reduced when
         code outside of a backward reads or sets the gradient of a parameter.
     watched: another context manager, to enter inside this one."""
-    gradient_reads.end()
+    program_calls.leave_gradients()
     with watched:
         yield
     if program.reduction is not None and not reduce:
         look_out()
-        gradient_reads.watch(functools.partial(_read, program))
+        program_calls.watch_gradients(functools.partial(_read, program))
 
 
 def _read(program: Program, p: Tensor) -> None:
     reduction = program.reduction
     if reduction is None or not reduction.unreduced:
-        gradient_reads.end()
+        program_calls.leave_gradients()
     elif any(p is own for own in program.named_parameters().values()):
         meet("a gradient", ALONE)
-        gradient_reads.end()
+        program_calls.leave_gradients()
         with torch.inference_mode(False), torch.enable_grad():  # who clips reads without
             reduction.reduce_now()
 

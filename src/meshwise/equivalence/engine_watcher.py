@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from meshwise.compat.complex_numbers import stored_in
+from meshwise.compat.modules import stored_in
 from meshwise.compat.perturbed import open_exchanges
 from meshwise.compat.reducer import default_store
 from meshwise.data.keyed import Rows

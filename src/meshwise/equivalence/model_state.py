@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from meshwise.compat.complex_numbers import as_real
+from meshwise.compat.modules import as_real
 from meshwise.compat.sharding import groups_of, sharded_modules
 from meshwise.equivalence.trace import Named
 from meshwise.transfer import stages

@@ -14,7 +14,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor, nn
 
-from meshwise.compat.complex_numbers import as_real
+from meshwise.compat.modules import as_real
 from meshwise.data.keyed import keyed_normal
 
 DIRECTIONS = 8

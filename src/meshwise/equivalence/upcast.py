@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from meshwise.compat.complex_numbers import WIDE
 from meshwise.compat.dispatch import gives_view, intercept_operators, operator_name, written_arguments
+from meshwise.compat.modules import WIDE
 from meshwise.compat.tree import map_tensors, tensors_in
 
 FACTORIES = {"rand", "randn", "rand_like", "randn_like"}

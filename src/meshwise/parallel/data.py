@@ -35,7 +35,7 @@ from torch.nn.parameter import UninitializedParameter
 from torch.utils.weak import WeakIdKeyDictionary
 
 from meshwise.compat import reducer
-from meshwise.compat.complex_numbers import stored_in
+from meshwise.compat.modules import stored_in
 from meshwise.compat.reducer import PlainBucket, copy_each
 from meshwise.parallel.own_draws import notes_of_draws
 from meshwise.parallel.reduction import CARRIED, SKIPPED, reached_parameters, reduced_in

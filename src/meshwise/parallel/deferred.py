@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from meshwise.compat import fake
 from meshwise.compat.dispatch import is_fake, rehearsing, without_interception
-from meshwise.compat.heap import trim_heap
+from meshwise.compat.driver import trim_heap
 from meshwise.compat.sharding import with_local
 from meshwise.compat.tree import map_tensors, tensors_in
 from meshwise.parallel.op_record import OpRecord, record_of

@@ -29,8 +29,8 @@ from torch import Tensor, nn
 from torch.autograd.function import Function
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from meshwise.compat.dtensor_operators import take_several_meshes
 from meshwise.compat.modules import parameters_in, put_forward
-from meshwise.compat.several_meshes import take_several_meshes
 from meshwise.parallel.mesh import make_mesh
 from meshwise.parallel.technique import Setup, Technique
 from meshwise.spec.errors import PlanError

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from meshwise.compat.optimizers import step_without_hooks
+from meshwise.compat.modules import step_without_hooks
 from meshwise.compat.sharding import with_local
 from meshwise.parallel.buckets import buckets_of, local
 from meshwise.parallel.step_hooks import Order, has_closure, subscribe

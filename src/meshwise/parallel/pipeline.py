@@ -25,8 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from meshwise.compat.modules import put_forward
-from meshwise.compat.optimizers import takes_hooks
+from meshwise.compat.modules import put_forward, takes_hooks
 from meshwise.parallel.blocks import repeated_blocks
 from meshwise.parallel.holding import Holding, let_go, own_state
 from meshwise.parallel.passing import Pass, Passing

@@ -17,9 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from meshwise.compat.complex_numbers import store_model, stored_in
 from meshwise.compat.driver import computes_bf16
-from meshwise.compat.modules import put_forward
+from meshwise.compat.modules import put_forward, store_model, stored_in
 from meshwise.compat.tree import map_tensors
 from meshwise.parallel.reduction import TORCH, reduced_in
 from meshwise.parallel.technique import Setup, Technique

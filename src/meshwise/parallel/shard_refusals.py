@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from torch.distributed.tensor import DTensor
 from torch.optim import LBFGS, Optimizer
 
-from meshwise.compat.optimizers import takes_hooks
+from meshwise.compat.modules import takes_hooks
 from meshwise.compat.sharding import Group
 from meshwise.parallel.shard_units import AGAIN
 from meshwise.parallel.step_hooks import held_parameters

@@ -27,7 +27,7 @@ from torch import nn, optim
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from meshwise.compat import optimizers
+from meshwise.compat.modules import call_first, call_last
 
 BY_NUMBERS: set[Any] = {optim.Adadelta, optim.Adagrad, optim.Adam, optim.AdamW, optim.Adamax, optim.ASGD, optim.NAdam}
 BY_NUMBERS |= {optim.RAdam, optim.RMSprop, optim.SGD, optim.SparseAdam}
@@ -127,8 +127,8 @@ class _OneOptimizer:
     def move_inside(self) -> None:
         """Make these hooks the closest to the step: the last to run before it, and the first to run after it. Hooks of
         the program then run around them."""
-        optimizers.call_last(self._hooks[0])
-        optimizers.call_first(self._hooks[1])
+        call_last(self._hooks[0])
+        call_first(self._hooks[1])
 
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if id(sys._getframe(1)) in _inner:

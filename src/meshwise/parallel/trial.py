@@ -21,7 +21,7 @@ from torch import Tensor, nn, optim
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from meshwise.compat.dispatch import is_rehearsed, real_values, rehearsing
-from meshwise.compat.optimizers import is_hooks, step_without_hooks
+from meshwise.compat.modules import is_hooks, step_without_hooks
 from meshwise.compat.sharding import local_of
 from meshwise.parallel.step_hooks import is_by_numbers
 from meshwise.transfer import foreign

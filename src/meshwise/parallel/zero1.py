@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from meshwise.compat.optimizers import after_method, takes_hooks
+from meshwise.compat.modules import after_method, takes_hooks
 from meshwise.parallel.buckets import buckets_of
 from meshwise.parallel.holding import is_absent
 from meshwise.parallel.step_hooks import Order, has_closure, held_parameters, subscribe

@@ -21,10 +21,17 @@ from torch.overrides import TorchFunctionMode
 
 from meshwise.compat import gpu_trace
 from meshwise.compat.compiling import without_compiling
-from meshwise.compat.dispatch import StorageMap, intercept_operators, operator_name, without_interception
+from meshwise.compat.dispatch import (
+    StorageMap,
+    has_parts,
+    intercept_operators,
+    is_collective,
+    operator_name,
+    touched,
+    without_interception,
+)
 from meshwise.compat.driver import is_capturing
 from meshwise.compat.torch_function import called
-from meshwise.compat.touched import has_parts, is_collective, touched
 from meshwise.races.checker import Checker, Race, Touch
 from meshwise.races.finding import Finding, LaneNames, Tensor, find
 from meshwise.races.memory import region_of

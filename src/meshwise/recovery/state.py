@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from meshwise.compat.optimizers import takes_hooks
+from meshwise.compat.modules import takes_hooks
 from meshwise.compat.tree import map_kind
 from meshwise.recovery.collect import collected, held_of, state_of
 from meshwise.recovery.loading import Stored

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from meshwise.compat.dispatch import gives_view
 from meshwise.compat.fake import calls_so_far
-from meshwise.compat.flops import flops_of
+from meshwise.compat.profiling import flops_of
 from meshwise.compat.tree import tensors_in
 from meshwise.job.job import Job
 from meshwise.parallel.blocks import blocks_of, repeated_blocks

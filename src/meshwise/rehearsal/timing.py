@@ -25,7 +25,7 @@ from statistics import median
 
 import torch
 
-from meshwise.compat.allocated import allocations_of
+from meshwise.compat.profiling import allocations_of
 from meshwise.machine.memory import free_bytes
 from meshwise.rehearsal.calls import bytes_of, made
 

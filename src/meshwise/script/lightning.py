@@ -22,7 +22,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from meshwise.compat.lightning_parts import end_epoch, logs_with, take_place
+from meshwise.compat.trainers import end_epoch, logs_with, take_place
 from meshwise.engine.engine import Engine
 from meshwise.script.in_front import in_front
 from meshwise.script.lightning_strategy import PrecisionOnRanks, StrategyOnRanks, refuse

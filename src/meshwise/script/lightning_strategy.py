@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from meshwise.compat.lightning_parts import accumulates, run_closure
+from meshwise.compat.trainers import accumulates, run_closure
 from meshwise.compat.tree import map_kind
 from meshwise.data.wrapped_loader import loader_inside
 from meshwise.engine import steps

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwise.compat.accelerate_states import be_alone
+from meshwise.compat.trainers import be_alone
 from meshwise.engine.engine import Engine
 from meshwise.script.in_front import REFUSED, in_front
 from meshwise.script.trainer_accelerator import AcceleratorOnRanks

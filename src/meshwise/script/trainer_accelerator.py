@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, RandomSampler
 
-from meshwise.compat.accelerate_states import seed_order
+from meshwise.compat.trainers import seed_order
 from meshwise.compat.tree import all_leaves, map_tensors
 from meshwise.script.trainer_loader import TrainerLoader
 from meshwise.script.trainer_loss import Ranks

@@ -11,8 +11,8 @@ from contextlib import nullcontext
 from itertools import islice
 from typing import Any
 
-from meshwise.compat.accelerate_states import loop_begins, loop_ends
 from meshwise.compat.dispatch import rehearsing, without_interception
+from meshwise.compat.trainers import loop_begins, loop_ends
 from meshwise.data.order import BatchSlice
 from meshwise.script.distributed_loader import DistributedLoader
 

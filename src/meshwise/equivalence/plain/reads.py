@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from meshwise.compat import loader_calls, program_calls
-from meshwise.compat.loader_calls import is_read_singly
+from meshwise.compat import loaders, program_calls
+from meshwise.compat.loaders import is_read_singly
 from meshwise.data.generators import GLOBAL
 from meshwise.engine.seeds import seed_all
 from meshwise.equivalence.plain.record import Follow, Pass
@@ -72,10 +72,10 @@ class Reads:
         self._drawn: Any = None
         self._sees_accelerate = False
         self._ends = [
-            loader_calls.without_workers(self._loader_made),
-            loader_calls.choose_indices(self._choose),
-            loader_calls.read_samples(self._read),
-            loader_calls.count_batches(lambda sampler: self._lengths.get(id(sampler))),
+            loaders.without_workers(self._loader_made),
+            loaders.choose_indices(self._choose),
+            loaders.read_samples(self._read),
+            loaders.count_batches(lambda sampler: self._lengths.get(id(sampler))),
         ]
         self._see_accelerate()
 
@@ -115,14 +115,14 @@ class Reads:
         self._batches_since += 1
         self._see_accelerate()
         if now.samples is None:
-            return loader_calls.plain_indices(iterator)
+            return loaders.plain_indices(iterator)
         indices = [index for part in loop.batches[chosen] for index in part]
         self.rows[len(indices)] = [len(part) for part in loop.batches[chosen]]
         self._drawn = _generators()
         return indices
 
     def _begin(self, iterator: Any) -> _Loop:
-        sampler = loader_calls.sampler_of(iterator)
+        sampler = loaders.sampler_of(iterator)
         if id(sampler) not in self._loaders:
             self._loaders[id(sampler)] = sampler, len(self._loaders)
         number = self._loaders[id(sampler)][1]
@@ -130,11 +130,11 @@ class Reads:
         trained = sum(p.trained for p in earlier)
         if trained >= PASSES and self._follow is None:
             raise ScriptEnds
-        found, batches, samples, content = loader_calls.data_of(iterator), list[list[int]](), None, ""
+        found, batches, samples, content = loaders.data_of(iterator), list[list[int]](), None, ""
         endless = False
         if found is not None:
             data, picked = found
-            drawn, endless = loader_calls.rest_of(iterator, MOST_BATCHES)
+            drawn, endless = loaders.rest_of(iterator, MOST_BATCHES)
             batches = [[picked[index] for index in batch] for batch in drawn]
             samples, content = frozenset(picked), self._content(data, picked)
         order = [index for batch in batches for index in batch]
