@@ -25,7 +25,7 @@ from torch.utils.data import (
 )
 
 import meshwise as mw
-from meshwise.guards.same_data import MOST_BYTES, Reading, SameData
+from meshwise.guards.same_data import MOST_BYTES, SameData, read
 from meshwise.job.run import open_data
 from meshwise.parallel.mesh import divide_work
 from meshwise.process.session import default_engine
@@ -233,7 +233,7 @@ def test_what_is_no_row_of_a_sample_is_said(pool: Any) -> None:
 def test_what_is_read_has_a_limit() -> None:
     data = Kept(lists=[x(number, 5000) for number in range(600)], **{f"x{n}": x(n, 50_000) for n in range(100)})
     begun = time.thread_time()
-    found = Reading(weakref.WeakValueDictionary(), N).read({"": data})
+    found = read({"": data}, N, weakref.WeakValueDictionary())
     assert time.thread_time() - begun < 1  # a tenth of it, on a quiet machine
     assert sum(each.nbytes for held in found.values() for each in held.numbers) < MOST_BYTES + 2**17
     assert found

@@ -17,7 +17,7 @@ import time
 import weakref
 import zlib
 from collections.abc import Iterator, Sequence, Sized
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ MOST_BYTES, MOST_SECONDS, MOST_THINGS = 1 << 20, 0.05, 256
 STRETCHES, STRETCH = 16, 512  # of the numbers of a tensor, and how many each has
 ITEMS, FILES, DEPTH = 256, 32, 6
 """The most items to read of a list, the most files to read sizes of, and the most levels of nesting to read."""
+FILE = "a file"  # of a list that names files, sizes are told
 FEW = 16  # what has fewer rows, and not one for each sample, may be the rank's own: a range, a device
 MOST_SENT = 4  # things whose numbers travel, where their bits are others
 ROUNDING = 1e-3  # of a stretch's largest number: what the ranks' machines may compute otherwise
@@ -91,8 +92,7 @@ class SameData:
         everyone = collectives.everyone()  # those too that work on the same samples
         if collectives.world_size(everyone) == 1 or isinstance(data, IterableDataset):
             return
-        reading = Reading(self._known, samples)
-        found = {} if rehearsing() else reading.read({"": data, "sampler": samplers})
+        found = {} if rehearsing() else read({"": data, "sampler": samplers}, samples, self._known)
         facts = samples, fingerprint(data), {name: held.bits for name, held in found.items()}
         ranks = collectives.gather_objects(facts, everyone)
         different = DIFFERENT.format(sizes=", ".join(f"rank {rank}: {one[0]}" for rank, one in enumerate(ranks)))
@@ -122,47 +122,32 @@ def samplers_of(loader: Any) -> list[Any]:
     return [each for each in both if each is not None and not isinstance(each, DistributedSampler)]
 
 
-class Reading:
-    """Reads the values that data sets and samplers hold, up to limits on bytes and time."""
+def read(things: dict[str, Any], samples: int | None, known: weakref.WeakValueDictionary[int, Any]) -> dict[str, Held]:
+    """Return the facts by which to compare objects with the same objects on another rank, up to limits on bytes and
+    time. The result maps the name of an object, or of an attribute inside it, to its facts.
 
-    def __init__(self, known: weakref.WeakValueDictionary[int, Any], samples: int | None) -> None:
-        """known: the objects that were compared before, by id."""
-        self._known, self._before, self._seen = known, set(known), set[int]()
-        self._end, self._left = time.monotonic() + MOST_SECONDS, MOST_BYTES
-        self._sizes = {samples}
-        self._found: dict[str, Held] = {}
-
-    def read(self, things: dict[str, Any]) -> dict[str, Held]:
-        """Return the facts by which to compare objects with the same objects on another rank. The result maps the name
-        of an object, or of an attribute inside it, to its facts.
-
-        things: the objects to read, by name.
-        """
-        for name, thing in things.items():
-            self._walk(name, thing, 0)
-        return self._found
-
-    def _walk(self, name: str, thing: Any, depth: int) -> None:
-        over = self._left <= 0 or time.monotonic() > self._end or len(self._found) == MOST_THINGS
-        if over or depth > DEPTH or id(thing) in self._seen or id(thing) in self._before:
-            return
-        self._seen.add(id(thing))
+    known: the objects that were compared before, by id. They are not compared again, and the new ones are added."""
+    end, left, sizes, seen = time.monotonic() + MOST_SECONDS, MOST_BYTES, {samples}, set(known)
+    found: dict[str, Held] = {}
+    waiting = [(name, thing, 0) for name, thing in reversed(things.items())]
+    while waiting and left > 0 and time.monotonic() < end and len(found) < MOST_THINGS:
+        name, thing, depth = waiting.pop()
+        if depth > DEPTH or id(thing) in seen:
+            continue
+        seen.add(id(thing))
         if (parts := _parts(name, thing)) is None:
-            self._hold(name, held(thing))
-            return
+            one = held(thing)
+            if one is not None and (one.size in sizes or one.size >= FEW):
+                left -= sum(each.nbytes for each in one.numbers) + len(repr(one.told))
+                found[name] = replace(one, row=one.size in sizes)
+            continue
         if isinstance(thing, Dataset) and isinstance(thing, Sized):
             with contextlib.suppress(TypeError, NotImplementedError, AttributeError):
-                self._sizes.add(len(thing))
-        for inner, part in parts:
-            self._walk(inner, part, depth + 1)
+                sizes.add(len(thing))
+        waiting += [(inner, part, depth + 1) for inner, part in reversed(parts)]
         with contextlib.suppress(TypeError):  # a list, or what has no place for a weak reference
-            self._known[id(thing)] = thing
-
-    def _hold(self, name: str, found: Held | None) -> None:
-        if found is None or (found.size not in self._sizes and found.size < FEW):
-            return
-        self._left -= sum(each.nbytes for each in found.numbers) + len(repr(found.told))
-        self._found[name] = Held(found.size, found.told, found.numbers, found.size in self._sizes)
+            known[id(thing)] = thing
+    return found
 
 
 def _parts(name: str, thing: Any) -> list[tuple[str, Any]] | None:
@@ -207,58 +192,34 @@ def _has_numbers(tensor: Tensor) -> bool:
 def _held_items(items: list[Any], size: int) -> Held | None:
     """Return the facts by which to compare a list, a table or an array of objects with the same object on another
     rank."""
-    found = _Items()
-    if not items or not all(map(found.add, items)):
-        return None
-    return Held(size, tuple(found.told), (*([numpy.asarray(found.scalars)] if found.scalars else ()), *found.arrays))
+    told, scalars, arrays = list[Any](), list[Any](), list[_Array]()
 
-
-class _Items:
-    """Collects what the ranks compare about the items of a list.
-
-    told: facts that must be exactly equal, such as texts and sizes of files.
-    scalars: the items that are numbers.
-    arrays: numbers from the items that are tensors or arrays.
-    """
-
-    def __init__(self) -> None:
-        self.told: list[Any] = []
-        self.scalars: list[Any] = []
-        self.arrays: list[_Array] = []
-        self._files = self._texts = 0
-
-    def add(self, item: Any, depth: int = 0) -> bool:
-        """Record an item of the list, so that it can be compared with the same item on another rank. Recorded are e.g.
-        a number, a text, or a checksum of bytes. Items inside a list or dict are recorded too.
-
-        Return False if the item has a type that cannot be compared.
-        """
+    def add(item: Any, depth: int = 0) -> bool:
+        """Note an item, and what it holds. Return False if it has a type that cannot be compared."""
         if isinstance(item, str | os.PathLike):
-            self._add_text(str(item))
+            bytes_of = _size_of_file(str(item)) if len(told) < FILES else None
+            if bytes_of is not None:
+                told.append((FILE, bytes_of))
+            elif not any(isinstance(each, tuple) and each[:1] == (FILE,) for each in told):
+                told.append(str(item))
         elif isinstance(item, bytes):
-            self.told.append(zlib.crc32(item))
+            told.append(zlib.crc32(item))
         elif isinstance(item, _NUMBERS):
-            self.scalars.append(item)
+            scalars.append(item)
         elif isinstance(item, Tensor | numpy.ndarray) and (found := held(item)) is not None:
-            self.told.append(found.told)
-            self.arrays.extend(found.numbers[:1])
+            told.append(found.told)
+            arrays.extend(found.numbers[:1])
         elif type(item) in (list, tuple, dict) and depth < DEPTH:
             parts = list(item.values() if isinstance(item, dict) else item)
-            self.told.append(len(parts))
-            return all(self.add(part, depth + 1) for part in parts[:FEW])
+            told.append(len(parts))
+            return all(add(part, depth + 1) for part in parts[:FEW])
         else:
             return False
         return True
 
-    def _add_text(self, text: str) -> None:
-        """Record a text of a data set, so that it can be compared between the ranks."""
-        looks = self._files < FILES and self._texts < FILES
-        if looks and (size := _size_of_file(text)) is not None:
-            self.told.append(size)
-            self._files += 1
-        elif not self._files:
-            self.told.append(text)
-            self._texts += 1
+    if not items or not all(map(add, items)):
+        return None
+    return Held(size, tuple(told), (*([numpy.asarray(scalars)] if scalars else ()), *arrays))
 
 
 def _size_of_file(name: str) -> int | None:

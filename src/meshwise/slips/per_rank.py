@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator
 
 from meshwise.slips.user_source import (
     FUNCTIONS,
+    Scope,
     Source,
     adds,
     bare,
@@ -189,7 +190,8 @@ def divided_evaluations(places: Iterable[tuple[str, int]], count: int) -> Iterat
         divisors = {name for name in names if not name.isdigit() or int(name) == count}
         for loop in loops_at(sources[0].tree, line):
             anew = {name for node in inside(loop) for name, _ in given(node)}
-            for node in [node for each in [loop, *_called(sources[0], loop)] for node in inside(each)]:
+            scopes: list[Scope | ast.For] = [loop, *_called(sources[0], loop)]
+            for node in (node for each in scopes for node in inside(each)):
                 name = _divisor(node)
                 if name in divisors and name not in anew:
                     text = TEXTS["divided"].format(name=name, count=count)
