@@ -1,6 +1,6 @@
 """What is wrong on one device too is told as a warning, with its line; a program that does it rightly hears nothing.
 
-Of slips/divided_validation.py too.
+Of slips/per_rank.py too.
 """
 
 from __future__ import annotations
