@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from meshwise.recording.recording import Recording
 from meshwise.records.folder import begin_session, end_session
 from meshwise.spec.world import World
-from meshwise.timeline.align import causal_shifts, fit_clock
 from meshwise.timeline.arrivals import arrival_table
+from meshwise.timeline.rank_log import causal_shifts, fit_clock
 from meshwise.timeline.read import read_timeline
 from meshwise.transfer import collectives
 from meshwise.workers.clock import ClockProbe, ClockServer

@@ -14,7 +14,7 @@ import pytest
 import meshwise
 from meshwise.api.report import report
 from meshwise.records.folder import begin_session, end_session, read_run, source_of, span_log, write_run
-from meshwise.timeline.one_device import measured_alone
+from meshwise.timeline.expected import measured_alone
 from meshwise.timeline.read import read_timeline
 from meshwise.timeline.recorder import Recorder
 from meshwise.timeline.span_log import SpanLog

@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwise.timeline.arrivals import ABSENT, arrival_table
-from meshwise.timeline.attribution import OUTSIDE, attribution_of
+from meshwise.timeline.arrivals import ABSENT, OUTSIDE, arrival_table, attribution_of
 from meshwise.timeline.spans import KIND, KINDS, LANE, LANES, SPAN
 from meshwise.timeline.step_table import HIDDEN, step_table_of
 from meshwise.timeline.timeline import Spans

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from meshwise.timeline.analyse import report_of
 from meshwise.timeline.run_report import Report
 from meshwise.timeline.spans import KIND, KINDS
-from meshwise.timeline.step_table import step_table_of
-from meshwise.timeline.stragglers import tail_bound
+from meshwise.timeline.step_table import step_table_of, tail_bound
 from tests.timeline.schedules import PHASES, Schedule, delayed, even, jittered, played, shifted
 
 

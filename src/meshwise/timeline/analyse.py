@@ -18,12 +18,10 @@ import numpy as np
 from meshwise.records.attempts import Attempt, attempt_text, attempts_of, lost_texts
 from meshwise.records.run_list import fields_of
 from meshwise.spec.bandwidth import FACTORS, bus_bandwidth
-from meshwise.timeline.arrivals import ABSENT, Arrivals
-from meshwise.timeline.attribution import OUTSIDE, Whole, session_of
+from meshwise.timeline.arrivals import ABSENT, OUTSIDE, Arrivals, Whole, session_of
+from meshwise.timeline.expected import measured_alone, reconciled
 from meshwise.timeline.findings import RunFacts, findings_of, verdict_of
-from meshwise.timeline.one_device import measured_alone
 from meshwise.timeline.pipeline_stages import pipeline_report
-from meshwise.timeline.reconcile import reconciled
 from meshwise.timeline.run_report import (
     COMPUTING,
     MEMORY,
@@ -39,9 +37,8 @@ from meshwise.timeline.run_report import (
     Series,
 )
 from meshwise.timeline.spans import KIND, KINDS, operation_and_source
-from meshwise.timeline.step_table import HIDDEN, OF_STEP, StepTable, step_table_of
+from meshwise.timeline.step_table import HIDDEN, OF_STEP, StepTable, last_of_steps, step_table_of
 from meshwise.timeline.step_windows import step_windows
-from meshwise.timeline.stragglers import last_of_steps
 from meshwise.timeline.timeline import NO_PHASE, Counter, Rank, Timeline
 
 USEFUL = [KIND[kind] for kind in COMPUTING]

@@ -1,7 +1,21 @@
-"""Find when each rank arrived at and left each collective.
+"""Find when ranks meet, and what each spends its time on.
 
-These times show which ranks are stragglers. The durations of phases cannot show this, since an all-reduce makes the
-backward pass of every rank as long as the slowest rank's.
+When each rank arrived at and left each collective shows which ranks are stragglers. The durations of phases cannot show
+this, since an all-reduce makes the backward pass of every rank as long as the slowest rank's.
+
+Exactly one kind of time owns each moment of a rank, so the kinds' times add up to the whole. Where spans overlap, the
+first kind in this list that is under way owns the moment; this is the attribution priority:
+
+    waiting, communication          of a blocking collective
+    forward, backward, optimizer, evaluate, checkpoint, transfer
+    waiting, communication          of a collective that overlaps with computing: what is owned here is exposed
+    backward                        after its last bucket was handed over
+    data
+    idle                            none of them
+
+A collective counts as waiting until the last rank has arrived, and as communication from then on (but see
+`Arrivals.until`). A backward computes until its last bucket is handed over. Communication while computing owns the
+moment is hidden: it costs no time, and is counted separately.
 
 Tested in tests/timeline/test_attribution.py.
 """
@@ -10,15 +24,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 
 import numpy as np
 from numpy.typing import NDArray
 
 from meshwise.timeline.pipeline_stages import waits_for_stages
-from meshwise.timeline.spans import KIND, LANE, NO_COLLECTIVE, operation_and_source
-from meshwise.timeline.timeline import Spans
+from meshwise.timeline.spans import KIND, KINDS, LANE, NO_COLLECTIVE, operation_and_source
+from meshwise.timeline.timeline import PER_SESSION, RunSession, Spans
 
-Table = NDArray[np.int64]
+Whole = NDArray[np.int64]
 TOGETHER = ("all-reduce", "all-gather", "barrier")
 """Collectives that no rank can leave before all ranks have arrived. (The source of a broadcast can leave early.)"""
 ABSENT = np.iinfo(np.int64).min
@@ -43,22 +58,22 @@ class Arrivals:
     of_stages: until when a receive of a pipeline waits for another stage. The key is (rank, start of the receive).
     """
 
-    ranks: Table
-    number: Table
-    step: Table
-    bytes: Table
-    name: Table
-    arrival: Table
-    end: Table
+    ranks: Whole
+    number: Whole
+    step: Whole
+    bytes: Whole
+    name: Whole
+    arrival: Whole
+    end: Whole
     overlapped: NDArray[np.bool_]
     together: NDArray[np.bool_]
-    last_rank: Table
+    last_rank: Whole
     complete: NDArray[np.bool_]
-    last: Table
-    until: Table
+    last: Whole
+    until: Whole
     of_stages: Mapping[tuple[int, int], int]
 
-    def until_of(self, ranks: Table, numbers: Table) -> Table:
+    def until_of(self, ranks: Whole, numbers: Whole) -> Whole:
         """Look up until when ranks wait in collectives, in the table `until`."""
         if not len(self.number):
             return np.full(len(numbers), ABSENT)
@@ -67,14 +82,14 @@ class Arrivals:
         known = (self.number[at] == numbers) & (self.ranks[column] == ranks)
         return np.where(known, self.until[at, column], ABSENT)
 
-    def waits_until(self, spans: Spans) -> Table:
+    def waits_until(self, spans: Spans) -> Whole:
         """Return the time until which each span waits for another rank."""
         until = np.where(is_collective(spans), self.until_of(spans["rank"], spans["collective"]), ABSENT)
         if self.of_stages:
             places = zip(spans["rank"].tolist(), spans["start"].tolist(), strict=True)
             received = np.array([self.of_stages.get(place, ABSENT) for place in places], np.int64)
             until = np.where(is_collective(spans) | (spans["kind"] != KIND["communication"]), until, received)
-        result: Table = np.where(until == ABSENT, spans["start"], np.clip(until, spans["start"], spans["end"]))
+        result: Whole = np.where(until == ABSENT, spans["start"], np.clip(until, spans["start"], spans["end"]))
         return result
 
 
@@ -118,7 +133,7 @@ def arrival_table(spans: Spans, names: Sequence[str]) -> Arrivals:
     )
 
 
-def _left_later(arrival: Table, end: Table, last_rank: Table) -> Table:
+def _left_later(arrival: Whole, end: Whole, last_rank: Whole) -> Whole:
     """Return how long after each rank the last rank left the previous collective, in ns, shape (collectives, ranks)."""
     if not arrival.size:
         return np.zeros(arrival.shape, np.int64)
@@ -131,3 +146,163 @@ def _left_later(arrival: Table, end: Table, last_rank: Table) -> Table:
     known = (before >= 0)[:, None] & (left[before] != ABSENT).all(axis=1, keepdims=True)
     later = left[before, last_rank][:, None] - left[before]
     return np.where(known, np.maximum(later, 0), 0)
+
+
+OUTSIDE = len(KINDS)
+"""A kind of time that is not in KINDS: the time between two sessions of a run, in which no span was recorded."""
+
+
+class Owner(IntEnum):
+    """What a moment of a rank's time can be attributed to. If several members apply to a moment, the first of them in
+    this list is chosen."""
+
+    BLOCKING_WAITING = 0
+    BLOCKING_COMMUNICATION = 1
+    FORWARD = 2
+    BACKWARD = 3
+    OPTIMIZER = 4
+    EVALUATE = 5
+    CHECKPOINT = 6
+    TRANSFER = 7
+    OVERLAPPED_WAITING = 8
+    OVERLAPPED_COMMUNICATION = 9
+    BACKWARD_END = 10
+    DATA = 11
+    WAITING = 12
+    IDLE = 13
+    OUTSIDE = 14
+    NOBODY = 15
+
+
+COMPUTING = range(Owner.FORWARD, Owner.TRANSFER + 1)
+"""The members of `Owner` that count as computing. Communication during computing is hidden: it costs no time."""
+OVERLAPPED = (Owner.OVERLAPPED_WAITING, Owner.OVERLAPPED_COMMUNICATION)
+COUNTED_AS = {Owner.BACKWARD_END: KIND["backward"], Owner.OUTSIDE: OUTSIDE, Owner.NOBODY: KIND["idle"]}
+KIND_OF_OWNER = np.array([COUNTED_AS.get(o, KIND.get(o.name.rpartition("_")[2].lower(), -1)) for o in Owner])
+OWNER_OF_KIND = np.array([Owner.__members__.get(kind.upper(), Owner.NOBODY) for kind in KINDS])
+"""The `Owner` to which the time of a span belongs, by the span's kind. `_claims` treats communication and backward."""
+
+
+@dataclass(frozen=True)
+class Attribution:
+    """The time of one rank, divided into intervals of one kind each.
+
+    start, length: in ns.
+    kind: an index in KINDS, or OUTSIDE.
+    hidden: whether a collective overlapped with computing during the interval.
+    """
+
+    start: Whole
+    length: Whole
+    kind: Whole
+    hidden: NDArray[np.bool_]
+
+    def sums(self, bins: Whole) -> NDArray[np.float64]:
+        """Sum the time of each kind, separately for each bin. Time before the first bin is left out.
+
+        bins: the start of each bin in ns, ascending. A bin ends where the next bin begins, and the last bin has no end.
+            The intervals must not cross the beginning of a bin.
+
+        Returns seconds, of shape (bins, len(KINDS) + 2). The columns are the kinds in KINDS, then OUTSIDE, then the
+        time in which computing hid communication. The time in the last column is also counted in other columns.
+        """
+        at = np.searchsorted(bins, self.start, side="right") - 1
+        inside = at >= 0
+        width = OUTSIDE + 2
+        total = np.bincount(
+            at[inside] * width + self.kind[inside], weights=self.length[inside], minlength=len(bins) * width
+        ).reshape(len(bins), width)
+        under = inside & self.hidden
+        total[:, -1] = np.bincount(at[under], weights=self.length[under], minlength=len(bins))
+        result: NDArray[np.float64] = total / 1e9
+        return result
+
+
+def attribution_of(spans: Spans, arrivals: Arrivals, sessions: tuple[RunSession, ...] = ()) -> Attribution:
+    """Divide the time of one rank into kinds of time, from the start of its first span to the end of its last span."""
+    start, end, owner = _claims(spans, arrivals)
+    gaps = _gaps(spans, sessions)
+    outside = np.full(len(gaps), Owner.OUTSIDE)
+    edges, own, hidden = sweep(
+        np.concatenate([start, gaps[:, 0]]), np.concatenate([end, gaps[:, 1]]), np.concatenate([owner, outside])
+    )
+    return Attribution(edges[:-1], np.diff(edges), KIND_OF_OWNER[own], hidden)
+
+
+def sweep(start: Whole, end: Whole, owner: Whole) -> tuple[Whole, Whole, NDArray[np.bool_]]:
+    """Turn overlapping intervals into disjoint intervals. Where intervals overlap, the `Owner` that comes first in the
+    enum gets the time.
+
+    start, end, owner: the given intervals, and the `Owner` to which each of them is attributed.
+
+    Returns three arrays. The first has the edges of the disjoint intervals, one more than there are intervals. The
+    second has the `Owner` of each disjoint interval. The third is a mask of the disjoint intervals in which the rank
+    computes while a collective is running.
+    """
+    times = np.concatenate([start, end])
+    order = np.argsort(times, kind="stable")
+    edges = times[order]
+    change = np.concatenate([np.ones(len(start), np.int32), np.full(len(end), -1, np.int32)])[order]
+    who = np.concatenate([owner, owner])[order].astype(np.int8)
+    own = np.full(len(edges), Owner.NOBODY, np.int8)
+    overlapped = np.zeros(len(edges), bool)
+    for claimant in np.unique(owner)[::-1].tolist():
+        active = np.cumsum(np.where(who == claimant, change, 0)) > 0
+        own[active] = claimant
+        if claimant in OVERLAPPED:
+            overlapped |= active
+    own, overlapped = own[:-1], overlapped[:-1]
+    return edges, own.astype(np.int64), overlapped & np.isin(own, COMPUTING)
+
+
+def _claims(spans: Spans, arrivals: Arrivals) -> tuple[Whole, Whole, Whole]:
+    """Return the start and the end of each interval that a rank's spans cover, and the `Owner` to which it belongs."""
+    spans = spans[(spans["lane"] != LANE["blocks"]) & (spans["end"] > spans["start"])]
+    kind, start, end = spans["kind"], spans["start"], spans["end"]
+    communication, backward = kind == KIND["communication"], kind == KIND["backward"]
+    whole = ~communication & ~backward
+    until = arrivals.waits_until(spans[communication])
+    overlapped = spans["lane"][communication] == LANE["communication"]
+    handed = handed_over(start[backward], end[backward], np.sort(start[communication][overlapped]))
+    owners = (
+        OWNER_OF_KIND[kind[whole]],
+        np.where(overlapped, Owner.OVERLAPPED_WAITING, Owner.BLOCKING_WAITING),
+        np.where(overlapped, Owner.OVERLAPPED_COMMUNICATION, Owner.BLOCKING_COMMUNICATION),
+        np.full(len(handed), Owner.BACKWARD),
+        np.full(len(handed), Owner.BACKWARD_END),
+    )
+    starts = np.concatenate([start[whole], start[communication], until, start[backward], handed])
+    ends = np.concatenate([end[whole], until, end[communication], handed, end[backward]])
+    return starts.astype(np.int64), ends.astype(np.int64), np.concatenate(owners).astype(np.int64)
+
+
+def handed_over(start: Whole, end: Whole, begun: Whole) -> Whole:
+    """Return when the last collective within each backward pass began."""
+    if not len(begun):
+        return end
+    at = np.searchsorted(begun, end, side="left") - 1
+    last = begun[np.maximum(at, 0)]
+    return np.where((at >= 0) & (last >= start), last, end)
+
+
+def _gaps(spans: Spans, sessions: tuple[RunSession, ...]) -> Whole:
+    """Return the gaps between a rank's sessions, of shape (gaps, 2)."""
+    if len(sessions) < 2 or not len(spans):
+        return np.empty((0, 2), np.int64)
+    session = session_of(spans["start"], sessions)
+    cut = np.flatnonzero(np.diff(session)) + 1
+    ends = np.maximum.accumulate(spans["end"])
+    return np.stack([ends[cut - 1], spans["start"][cut]], axis=1).astype(np.int64)
+
+
+def session_of(times: Whole, sessions: tuple[RunSession, ...]) -> Whole:
+    """Return the index of the session in which each time lies, or 0 if no session is known."""
+    began = np.array([session.began for session in sessions], dtype=np.int64)
+    return np.maximum(np.searchsorted(began, times, side="right") - 1, 0)
+
+
+def step_starts_of(spans: Spans, sessions: tuple[RunSession, ...]) -> tuple[Whole, Whole]:
+    """Return when each step of a rank begins, and a number that identifies this step on all ranks."""
+    number = np.maximum.accumulate(session_of(spans["start"], sessions) * PER_SESSION + spans["step"])
+    first = np.flatnonzero(np.diff(number, prepend=-1))
+    return spans["start"][first].astype(np.int64), number[first]

@@ -16,11 +16,10 @@ import numpy as np
 
 from meshwise.spec.units import bytes_text, percent_text, seconds_text
 from meshwise.timeline.advice import TRY, TRY_FOR_COMMUNICATION, TRY_FOR_STRAGGLER, advised
-from meshwise.timeline.one_device import Alone, one_device_seconds
+from meshwise.timeline.expected import Alone, one_device_seconds
 from meshwise.timeline.run_report import COMPUTING, MEMORY, CollectiveReport, Finding, GoodputPart, PipelineReport
 from meshwise.timeline.spans import KIND, KINDS
-from meshwise.timeline.step_table import StepTable
-from meshwise.timeline.stragglers import straggler_ranks
+from meshwise.timeline.step_table import StepTable, straggler_ranks
 from meshwise.timeline.timeline import Counter
 
 LEAST = {"straggler": 0.02, "input": 0.10, "communication": 0.10, "imbalance": 0.10, "idle": 0.10, "stalls": 0.10}

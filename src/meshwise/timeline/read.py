@@ -23,9 +23,8 @@ from meshwise.records.metrics import Metrics
 from meshwise.records.run_list import args_of, best_of, plan_of
 from meshwise.spec.units import plural, seconds_text
 from meshwise.spec.words import ranks_text
-from meshwise.timeline.align import causal_shifts, fit_clock, widened
 from meshwise.timeline.arrivals import arrival_table
-from meshwise.timeline.rank_log import RankLog, place_of, read_rank_log
+from meshwise.timeline.rank_log import RankLog, causal_shifts, fit_clock, place_of, read_rank_log, widened
 from meshwise.timeline.spans import KIND, LANE, SPAN, Column
 from meshwise.timeline.timeline import NO_PHASE, PER_SESSION, Clock, Counter, Rank, RunSession, Spans, Timeline, of_rank
 

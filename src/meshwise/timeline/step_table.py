@@ -1,23 +1,169 @@
-"""Tabulate seconds by step, rank and kind of time.
+"""Tabulate seconds by step, rank and kind; find stragglers.
 
-The seconds are sums of each rank's attributed time (attribution.py).
+The seconds are sums of each rank's attributed time (arrivals.py). A straggler is the rank for which the others wait.
 
-Tested in tests/timeline/test_attribution.py.
+Ranks synchronize in collectives. Between two sync points each rank works alone, and the slowest rank makes the others
+wait. Its delay is the time that it took since it left the previous sync point, minus the median of the others' times,
+each measured on the rank's own clock. To find the cost of a delay, the sync point's collectives are replayed without
+it: each begins when the last rank has arrived and the previous collective has ended, and takes as long as it did.
+
+Tested in tests/timeline/test_attribution.py and tests/timeline/test_stragglers.py.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwise.timeline.arrivals import Arrivals, arrival_table
-from meshwise.timeline.attribution import OUTSIDE, Whole, attribution_of, step_starts_of
+from meshwise.timeline.arrivals import (
+    OUTSIDE,
+    Arrivals,
+    Attribution,
+    Whole,
+    arrival_table,
+    attribution_of,
+    step_starts_of,
+)
 from meshwise.timeline.run_report import OUTSIDE_STEPS
-from meshwise.timeline.spans import KIND, KINDS
-from meshwise.timeline.stragglers import SyncPoints, sync_points_of
-from meshwise.timeline.timeline import PER_SESSION, Timeline
+from meshwise.timeline.spans import KIND, KINDS, LANE
+from meshwise.timeline.timeline import PER_SESSION, Spans, Timeline
+
+WORK = [KIND[k] for k in ("data", "transfer", "forward", "backward", "optimizer", "evaluate", "checkpoint", "idle")]
+Seconds = NDArray[np.float64]
+CHANCE = 1e-3
+"""The probability that a run calls any rank a straggler by mistake, if in fact all ranks are late equally often."""
+
+
+@dataclass(frozen=True)
+class SyncPoints:
+    """The points of a run at which ranks waited for each other, in order. Each array has one value per sync point.
+
+    step: the step of the sync point.
+    overlapped: whether the sync point is the end of a backward pass whose gradients were reduced during the pass.
+    rank: the rank that needed the most time from the end of the previous sync point to its arrival at this sync point.
+        A rank with a slow link may arrive last only because it left the previous sync point late. Such a rank is no
+        straggler.
+    delay: how many seconds more `rank` needed than the median of the other ranks.
+    phase: the phase in which `rank` lost the most time, as an index in KINDS.
+    cost: how many seconds earlier the sync point would have ended without the delay.
+    """
+
+    step: Whole
+    overlapped: NDArray[np.bool_]
+    rank: Whole
+    delay: Seconds
+    phase: Whole
+    cost: Seconds
+
+
+_WHOLE, _SECONDS = np.empty(0, np.int64), np.empty(0, np.float64)
+NONE = SyncPoints(_WHOLE, np.empty(0, np.bool_), _WHOLE, _SECONDS, _WHOLE, _SECONDS)
+
+
+def sync_points_of(arrivals: Arrivals, spans: Sequence[Spans], attributions: Sequence[Attribution]) -> SyncPoints:
+    """Find the sync points of a run."""
+    use = arrivals.together
+    if len(arrivals.ranks) < 2 or not use.any():
+        return NONE
+    arrival, end, overlapped = arrivals.arrival[use], arrivals.end[use], arrivals.overlapped[use]
+    leaving = np.stack([_left(s, arrival[:, r], end[:, r], overlapped) for r, s in enumerate(spans)], axis=1)
+    # Collectives of one backward are left at one moment: they are one sync point.
+    point = np.concatenate([[0], np.cumsum(np.diff(leaving[:, 0]) > 0)])
+    last = np.flatnonzero(np.diff(point, append=point[-1] + 1))
+    left = np.maximum.accumulate(leaving[last], axis=0)
+    before = np.concatenate([[[int(s["start"][0]) for s in spans]], left[:-1]])
+    came = arrival[last]
+    rank = (came - before).argmax(axis=1)
+    delay = _excess(came - before, rank) / 1e9
+    work = np.stack(
+        [a.sums(before[:, r])[:, :OUTSIDE] for r, a in enumerate(attributions)], axis=1
+    )  # (m, ranks, kinds)
+    excess = np.stack([_excess(work[:, :, kind], rank) for kind in WORK], axis=1)
+    phase = np.array(WORK)[excess.argmax(axis=1)]
+    cost = _cost(arrival, end, before, point, rank)
+    return SyncPoints(arrivals.step[use][last], overlapped[last], arrivals.ranks[rank], delay, phase, cost)
+
+
+def _left(spans: Spans, arrival: Whole, end: Whole, overlapped: NDArray[np.bool_]) -> Whole:
+    """Return the time at which a rank continued after each collective."""
+    backward = spans[(spans["kind"] == KIND["backward"]) & (spans["lane"] == LANE["main"])]
+    if not len(backward):
+        return end
+    at = np.maximum(np.searchsorted(backward["start"], arrival, side="right") - 1, 0)
+    within = overlapped & (backward["start"][at] <= arrival) & (arrival <= backward["end"][at])
+    return np.where(within, backward["end"][at], end)
+
+
+def _median_of_others(values: NDArray[Any], rank: Whole) -> Seconds:
+    """Return the median of each row of `values`. Row i leaves out column `rank[i]`."""
+    others = np.ones(values.shape, bool)
+    others[np.arange(len(values)), rank] = False
+    result: Seconds = np.median(values[others].reshape(len(values), -1), axis=1)
+    return result
+
+
+def _excess(work: Seconds, rank: Whole) -> Seconds:
+    """Return how much longer one rank worked than the median of the other ranks, for each sync point."""
+    result: Seconds = work[np.arange(len(work)), rank] - _median_of_others(work, rank)
+    return result
+
+
+def _cost(arrival: Whole, end: Whole, before: Whole, point: Whole, rank: Whole) -> Seconds:
+    """Return how many seconds earlier each sync point would have ended if its slowest rank had been as fast as the
+    median of the other ranks. To find this, the collectives are simulated with an earlier arrival of this rank."""
+    row, straggler = np.arange(len(arrival)), rank[point]
+    taken = arrival - before[point]
+    excess = np.maximum(taken[row, straggler] - _median_of_others(taken, straggler), 0)
+    on_time = arrival.astype(np.float64)
+    on_time[row, straggler] -= excess
+    begun, could_begin = arrival.max(axis=1).astype(np.float64), on_time.max(axis=1)
+    ended = end.max(axis=1).astype(np.float64)
+    first = np.flatnonzero(np.diff(point, prepend=-1))
+    count = np.diff(first, append=len(point))
+    real = np.full(len(first), -np.inf)
+    replayed = real.copy()
+    for position in range(int(count.max())):
+        has = count > position
+        at = first[has] + position
+        takes = np.maximum(ended[at] - np.maximum(begun[at], real[has]), 0)
+        real[has] = ended[at]
+        replayed[has] = np.maximum(could_begin[at], replayed[has]) + takes
+    saved: Seconds = np.maximum(real - replayed, 0) / 1e9
+    return saved
+
+
+def last_of_steps(sync_points: SyncPoints) -> Whole:
+    """Return, for each step, the rank that was last at the most expensive sync point of the step."""
+    order = np.lexsort((sync_points.cost, sync_points.step))
+    ends = np.flatnonzero(np.diff(sync_points.step[order], append=-1))
+    ranks: Whole = sync_points.rank[order[ends]]
+    return ranks
+
+
+def straggler_ranks(sync_points: SyncPoints, ranks: Whole) -> list[int]:
+    """Return the ranks that are last so often that it cannot be chance."""
+    use = sync_points.overlapped if sync_points.overlapped.any() else np.ones(len(sync_points.overlapped), bool)
+    last, total, fair = sync_points.rank[use], int(use.sum()), 1 / max(len(ranks), 1)
+    times = {rank: int((last == rank).sum()) for rank in ranks.tolist()}
+    return [rank for rank in times if total and tail_bound(total, times[rank], fair) * len(ranks) < CHANCE]
+
+
+def tail_bound(total: int, times: int, fair: float) -> float:
+    """Return an upper bound on the probability of at least `times` successes in `total` trials of probability
+    `fair`."""
+    share = times / total
+    if share <= fair:
+        return 1.0
+    divergence = share * math.log(share / fair)
+    if share < 1:
+        divergence += (1 - share) * math.log((1 - share) / (1 - fair))
+    return math.exp(-total * divergence)
+
 
 Seconds = NDArray[np.float64]
 HIDDEN = OUTSIDE + 1

@@ -13,8 +13,7 @@ import numpy as np
 
 from meshwise.spec.errors import UsageError
 from meshwise.spec.units import bytes_text, seconds_text
-from meshwise.timeline.arrivals import Arrivals
-from meshwise.timeline.attribution import Whole, attribution_of, session_of
+from meshwise.timeline.arrivals import Arrivals, Whole, attribution_of, session_of
 from meshwise.timeline.run_report import Bar, StepTimes, StepWindow
 from meshwise.timeline.spans import KIND, KINDS, LANES
 from meshwise.timeline.step_table import StepTable

@@ -12,8 +12,7 @@ from rich.color import Color, ColorSystem
 from meshwise.spec.units import seconds_text
 from meshwise.terminal.kind_marks import MARKS, NOT_FILLED
 from meshwise.timeline.analyse import report_of
-from meshwise.timeline.arrivals import arrival_table
-from meshwise.timeline.attribution import OUTSIDE
+from meshwise.timeline.arrivals import OUTSIDE, arrival_table
 from meshwise.timeline.run_report import StepTimes, StepWindow
 from meshwise.timeline.spans import KIND, KINDS
 from meshwise.timeline.step_table import step_table_of

@@ -15,7 +15,7 @@ from meshwise.spec.errors import UsageError
 from meshwise.timeline.analyse import report_of
 from meshwise.timeline.run_report import Bar, Report
 from meshwise.timeline.timeline import Timeline
-from meshwise.timeline.views.mermaid import MOST_BARS, gantt, render
+from meshwise.timeline.views.gantt_text import MOST_BARS, gantt, render
 from tests.timeline.schedules import Schedule, delayed, even, played
 
 # gantt.jison: what a text may hold, once `#58;` and the like are taken for characters.

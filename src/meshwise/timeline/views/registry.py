@@ -39,6 +39,6 @@ class View:
 VIEWS = {
     "html": View("html_page", "write one page that works offline: report.html", "report.html"),
     "trace": View("chrome_trace", "write trace.json.gz for Perfetto", "trace.json.gz"),
-    "mermaid": View("mermaid", "print the Gantt chart of a step for Markdown"),
+    "mermaid": View("gantt_text", "print the Gantt chart of a step for Markdown"),
     "json": View("json_text", "print every number as JSON"),
 }
