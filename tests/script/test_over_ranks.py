@@ -194,21 +194,6 @@ def test_on_one_device_without_a_loop_values_are_themselves() -> None:
     end_sessions()
 
 
-def test_a_sum_in_a_loop_after_a_batch_that_was_split_whole_is_over_the_ranks(pool: Any) -> None:
-    def case() -> Any:
-        model = mw.distribute(nn.Linear(3, 3).double(), view="rank")
-        x = mw.split(torch.ones(5, 3, dtype=torch.float64), whole=True)
-        at_split = mw.sum(len(x)), mw.mean(float(len(x))), mw.gather_samples(x).shape[0]
-        kept = []
-        for rows, number, _ in mw.distribute(loader(8, 4), view="rank"):
-            kept.append((mw.sum(len(rows)), mw.mean(number.double().mean().item())))
-        mw.backward(model(x).mean())  # of the batch that was split
-        return at_split, kept, mw.sum(1)
-
-    for found in everywhere(pool, 2, case):
-        assert found == ((5, 5.0, 5), [(4, 1.5), (4, 5.5)], 1)
-
-
 def two_loops(first: int, second: int) -> list[Any]:
     """Loaders in a list, so that nothing is known where they are distributed; batches of 4, and of 3."""
     return list(mw.distribute(loader(first, 4), loader(second, 3), view="rank"))
