@@ -113,7 +113,7 @@ HERE = "[[device]]\npart = 'H100-SXM'\nmemory = '80 GB/s'\n"
         (["bench", "--devices", "2xcup"], "unknown kind of device 'cup'. Did you mean 'cpu'?"),
         (["bench", "--save", "nowhere/here.toml"], "must be a file in an existing folder"),
         (["bench", "--save", "."], "must be a file in an existing folder"),
-        (["bench", "--hosts"], "only this host takes part. Start meshwise bench --hosts"),
+        (["bench", "--hosts"], "only this one takes part. Start the command on each host, for example with torchrun"),
         (["bench", "--hosts", "--compute"], "Remove --compute and --devices"),
         (["devices", "8xH1000"], "'H1000' is not a known device. Nearest are"),
         (["devices", "3xcup"], "'cup' is not a known device"),

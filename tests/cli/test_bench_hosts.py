@@ -1,4 +1,4 @@
-"""`meshwise bench --hosts`: two launchers of our own, and torchrun, each as two hosts would be."""
+"""`meshwise bench --hosts`: under torchrun, as two hosts would be."""
 
 from __future__ import annotations
 
@@ -19,44 +19,27 @@ BENCH = [sys.executable, "-m", "meshwise", "bench", "--hosts", "--sizes", "1K:4K
 
 
 @pytest.mark.slow
-def test_two_launchers_measure_between_them(tmp_path: Path) -> None:
-    rdzv = f"127.0.0.1:{free_port()}"
+def test_torchrun_as_two_hosts(tmp_path: Path) -> None:
+    endpoint, own = str(free_port()), "--master-addr=127.0.0.1"
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1", own]
     hosts = [
         subprocess.Popen(
-            [*BENCH, "--nnodes", "2", "--node-rank", str(rank), "--rdzv", rdzv, *more],
+            [*torchrun, "--node-rank", str(rank), "--master-port", endpoint, "-m", *BENCH[2:], *more],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
         )
         for rank, more in enumerate((["--save", str(tmp_path / "two.toml"), "--json"], []))
     ]
-    (out, err), (other_out, other_err) = (host.communicate(timeout=120) for host in hosts)
+    (out, err), (other, other_err) = (host.communicate(timeout=120) for host in hosts)
     assert [host.returncode for host in hosts] == [0, 0], err + other_err
     told = json.loads(out)
     assert {(r["source"], r["target"]) for r in told["results"] if r["operation"] == "copy"} == {
         ("node0", "node1"),
         ("node1", "node0"),
     }
-    assert all(result["wrong"] is None for result in told["results"]) and other_out == ""
+    assert all(result["wrong"] is None for result in told["results"]) and other == ""
     machine = read_machine(tmp_path / "two.toml")
     assert len(machine.hosts) == 2 and [device.host for device in machine.devices] == [0, 1]
     assert {link.kind for link in machine.links} == {"network"}
-
-
-@pytest.mark.slow
-def test_torchrun_as_two_hosts() -> None:
-    endpoint, own = str(free_port()), "--master-addr=127.0.0.1"
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1", own]
-    hosts = [
-        subprocess.Popen(
-            [*torchrun, "--node-rank", str(rank), "--master-port", endpoint, "-m", *BENCH[2:]],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-        )
-        for rank in range(2)
-    ]
-    (out, err), (other, other_err) = (host.communicate(timeout=120) for host in hosts)
-    assert [host.returncode for host in hosts] == [0, 0], err + other_err
-    assert "node0 → node1" in out and "paths delivered the bytes they were given" in out and other == ""

@@ -10,6 +10,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -46,7 +47,7 @@ def chosen(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Told]:
             return Plans("mnist-mlp", 64, Machine("2xcpu", ()), Search(tuple(estimates), (), (), 1.0))
 
         monkeypatch.setattr(auto, "plan_options", plan_options)
-        monkeypatch.setattr(auto, "_measured", lambda machine, slots: machine)
+        monkeypatch.setattr(auto, "bench", lambda *_, **__: SimpleNamespace(machine=Machine("2xcpu", ())))
         text = io.StringIO()
         words = {"devices": "2xcpu", **given}
         found = with_plan(RunOptions(job="mnist-mlp", plan="auto", **words), Console(file=text, width=200))

@@ -62,12 +62,13 @@ def test_bench_finds_every_byte_where_it_belongs(meshwise: Run) -> None:
 
 @pytest.mark.evidence(VERBS)
 def test_bench_between_hosts_measures_from_gpu_to_gpu(processes: None) -> None:
-    """Two launchers with a GPU each are two hosts."""
-    command = [sys.executable, "-m", "meshwise", "bench", "--hosts", "--sizes", "1K", "--seconds", "0.5", "--json"]
-    command += ["--nnodes", "2", "--rdzv", f"127.0.0.1:{free_port()}", "--node-rank"]
+    """Two starts of torchrun with a GPU each are two hosts."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
+    command += ["--master-addr", "127.0.0.1", "--master-port", str(free_port()), "--node-rank"]
+    words = ["-m", "meshwise", "bench", "--hosts", "--sizes", "1K", "--seconds", "0.5", "--json"]
     hosts = [
         subprocess.Popen(
-            [*command, str(host)],
+            [*command, str(host), *words],
             env=os.environ | {"CUDA_VISIBLE_DEVICES": str(host)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

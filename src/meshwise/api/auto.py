@@ -24,7 +24,6 @@ from meshwise.rehearsal.views.explain_text import runner_up_sentences
 from meshwise.rehearsal.views.plan_text import plans_text
 from meshwise.spec.devices import WorkerSlot, parse_devices
 from meshwise.spec.errors import PlanError, UsageError
-from meshwise.spec.machine import Machine
 from meshwise.spec.plan import OWN_DTYPES
 from meshwise.spec.plan_file import plan_to_toml
 from meshwise.spec.plan_settings import settings_text
@@ -56,7 +55,8 @@ def with_plan(options: RunOptions, console: Console) -> RunOptions:
     machine = only_devices(find_machine(), device_names(slots))
     if slots[0].device == "cpu" and len(slots) > 1:
         with console.status(f"measuring what {len(slots)} workers send each other"):
-            machine = _measured(machine, slots)
+            found = bench(f"{len(slots)}xcpu", what=("collectives",), sizes="1K:4M", seconds=MEASURE).machine
+        machine = replace(machine, collectives=found.collectives, links=found.links, measured=found.measured)
     dtypes = {"precision", *OWN_DTYPES} & {setting.partition("=")[0].strip() for setting in options.settings}
     asked = () if dtypes else ("precision=fp32",)  # a run's numbers do not change unasked
     words = PlanOptions(
@@ -80,13 +80,6 @@ def with_plan(options: RunOptions, console: Console) -> RunOptions:
     return replace(options, plan=PlanText(text), devices=_first_of(slots, chosen.plan.devices))
 
 
-def _measured(machine: Machine, slots: Sequence[WorkerSlot]) -> Machine:
-    """Measure briefly how fast CPU workers send data to each other, with one worker for each of `slots`. Return
-    `machine` with the measured links and collectives."""
-    found = bench(f"{len(slots)}xcpu", what=("collectives",), sizes="1K:4M", seconds=MEASURE).machine
-    return replace(machine, collectives=found.collectives, links=found.links, measured=found.measured)
-
-
 def _choice(plans: Plans, devices: int) -> tuple[Estimate, str]:
     """Return the fastest plan that fits in memory, and sentences that say why it was chosen.
 
@@ -107,10 +100,10 @@ def _choice(plans: Plans, devices: int) -> tuple[Estimate, str]:
     every = [
         each
         for each in plans.found.estimates
-        if each.plan.devices == devices and each.memory.verdict == best.memory.verdict
+        if devices in (each.plan.data, each.plan.shard) and each.memory.verdict == best.memory.verdict
     ]
     if unknown is not None and every and all(each.seconds is None for each in every):
-        simplest = min(every, key=lambda each: (each.plan.data != devices, each.plan.shard != devices))
+        simplest = min(every, key=lambda each: each.plan.data != devices)
         return simplest, f"This is the simplest plan that fits on all devices. Times are not known: {unknown.unknown}."
     others = [each for each in plans.found.estimates if each is not best]
     elsewhere = (each for each in others if each.plan.devices != best.plan.devices)

@@ -19,20 +19,17 @@ from meshwise.machine.bench import Bench, Stop, bench_of, merged, only_devices
 from meshwise.machine.find import accelerators, find_devices
 from meshwise.machine.measure.copies import keep_busy, measure_in_process
 from meshwise.machine.measure.processes import device_names, measure_alone, measure_hosts, measure_processes
-from meshwise.machine.measure.result import SILENT, DeviceResult, PathResult, listeners, sent_over
+from meshwise.machine.measure.result import SILENT, DeviceResult, PathResult
 from meshwise.machine.measure.result import Progress as Progress
 from meshwise.machine.measure.sizes import DEFAULT, fitting, read_sizes
 from meshwise.machine.memory import free_bytes
 from meshwise.machine.views.bench import bench_text
 from meshwise.spec.devices import WorkerSlot, has_streams, parse_devices
-from meshwise.spec.errors import UsageError, WorkerFailed
+from meshwise.spec.errors import WorkerFailed
 from meshwise.spec.machine import Machine
 from meshwise.terminal.notebook import shown_by
 from meshwise.transfer.collectives import gather_objects
-from meshwise.workers.environment import started_by_launcher
-from meshwise.workers.join import join, rank_context
-from meshwise.workers.launch import launch
-from meshwise.workers.node_options import NodeOptions
+from meshwise.workers.join import join
 
 shown_by(Bench, bench_text)
 WHAT = ("compute", "links", "collectives")
@@ -164,58 +161,25 @@ def bench_hosts(
     what: Sequence[str] = WHAT[1:],
     sizes: str | None = None,
     seconds: float | None = None,
-    nodes: NodeOptions | None = None,
     progress: Progress = SILENT,
 ) -> Bench | None:
     """Measure the paths between hosts, check every byte, and judge the results. Return the bench on the first host, and
     None on all others.
 
-    Every host must call this function, under torchrun, srun or mpirun, or with `nodes`. Raises UsageError if there is
-    only one host, or for sizes that do not fit in memory.
+    Every host must call this function, under torchrun, srun or mpirun. Raises UsageError if there is only one host, or
+    for sizes that do not fit in memory.
 
     what: what to measure.
     sizes: the sizes of messages, such as `1K:1G`.
     seconds: how long to measure, in all.
-    nodes: how the hosts meet, if no launcher started this process.
     progress: callbacks for what is measured now and for each result.
     """
     # One worker on the first accelerator of this host, or on all its cores.
     kind, _ = accelerators()
     slot = find_devices(parse_devices(f"{kind}:0" if has_streams(kind) else "1xcpu"))[0]
-    arguments = (sizes_for([slot], sizes), seconds or SECONDS_OF_HOSTS, tuple(what))
-    measured, stopped = Measured(progress), None
-    if started_by_launcher():
-        first = rank_context().world.rank == 0
-        _measure_as_host(*arguments, measured.progress if first else SILENT)
-        return measured.bench(merged(measured.machines), None) if first else None
-    met = None if nodes is None else nodes.rendezvous(1)
-    if met is None:
-        raise UsageError(
-            "--hosts measures between hosts, but only this host takes part. Start meshwise bench --hosts --nnodes 2 "
-            "--node-rank 0 --rdzv HOST:29500 on the first host and with --node-rank 1 on the second, or use torchrun."
-        )
-    try:
-        launch(_worker, arguments, [slot], listeners=listeners(measured.progress), nodes=met.nodes)
-    except (KeyboardInterrupt, WorkerFailed) as error:
-        stopped = stop_by(error)
-    met.leave(0)
-    if met.leads:
-        return measured.bench(merged(measured.machines or [find_machine()]), stopped)
-    if stopped is not None:
-        raise WorkerFailed(stopped.why, exit_code=stopped.code)
-    return None
-
-
-def _measure_as_host(sizes: tuple[int, ...], seconds: float, what: Sequence[str], progress: Progress) -> None:
-    facts = gather_objects((join().world.local_rank, find_machine()))
-    progress.found([machine for local_rank, machine in facts if local_rank == 0])
-    measure_hosts(sizes, seconds, what, progress)
-
-
-def _worker(sizes: tuple[int, ...], seconds: float, what: Sequence[str]) -> None:
-    """Measure the paths between hosts. Every host runs this function in one worker process.
-
-    Rank 0 alone reports the progress to the process that started its worker.
-    """
-    session = join()
-    _measure_as_host(sizes, seconds, what, SILENT if session.world.rank else sent_over(session.channel))
+    message_sizes, measured, world = sizes_for([slot], sizes), Measured(progress), join().world
+    shown = measured.progress if world.rank == 0 else SILENT
+    facts = gather_objects((world.local_rank, find_machine()))
+    shown.found([machine for local_rank, machine in facts if local_rank == 0])
+    measure_hosts(message_sizes, seconds or SECONDS_OF_HOSTS, what, shown)
+    return measured.bench(merged(measured.machines), None) if world.rank == 0 else None

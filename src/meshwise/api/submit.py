@@ -21,7 +21,7 @@ from meshwise.machine.words import machine_from_words
 from meshwise.records import code_files
 from meshwise.records import folder as names
 from meshwise.records.files import write_text
-from meshwise.records.run_list import SCRIPT, array_of, find_run, jobs_of, tasks_of
+from meshwise.records.run_list import SCRIPT, array_of, jobs_of, tasks_of
 from meshwise.schedulers import slurm
 from meshwise.schedulers.batch_script import BatchJob, batch_script, joined_options, nodes_of, slurm_time
 from meshwise.schedulers.site import Site, find_site
@@ -65,16 +65,6 @@ class SubmitOptions:
         return None if self.time is None else seconds_of(self.time, "--time")
 
 
-def site_of(options: SubmitOptions, beside: Path) -> Site:
-    """Read the defaults of the cluster from its file site.toml. If the options name a machine, this machine replaces
-    the machine in the file.
-
-    beside: the folder of the job, where the file may be.
-    """
-    site = find_site(options.site, beside=beside)
-    return site if options.machine is None else replace(site, machine=options.machine)
-
-
 def prepare(
     options: SubmitOptions, run: RunOptions, typed: Mapping[str, Any], arguments: Sequence[str], sbatch: Sequence[str]
 ) -> BatchJob:
@@ -92,7 +82,8 @@ def prepare(
     _refuse_decided(sbatch)
     word = str(run.job)
     file = Path(word if word.endswith(".py") else word.rpartition(":")[0])
-    site = site_of(options, file.parent)
+    site = find_site(options.site, beside=file.parent)
+    site = site if options.machine is None else replace(site, machine=options.machine)
     if file.suffix == ".py" and not file.is_file():
         raise UsageError(f"{file}: no such file. Name a Python file, or a job: mnist-mlp, train.py:job.")
     out = Path(run.out if typed.get("out") not in (None, "runs") else site.runs or run.out).absolute()
@@ -158,7 +149,7 @@ def send_again(run: Path, options: SubmitOptions, sbatch: Sequence[str]) -> tupl
         raise UsageError(f"{run} was not started by meshwise submit. Use meshwise run --resume {run}")
     if facts.get("status") == names.RUNNING or slurm.newest(jobs_of(facts)):
         raise UsageError(f"{run} is still in the queue or running. Stop it first: meshwise stop {run.name}")
-    words, record = again_words(options, sbatch, task), names.read_run(sent).get("submission", {})
+    words, record = _again_words(options, sbatch, task), names.read_run(sent).get("submission", {})
     if facts.get("status") == "finished":
         raise UsageError(
             f"{run} is finished, so nothing is left to do. Submit a new run: meshwise submit {record.get('job')}. Or "
@@ -176,13 +167,13 @@ def send_again(run: Path, options: SubmitOptions, sbatch: Sequence[str]) -> tupl
         raise
 
 
-def again_words(options: SubmitOptions, sbatch: Sequence[str], task: str = "") -> list[str]:
+def _again_words(options: SubmitOptions, sbatch: Sequence[str], task: str = "") -> list[str]:
     """Return the options of sbatch for a run that is submitted again. They override the options in the batch script.
 
     task: the number of the task in an array, if only that task is submitted.
     """
     low, high = nodes_of(options.nodes)
-    if low != high or options.site or options.machine:
+    if low != high or options.site or options.machine or options.dry_run:
         raise UsageError(
             "meshwise submit RUN submits the batch script of that run again, and takes only --nodes N, --time and, "
             "after --, options of sbatch. To change the range of nodes or the site, edit submit.sh in the run's folder."
@@ -233,14 +224,8 @@ def _sent(run: Path, words: Sequence[str] = ()) -> str | None:
 
 
 def is_run(word: str) -> bool:
-    """Return whether a word names an existing run, and not a program."""
-    if word.endswith(".py") or ":" in word:
-        return False
-    try:
-        find_run(Path("runs"), word)
-    except UsageError:
-        return False
-    return True
+    """Return whether a word is the name of a run in `runs`, or its folder."""
+    return bool(word) and any((folder / names.RUN).is_file() for folder in (Path("runs", word), Path(word)))
 
 
 def _words(typed: Mapping[str, Any]) -> list[str]:

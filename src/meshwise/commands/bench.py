@@ -28,7 +28,6 @@ from meshwise.records.files import write_text
 from meshwise.spec.devices import IN_WORDS
 from meshwise.spec.errors import UsageError
 from meshwise.spec.options import Option
-from meshwise.workers.node_options import NodeOptions
 
 app = typer.Typer(add_completion=False)
 WHAT = ("compute", "links", "collectives")
@@ -46,12 +45,12 @@ class BenchOptions:
     seconds: Annotated[float | None, Option("of measuring in all")] = None
     save: Annotated[str | None, Option("write what was measured as a machine file", metavar="FILE")] = None
     as_json: Annotated[bool, Option("print every figure as JSON", name="--json")] = False
-    hosts: Annotated[bool, Option("measure between hosts: started on each, by torchrun or with --nnodes")] = False
+    hosts: Annotated[bool, Option("measure between hosts: started on each, by torchrun, srun or mpirun")] = False
 
 
 @app.command()
 @from_dataclass
-def bench(options: BenchOptions, nodes: NodeOptions) -> None:
+def bench(options: BenchOptions) -> None:
     """Measure devices, copies and collectives, and check every byte.
 
     Exit code 1: a path corrupts data. 0: none does.
@@ -65,15 +64,12 @@ def bench(options: BenchOptions, nodes: NodeOptions) -> None:
     what = [name for name in WHAT if getattr(options, name)]
     if options.seconds is not None and not 0.1 <= options.seconds <= 86400:
         raise UsageError(f"--seconds must be from 0.1 to 86400, but it is {options.seconds:g}.")
-    hosts = options.hosts or nodes.nnodes > 1 or bool(nodes.rdzv)
-    if hosts and (options.compute or options.devices is not None):
+    if options.hosts and (options.compute or options.devices is not None):
         raise UsageError("--hosts measures one device of each host. Remove --compute and --devices.")
-    if nodes.nnodes > 1:
-        print(f"waiting     for {nodes.nnodes} hosts at {nodes.rdzv}", file=sys.stderr)
     limits: Any = {"sizes": options.sizes, "seconds": options.seconds}
     with _stoppable(), _progress_shown() as progress:
-        if hosts:
-            found = api.bench.bench_hosts(what=what or WHAT[1:], nodes=nodes, progress=progress, **limits)
+        if options.hosts:
+            found = api.bench.bench_hosts(what=what or WHAT[1:], progress=progress, **limits)
         else:
             found = api.bench.bench(options.devices, what=what or WHAT, progress=progress, **limits)
     raise typer.Exit(0 if found is None else _show(found, target, options.as_json))

@@ -15,7 +15,7 @@ from meshwise.api.submit import SubmitOptions
 from meshwise.commands.command_line import BEHIND, ScriptCommand, from_dataclass, is_script
 from meshwise.job.job import Job
 from meshwise.job.options import AUTO, RunOptions
-from meshwise.records.run_list import SCRIPT, array_of, find_run
+from meshwise.records.run_list import find_run
 from meshwise.rehearsal.estimate import FITS, UNKNOWN
 from meshwise.rehearsal.views.plan_text import plans_text
 from meshwise.schedulers.batch_script import batch_script, nodes_of
@@ -53,7 +53,8 @@ def submit(context: typer.Context, cluster: SubmitOptions, options: RunOptions) 
     own, sbatch = _parts(context, options)
     word = str(options.job or "")
     if api.submit.is_run(word):
-        _send_again(find_run(Path("runs"), word), context, cluster, sbatch)
+        api.submit.refuse_options_of_runs(context.params)
+        _say_sent(*api.submit.send_again(find_run(Path("runs"), word), cluster, sbatch))
         return
     job = api.submit.prepare(cluster, options, context.params, own, sbatch)
     refused = _verdict(options, own, job.site, nodes_of(cluster.nodes), cluster.seconds())
@@ -65,16 +66,6 @@ def submit(context: typer.Context, cluster: SubmitOptions, options: RunOptions) 
         print(batch_script(job), end="")
         return
     _say_sent(*api.submit.send(job, word, own))
-
-
-def _send_again(run: Path, context: typer.Context, cluster: SubmitOptions, sbatch: list[str]) -> None:
-    api.submit.refuse_options_of_runs(context.params)
-    if not cluster.dry_run:
-        _say_sent(*api.submit.send_again(run, cluster, sbatch))
-        return
-    sent, task = array_of(run)
-    print(" ".join(["# sbatch", *api.submit.again_words(cluster, sbatch, task), str(sent / SCRIPT)]))
-    print((sent / SCRIPT).read_text(encoding="utf-8"), end="")
 
 
 def _say(line: str) -> None:
