@@ -98,12 +98,11 @@ def _own_losses(source: Source) -> Found:
     """Find losses of this rank that are printed, logged or compared, where the whole one was given back and dropped."""
     for call in (call for call in source.calls() if source.verb(call) == "backward"):
         if name := _own_loss(source, call):
-            whole: ast.expr = call
-            if isinstance(call.args[0], ast.BinOp) and isinstance(call.args[0].op, ast.Div):
-                whole = ast.BinOp(call, ast.Mult(), call.args[0].right)
+            divisor = _divisor(call.args[0])
+            whole = ast.unparse(call) + ("" if divisor == "1" else f" * {divisor}")
             shown = [n.lineno for n in inside(source.scope) if isinstance(n, ast.stmt) and _shows(source, n, name)]
             for line in sorted(line for line in shown if line > call.lineno)[:1]:
-                yield line, TEXTS["own"].format(name=name, given=ast.unparse(whole))
+                yield line, TEXTS["own"].format(name=name, given=whole)
 
 
 def _own_loss(source: Source, backward: ast.Call) -> str:
@@ -118,21 +117,14 @@ def _own_loss(source: Source, backward: ast.Call) -> str:
 
 
 def _shows(source: Source, node: ast.stmt, name: str) -> bool:
-    """Return whether a statement compares the value of a loss, formats it, or passes it to a call as a number."""
-    if isinstance(node, ast.If | ast.While) and isinstance(node.test, ast.Compare):
-        return any(_is_value(side, name) for side in (node.test.left, *node.test.comparators))
-    if not isinstance(node, ast.Expr) or _joins(source, node):
-        return False
-    nodes = list(ast.walk(node))
-    values = [each.value for each in nodes if isinstance(each, ast.FormattedValue | ast.keyword)]
-    values += [value for each in nodes if isinstance(each, ast.Call) for value in each.args]
-    return any(_is_value(value, name) for value in values)
-
-
-def _is_value(node: ast.expr, name: str) -> bool:
-    """Return whether an expression is the value of the tensor `name`, such as `loss.item()` or `loss` itself."""
-    node = bare(node)
-    return isinstance(node, ast.Name) and node.id == name
+    """Return whether a statement compares the value of a loss, formats it, or passes it to a call."""
+    test = node.test if isinstance(node, ast.If | ast.While) else None
+    values = [test.left, *test.comparators] if isinstance(test, ast.Compare) else []
+    if isinstance(node, ast.Expr) and not _joins(source, node):
+        nodes = list(ast.walk(node))
+        values += [each.value for each in nodes if isinstance(each, ast.FormattedValue | ast.keyword)]
+        values += [value for each in nodes if isinstance(each, ast.Call) for value in each.args]
+    return any(isinstance(each, ast.Name) and each.id == name for each in map(bare, values))
 
 
 def _joins(source: Source, node: ast.AST) -> bool:

@@ -6,7 +6,6 @@ Tested in tests/slips/test_slips.py and tests/slips/test_resumed_loop.py.
 from __future__ import annotations
 
 import ast
-import functools
 import linecache
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -69,16 +68,11 @@ def sources_in(file: str, names: dict[str, Any] | None = None) -> list[Source]:
     """Return the scopes of a file: the module first, then its functions.
 
     names: the globals of a module that lies in no file."""
-    tree = _parsed("".join(linecache.getlines(file, names)))
-    return [Source(file, tree, scope) for scope in ast.walk(tree) if isinstance(scope, Scope)]
-
-
-@functools.lru_cache(4)
-def _parsed(source: str) -> ast.Module:
     try:
-        return ast.parse(source)
+        tree = ast.parse("".join(linecache.getlines(file, names)))
     except (SyntaxError, ValueError):  # a cell of a notebook with magics
-        return ast.Module([], [])
+        tree = ast.Module([], [])
+    return [Source(file, tree, scope) for scope in ast.walk(tree) if isinstance(scope, Scope)]
 
 
 def loops_at(tree: ast.Module, line: int) -> list[ast.For]:
