@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from meshwise.compat.modules import as_real, store_model
 from meshwise.compat.loss_scale import Scaler
+from meshwise.compat.modules import as_real, store_model
 from meshwise.job.loop import run_job
 from meshwise.job.options import RunOptions
 from meshwise.parallel.precision import cast_batch

@@ -13,6 +13,7 @@ import os
 import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -67,13 +68,8 @@ def without_compiling() -> Iterator[None]:
         with torch.compiler.set_stance("force_eager"):
             yield
         return
-    before, os.environ[SWITCH] = os.environ.get(SWITCH), "1"  # the compiler reads it when it is imported
-    try:
+    with patch.dict(os.environ, {SWITCH: "1"}):  # the compiler reads it when it is imported
         yield
-    finally:
-        os.environ.pop(SWITCH)
-        if before is not None:
-            os.environ[SWITCH] = before
 
 
 def _frame() -> Any:

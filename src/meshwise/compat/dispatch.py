@@ -17,16 +17,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, is_traceable_wrapper_subclass
 
 from meshwise.compat.torch_function import on_parts
 from meshwise.compat.tree import tensors_in
-
-try:
-    from torch._subclasses.fake_tensor import FakeTensor
-    from torch.multiprocessing.reductions import StorageWeakRef
-    from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-except ImportError as error:  # pragma: no cover - no such torch is in range
-    raise RuntimeError(f"torch {torch.__version__} has no dispatch mode. meshwise needs torch 2.11 to 2.15.") from error
 
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 """(operator, positional arguments, keyword arguments) -> the operator's result."""
@@ -185,11 +181,6 @@ def _storage(tensor: Tensor) -> torch.UntypedStorage | None:
         return None
 
 
-try:
-    from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-except ImportError as error:  # pragma: no cover - no such torch is in range
-    raise RuntimeError(f"torch {torch.__version__} has no wrapper subclasses. Use torch 2.11 to 2.15.") from error
-
 NOTHING = {"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "record_stream", "is_pinned"}
 NOTHING |= {"barrier", "monitored_barrier_", "wait_tensor", "_wrap_tensor_autograd"}
 SENDS = {"send", "reduce_"}
@@ -241,10 +232,6 @@ def _made(schema: Any, result: Any) -> Iterator[Tensor]:
 
 
 def _memory(tensor: Tensor) -> int:
-    holds_others: bool = is_traceable_wrapper_subclass(tensor)
-    if holds_others:
-        return 0
-    try:
-        return int(tensor.untyped_storage()._cdata)
-    except (NotImplementedError, RuntimeError):  # as a sparse tensor
-        return 0
+    """Return the address of the tensor's storage; 0 if it has none, or holds other tensors."""
+    storage = None if is_traceable_wrapper_subclass(tensor) else _storage(tensor)
+    return 0 if storage is None else int(storage._cdata)

@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -77,14 +78,8 @@ _known: dict[Any, Any] = {}
 def strategies_remembered() -> Iterator[None]:
     """Within the context, expand equal strategies once for all meshes of one shape."""
     expand = getattr(utils, EXPAND, None)
-    if expand is None:
+    with nullcontext() if expand is None else patch.object(utils, EXPAND, _remembering(expand)):
         yield
-        return
-    setattr(utils, EXPAND, _remembering(expand))
-    try:
-        yield
-    finally:
-        setattr(utils, EXPAND, expand)
 
 
 def _remembering(expand: Callable[..., Any]) -> Callable[..., Any]:

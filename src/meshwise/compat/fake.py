@@ -13,10 +13,18 @@ import functools
 import logging
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any, cast
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
 from torch.distributed._meta_registrations import _META_FUNCTIONS
 from torch.optim import optimizer
 from torch.utils import _foreach_utils
@@ -27,16 +35,6 @@ from meshwise.compat.fake_values import concerns_values, fake_batch, give_value,
 from meshwise.compat.torch_function import on_parts
 from meshwise.compat.tree import tensors_in
 from meshwise.spec.devices import has_streams
-
-try:
-    from torch._subclasses.fake_tensor import (
-        DataDependentOutputException,
-        DynamicOutputShapeException,
-        FakeTensor,
-        FakeTensorMode,
-    )
-except ImportError as error:  # pragma: no cover - no such torch is in range
-    raise RuntimeError(f"torch {torch.__version__} has no fake tensors. meshwise needs torch 2.11 to 2.15.") from error
 
 NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
 """The errors by which torch says that an operator's result depends on values, which its fake tensors do not have."""
@@ -235,15 +233,9 @@ def plain_for_optimizers() -> Iterator[None]:
             kinds.remove(FakeTensor)
 
 
-@contextlib.contextmanager
-def failing_quietly() -> Iterator[None]:
+def failing_quietly() -> AbstractContextManager[Any]:
     """Keep torch from logging a traceback for each operator that fails on fake tensors in the block."""
-    logger = logging.getLogger(FakeTensorMode.__module__)
-    before, logger.disabled = logger.disabled, True
-    try:
-        yield
-    finally:
-        logger.disabled = before
+    return patch.object(logging.getLogger(FakeTensorMode.__module__), "disabled", True)
 
 
 def owner_of(tensor: Tensor) -> object:

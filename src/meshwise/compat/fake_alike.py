@@ -31,18 +31,9 @@ _is_left_out: dict[Any, bool] = {}
 _META = torch.device("meta")
 
 
-class _Spec:
-    """Describes one result of an operator call, so that an equal call can be answered without running the operator.
-
-    of: the index of the argument tensor whose memory the result uses, or -1 if the result has new memory.
-    view: True if the result is a view of that argument, and False if the result is the argument itself."""
-
-    __slots__ = ("device", "dtype", "of", "offset", "shape", "stride", "view")
-
-    def __init__(self, out: Tensor, of: int, view: bool) -> None:
-        self.of, self.view = of, view
-        self.shape, self.stride, self.offset = out.shape, out.stride(), out.storage_offset()
-        self.dtype, self.device = out.dtype, out.device
+_Spec = tuple[int, bool, Any, Any, int, torch.dtype, torch.device]
+"""One result of an operator call: the index of the argument tensor whose memory it uses, or -1 if it has new memory;
+whether it is a view of that argument, and not the argument itself; shape, stride, offset, dtype and device."""
 
 
 class Alike:
@@ -61,7 +52,7 @@ class Alike:
         """Return new fake results for a call that is equal to the remembered one, without running the operator.
         tensors: the argument tensors of the new call.
         mode: the fake tensor mode in which to make the results."""
-        found = [_made(spec, mode, tensors) if type(spec) is _Spec else spec for spec in self.specs]
+        found = [spec and _made(spec, mode, tensors) for spec in self.specs]
         return found[0] if self.kind is None else self.kind(found)
 
 
@@ -92,11 +83,15 @@ def _leaves_out(func: Any) -> bool:
     return not own or func._schema.name.split("::")[-1] in _CHANGES_SIZES or bool(_OTHER_RESULTS & set(func.tags))
 
 
+def _is_plain(fake: Any) -> bool:
+    return fake.layout is torch.strided and not fake.is_neg() and not fake.is_conj() and fake.constant is None
+
+
 def _add(key: list[Any], args: Iterable[Any], tensors: list[Any]) -> bool:
     for arg in args:
         kind = type(arg)
         if kind is FakeTensor or isinstance(arg, FakeTensor):
-            if arg.layout is not torch.strided or arg.is_neg() or arg.is_conj() or arg.constant is not None:
+            if not _is_plain(arg):
                 return False
             tensors.append(arg)
             size = arg.untyped_storage().nbytes()
@@ -124,12 +119,11 @@ def remember(key: tuple[Any, ...], func: Any, args: Any, kwargs: Any, tensors: l
     kind = type(out) if isinstance(out, list | tuple) else None
     if kind not in (None, list, tuple):
         return None
-    specs = [_spec(one, tensors) for one in (out if kind else [out])]
+    outs = out if kind else [out]
+    specs = [_spec(one, tensors) for one in outs]
     if any(spec is NotImplemented for spec in specs):
         return None
-    new = [
-        one.untyped_storage()._cdata for one, spec in zip(out if kind else [out], specs, strict=True) if _is_new(spec)
-    ]
+    new = [one.untyped_storage()._cdata for one, spec in zip(outs, specs, strict=True) if spec and spec[0] < 0]
     if len(set(new)) < len(new):
         return None
     written = {id(one) for one in _tensors(written_arguments(func, args, kwargs))}
@@ -144,10 +138,6 @@ def _tensors(values: Iterable[Any]) -> list[Any]:
     return [one for value in values for one in (value if isinstance(value, list | tuple) else [value])]
 
 
-def _is_new(spec: Any) -> bool:
-    return type(spec) is _Spec and spec.of < 0
-
-
 def _spec(out: Any, tensors: list[Any]) -> Any:
     """Describe one result of an operator call, so that `_made` can make an equal result without running the operator.
     Return NotImplemented if `_made` could not do so."""
@@ -155,9 +145,10 @@ def _spec(out: Any, tensors: list[Any]) -> Any:
         return None
     if type(out) is not FakeTensor and not any(out is one for one in tensors):
         return NotImplemented
+    facts = out.shape, out.stride(), out.storage_offset(), out.dtype, out.device
     for place, one in enumerate(tensors):
         if out is one:
-            return _Spec(out, place, view=False)
+            return place, False, *facts
     if (
         out.layout is not torch.strided
         or out.is_neg()
@@ -169,25 +160,25 @@ def _spec(out: Any, tensors: list[Any]) -> Any:
     storage = out.untyped_storage()
     for place, one in enumerate(tensors):
         if one.untyped_storage()._cdata == storage._cdata:
-            return _Spec(out, place, view=True)
-    spec = _Spec(out, -1, view=False)
-    same = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=_META)
-    return spec if spec.offset == 0 and storage.nbytes() == same.untyped_storage().nbytes() else NotImplemented
+            return place, True, *facts
+    same = torch.empty_strided(out.shape, out.stride(), dtype=out.dtype, device=_META)
+    alone = out.storage_offset() == 0 and storage.nbytes() == same.untyped_storage().nbytes()
+    return (-1, False, *facts) if alone else NotImplemented
 
 
 def _made(spec: _Spec, mode: Any, tensors: list[Any]) -> Any:
-    if spec.of >= 0 and not spec.view:
-        return tensors[spec.of]
-    if spec.view:
-        storage = tensors[spec.of].untyped_storage()
-        plain = torch.empty(0, dtype=spec.dtype, device=_META).set_(storage, spec.offset, spec.shape, spec.stride)
+    of, view, shape, stride, offset, dtype, device = spec
+    if of >= 0 and not view:
+        return tensors[of]
+    if view:
+        plain = torch.empty(0, dtype=dtype, device=_META).set_(tensors[of].untyped_storage(), offset, shape, stride)
     else:
-        plain = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=_META)
-    fake = Tensor._make_subclass(FakeTensor, plain, False, dispatch_device=True, device_for_backend_keys=spec.device)
+        plain = torch.empty_strided(shape, stride, dtype=dtype, device=_META)
+    fake = Tensor._make_subclass(FakeTensor, plain, False, dispatch_device=True, device_for_backend_keys=device)
     if mode._allow_unsafe_data_ptr_access:  # a copy of a module asks for it
         torch._C._set_warn_deprecated_on_mutable_data_ptr(fake)
     else:
         torch._C._set_throw_on_mutable_data_ptr(fake)
     vars(fake).update(mode.plain)
-    vars(fake)[mode.device_field] = spec.device
+    vars(fake)[mode.device_field] = device
     return fake

@@ -51,7 +51,7 @@ def register() -> list[torch.library.Library]:
     through = torch.library.Library("_", "IMPL")
     through.fallback(torch.library.fallthrough_kernel, KEY)
     library = torch.library.Library("aten", "IMPL")
-    for names, dtype_of in ((NARROW, _narrow), (FLOAT32, _float32), (WIDEST, _widest)):
+    for names, dtype_of in ((NARROW, _narrow), (FLOAT32, lambda tensors: torch.float32), (WIDEST, _widest)):
         for name in names.split():
             packet, _, overload = name.partition(".")
             operator = getattr(getattr(torch.ops.aten, packet, None), overload or "default", None)
@@ -78,12 +78,8 @@ def _narrow(tensors: list[Tensor]) -> torch.dtype:
     return torch.get_autocast_dtype("sim")
 
 
-def _float32(tensors: list[Tensor]) -> torch.dtype:
-    return torch.float32
-
-
 def _widest(tensors: list[Tensor]) -> torch.dtype:
-    return torch.float32 if any(t.dtype == torch.float32 for t in tensors) else torch.get_autocast_dtype("sim")
+    return torch.float32 if any(t.dtype == torch.float32 for t in tensors) else _narrow(tensors)
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -9,10 +9,12 @@ cannot be switched off: it goes to a listener, or nowhere. Freed memory is given
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch.cuda import _gpu_trace as trace
@@ -21,37 +23,11 @@ Place = tuple[int, int]
 """A CUDA stream: the index of its device, and its handle."""
 
 
-class Listener(Protocol):
-    """Receives the traced CUDA events. Each method is called in the thread where the event happens."""
-
-    def record(self, event: int, stream: Place) -> None:
-        """Note that a CUDA event was recorded in a stream."""
-
-    def wait(self, event: int, stream: Place) -> None:
-        """Note that a stream was told to wait for a CUDA event."""
-
-    def delete(self, event: int) -> None:
-        """Note that a CUDA event was deleted."""
-
-    def await_event(self, event: int) -> None:
-        """Note that a CUDA event is completed: the host has waited for the event, or a query has returned True."""
-
-    def await_stream(self, stream: Place) -> None:
-        """Note that all work in a stream is completed: the host has waited for it, or a query has returned True."""
-
-    def await_device(self, device: int) -> None:
-        """Note that all work on a device is completed, because the host has waited for the device's streams."""
-
-    def allocate(self, address: int, stream: Place) -> None:
-        """Note that memory was allocated for use in a stream."""
-
-    def free(self, address: int) -> None:
-        """Note that memory was freed."""
-
-    def release(self) -> None:
-        """Note that `empty_cache` has returned cached free memory to the device."""
-
-
+Listener = Any
+"""What receives the traced events, in the thread where each happens. Its methods: `record(event, stream)`,
+`wait(event, stream)` when a stream is told to wait, `delete(event)`, `allocate(address, stream)`, `free(address)`,
+`release()` when `empty_cache` has returned memory, and `await_event(event)`, `await_stream(stream)` and
+`await_device(device)`, when the host has waited, or a query has returned True: that work is completed."""
 LATE = 0.02  # seconds
 _listener: Listener | None = None
 _told = threading.local()
@@ -79,55 +55,47 @@ def listen(listener: Listener) -> Iterator[None]:
     """In the block, report every traced use of CUDA events, streams and memory to `listener`."""
     global _listener
     _begin_to_tell()
-    changed: list[tuple[Any, str, Callable[[Any], Any]]]
-    changed = [(torch.cuda.Event, n, _of_event(n)) for n in ("query", "synchronize")]
-    changed += [(torch.cuda.Stream, n, _of_stream(n)) for n in ("query", "synchronize")]
-    changed += [(torch.cuda, "empty_cache", _released)]
-    kept = [(owner, name, getattr(owner, name)) for owner, name, _ in changed]
-    for owner, name, around in changed:
-        setattr(owner, name, around(getattr(owner, name)))
-    _listener = listener
-    try:
-        yield
-    finally:
-        _listener = None
-        for owner, name, real in kept:
-            setattr(owner, name, real)
+    with contextlib.ExitStack() as stack:
+        for kind, tell in _AWAITED:
+            for name in ("query", "synchronize"):
+                stack.enter_context(patch.object(kind, name, _telling(name, getattr(kind, name), tell)))
+        stack.enter_context(patch.object(torch.cuda, "empty_cache", _releasing(torch.cuda.empty_cache)))
+        _listener = listener
+        try:
+            yield
+        finally:
+            _listener = None
 
 
-def _around(tell: Callable[[Listener, Any], None]) -> Callable[[str], Callable[[Any], Any]]:
-    """Return a function that takes the name `query` or `synchronize`, and returns a decorator for this method of CUDA
-    events or streams. The decorated method calls `tell(listener, event or stream)` if the work is completed.
+_AWAITED: tuple[tuple[Any, Callable[[Listener, Any], None]], ...] = (
+    (torch.cuda.Event, lambda listener, event: listener.await_event(event.cuda_event)),
+    (torch.cuda.Stream, lambda listener, stream: listener.await_stream((stream.device.index, stream.cuda_stream))),
+)
+
+
+def _telling(name: str, real: Any, tell: Callable[[Listener, Any], None]) -> Any:
+    """Wrap `query` or `synchronize` of CUDA events or streams, so that it calls `tell(listener, event or stream)` if
+    the work is completed.
 
     If the process has several threads, `synchronize` first sleeps for LATE seconds. During this time, a thread that
     forgets to wait for this thread goes on, so that the listener sees the race."""
 
-    def named(name: str) -> Callable[[Any], Any]:
-        def around(real: Any) -> Any:
-            def call(self: Any) -> Any:
-                _told.later = True
-                if name == "synchronize" and threading.active_count() > 1:
-                    time.sleep(LATE)
-                try:
-                    over = real(self)
-                finally:
-                    _told.later = False
-                if _listener is not None and (over or name == "synchronize"):
-                    tell(_listener, self)
-                return over
+    def call(self: Any) -> Any:
+        _told.later = True
+        if name == "synchronize" and threading.active_count() > 1:
+            time.sleep(LATE)
+        try:
+            over = real(self)
+        finally:
+            _told.later = False
+        if _listener is not None and (over or name == "synchronize"):
+            tell(_listener, self)
+        return over
 
-            return call
-
-        return around
-
-    return named
+    return call
 
 
-_of_event = _around(lambda listener, event: listener.await_event(event.cuda_event))
-_of_stream = _around(lambda listener, stream: listener.await_stream((stream.device.index, stream.cuda_stream)))
-
-
-def _released(real: Callable[[], None]) -> Callable[[], None]:
+def _releasing(real: Callable[[], None]) -> Callable[[], None]:
     def empty_cache() -> None:
         real()
         if _listener is not None:
@@ -136,14 +104,8 @@ def _released(real: Callable[[], None]) -> Callable[[], None]:
     return empty_cache
 
 
-_begun = False
-
-
+@functools.cache
 def _begin_to_tell() -> None:
-    global _begun
-    if _begun:
-        return
-    _begun = True
     here = torch._C._cuda_getDevice
     torch._C._activate_gpu_trace()
     trace.register_callback_for_event_record(_tell(lambda to, event, s: to.record(event, (here(), s))))

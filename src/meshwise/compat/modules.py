@@ -13,14 +13,12 @@ import copy
 import functools
 import inspect
 from collections.abc import Callable, Iterator
-from types import FrameType
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 T = TypeVar("T")
 Around = Callable[[list[Any]], contextlib.AbstractContextManager[None] | None]
@@ -95,19 +93,13 @@ def hooks_at_forward(module: nn.Module) -> None:
     if "forward" in vars(module):
         return
     entered: list[bool] = []
-    module.register_forward_pre_hook(_Entered(entered), prepend=True)
+    module.register_forward_pre_hook(functools.partial(_entered, entered), prepend=True)
     put_forward(module, functools.partial(_with_hooks, module, entered, module.forward))
 
 
-class _Entered:
-    """A forward pre-hook that records that the module was called. It runs for `module(x)`, but not for
-    `module.forward(x)`."""
-
-    def __init__(self, entered: list[bool]) -> None:
-        self._entered = entered
-
-    def __call__(self, *unused: Any) -> None:
-        self._entered[:] = [True]
+def _entered(entered: list[bool], *unused: Any) -> None:
+    """Record that the module was called: this hook runs for `module(x)`, but not for `module.forward(x)`."""
+    entered[:] = [True]
 
 
 def _with_hooks(
@@ -117,15 +109,6 @@ def _with_hooks(
         return module(*args, **kwargs)
     entered.clear()
     return forward(*args, **kwargs)
-
-
-def modules_called_around(frame: FrameType | None) -> Iterator[nn.Module]:
-    """Yield the modules whose calls are on the stack of `frame`, innermost first. Relies on torch's code in
-    `nn/modules` (checked in torch 2.13)."""
-    while frame is not None:
-        if frame.f_code is nn.Module._call_impl.__code__:
-            yield frame.f_locals["self"]
-        frame = frame.f_back
 
 
 @contextlib.contextmanager
@@ -217,18 +200,14 @@ def _in_method(
     return output[0]
 
 
-def call_last(hook: RemovableHandle) -> None:
+def call_last(hook: Any) -> None:
     """Make the optimizer call this hook after all others of the same kind."""
-    _hooks_beside(hook).move_to_end(hook.id)
+    hook.hooks_dict_ref().move_to_end(hook.id)
 
 
-def call_first(hook: RemovableHandle) -> None:
+def call_first(hook: Any) -> None:
     """Make the optimizer call this hook before all others of the same kind."""
-    _hooks_beside(hook).move_to_end(hook.id, last=False)
-
-
-def _hooks_beside(hook: RemovableHandle) -> Any:
-    return hook.hooks_dict_ref()
+    hook.hooks_dict_ref().move_to_end(hook.id, last=False)
 
 
 def step_without_hooks(optimizer: Optimizer) -> Callable[[Optimizer], Any]:

@@ -18,11 +18,13 @@ import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from meshwise.compat.collectives import as_bytes
 from meshwise.compat.driver import hold_stream
 from meshwise.spec.user_code import user_place
 
@@ -98,16 +100,9 @@ class Perturbed:
         self._open.append(exchange)
         return exchange
 
-    def under_way(self) -> list[_Exchange]:
-        """Return the handles of the asynchronous exchanges that the program has begun, but not waited for."""
-        return [each for each in self._open if not each.settled]
-
-    def end(self) -> None:
-        """Record a race for each asynchronous exchange that was never waited for. Called when the program ends."""
-        for exchange in self._open:
-            if not exchange.settled:
-                self.note(f"{exchange.name}: the program never waited for it")
-        self._open.clear()
+    def under_way(self) -> list[str]:
+        """Return the names of the asynchronous exchanges that the program has begun, but not waited for."""
+        return [each.name for each in self._open if not each.settled]
 
 
 class _Exchange:
@@ -152,7 +147,7 @@ class _Exchange:
                 tensor.detach().copy_(result)
                 _spoil(result)
             for tensor, before in zip(self._reads, _tensors(self.sent), strict=False):  # what it also writes is above
-                if not torch.equal(_bytes(tensor), _bytes(before)):
+                if not torch.equal(as_bytes(tensor), as_bytes(before)):
                     self._owner.note(f"{self.name}: its data was changed before the exchange ended")
 
 
@@ -162,10 +157,6 @@ def _tensors(value: Any) -> list[Tensor]:
 
 def _like(value: Any, tensors: list[Tensor]) -> Any:
     return None if value is None else tensors[0] if isinstance(value, Tensor) else tensors
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
 def _spoil(tensor: Tensor) -> None:
@@ -194,7 +185,7 @@ def open_exchanges() -> list[str]:
     """Describe the asynchronous exchanges, such as sends, that this process has begun but not waited for. Each text has
     the function of torch.distributed and the source line of the call. Return an empty list outside of the context
     manager `perturbed`."""
-    return [each.name for each in _now[-1].under_way()] if _now else []
+    return _now[-1].under_way() if _now else []
 
 
 _now: list[Perturbed] = []
@@ -204,7 +195,9 @@ _now: list[Perturbed] = []
 def perturbed(seed: int, rank: int) -> Iterator[Perturbed]:
     """In the block, delay the communication of this process at random, so that races show. Yield the `Perturbed`, whose
     list `races` describes the races that were found."""
-    owner, kept = Perturbed(seed, rank), {n: getattr(dist, n) for n in (*WRITES_AND_READS, "P2POp") if hasattr(dist, n)}
+    owner = Perturbed(seed, rank)
+    ours: dict[Any, Callable[..., Any]] = {}
+    point = dist.P2POp
 
     def surrounded(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -213,20 +206,15 @@ def perturbed(seed: int, rank: int) -> Iterator[Perturbed]:
         ours[call] = real
         return call
 
-    ours: dict[Any, Callable[..., Any]] = {}
-    point = kept.pop("P2POp")
-
     def point_to_point(op: Any, *args: Any, **kwargs: Any) -> Any:
         return point(ours.get(op, op), *args, **kwargs)  # which knows its own functions only
 
-    for name, real in kept.items():
-        setattr(dist, name, surrounded(name, real))
-    dist.P2POp = point_to_point  # type: ignore[misc, assignment]
-    _now.append(owner)
-    try:
-        yield owner
-        owner.end()
-    finally:
-        _now.pop()
-        for name, real in {**kept, "P2POp": point}.items():
-            setattr(dist, name, real)
+    changed = {name: surrounded(name, getattr(dist, name)) for name in WRITES_AND_READS if hasattr(dist, name)}
+    with patch.multiple(dist, P2POp=point_to_point, **changed):
+        _now.append(owner)
+        try:
+            yield owner
+            for name in owner.under_way():
+                owner.note(f"{name}: the program never waited for it")
+        finally:
+            _now.pop()

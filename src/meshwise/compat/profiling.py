@@ -20,6 +20,8 @@ import torch
 from torch.autograd import profiler
 from torch.profiler import ProfilerActivity, profile
 
+from meshwise.compat.dispatch import named_arguments
+
 PREFIX = "meshwise."
 # Nsight Systems sets the first in what it starts; the second is for a process that it attaches to.
 # Asked of torch's build, not of its devices: `is_available` while this is imported would spoil every fork that follows.
@@ -77,12 +79,6 @@ def _quiet() -> Iterator[None]:
         yield
 
 
-_ALIKE = {
-    "_scaled_dot_product_flash_attention_for_cpu": "_scaled_dot_product_flash_attention",
-    "_scaled_dot_product_flash_attention_for_cpu_backward": "_scaled_dot_product_flash_attention_backward",
-}
-
-
 def flops_of(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> int:
     """Return the number of multiplications and additions in a call of `operator` that returned `out`. Return 0 if torch
     has no formula for the operator."""
@@ -90,31 +86,19 @@ def flops_of(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], ou
     if formula is None:
         return 0
     count = int(formula(*args, **kwargs, out_val=out))
-    return count // 2 if _is_causal(operator, args, kwargs) else count
-
-
-def _is_causal(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    names = [argument.name for argument in operator._schema.arguments]
-    if "is_causal" not in names:
-        return False
-    at = names.index("is_causal")
-    return bool(kwargs.get("is_causal", args[at] if at < len(args) else False))
+    return count // 2 if named_arguments(operator, args, dict(kwargs)).get("is_causal") else count
 
 
 @functools.cache
 def _formulas() -> dict[Any, Callable[..., int]]:
     from torch.utils.flop_counter import flop_registry
 
-    found = dict(flop_registry)
-    for name, like in _ALIKE.items():
-        packet = getattr(torch.ops.aten, name, None)
-        formula = found.get(getattr(torch.ops.aten, like))
-        if packet is not None and formula is not None:
-            found.setdefault(packet, functools.partial(_of_cpu, formula) if name.endswith("backward") else formula)
+    found, aten = dict(flop_registry), torch.ops.aten
+    backward = found[aten._scaled_dot_product_flash_attention_backward]
+
+    def of_cpu(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
+        return int(backward(*args, out_val=out_val))  # it uses only arguments that the CPU's kernel has too
+
+    found.setdefault(aten._scaled_dot_product_flash_attention_for_cpu, found[aten._scaled_dot_product_flash_attention])
+    found.setdefault(aten._scaled_dot_product_flash_attention_for_cpu_backward, of_cpu)
     return found
-
-
-def _of_cpu(formula: Callable[..., int], *args: Any, out_val: Any = None, **kwargs: Any) -> int:
-    """Count the FLOPs of a backward of CPU attention. formula: torch's formula for the GPU kernel. It uses only
-    arguments that the CPU kernel has too."""
-    return formula(*args, out_val=out_val)

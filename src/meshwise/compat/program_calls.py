@@ -24,52 +24,33 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from meshwise.spec.user_code import OURS
 
-Around = Callable[[], AbstractContextManager[None]]
 End = Callable[[], None]
 
 
-def around_batches(around: Around) -> End:
-    """Run each fetch of a DataLoader's next batch inside the context manager that `around()` returns. This includes the
-    last fetch, which raises StopIteration. Return a function that undoes this."""
-    return _replace([_BaseDataLoaderIter], "__next__", around)
+PLACES: dict[str, list[Any]] = {
+    "__next__": [_BaseDataLoaderIter],
+    "backward": [torch.autograd],
+    "init_process_group": [dist, dist.distributed_c10d, device_mesh],
+    "eval": [nn.Module],
+    "train": [nn.Module],
+}
+"""For each function that `around` can wrap, where torch keeps it. The last `__next__` of a DataLoader's iterator raises
+StopIteration, and `train` calls itself for each submodule."""
 
 
-def around_backwards(around: Around) -> End:
-    """Run each `loss.backward()` inside the context manager that `around()` returns. Return a function that undoes
-    this."""
-    return _replace([torch.autograd], "backward", around)
+def around(name: str, context: Callable[[], AbstractContextManager[None]]) -> End:
+    """Run each call of the function `name`, a key of PLACES, inside the context manager that `context()` returns.
+    Return a function that undoes this."""
 
-
-def around_process_groups(around: Around) -> End:
-    """Run `init_process_group` inside the context manager that `around()` returns. Return a function that undoes
-    this."""
-    return _replace([dist, dist.distributed_c10d, device_mesh], "init_process_group", around)
-
-
-def around_evals(around: Around) -> End:
-    """Run each `module.eval()` inside the context manager that `around()` returns. Return a function that undoes
-    this."""
-    return _replace([nn.Module], "eval", around)
-
-
-def around_trains(around: Around) -> End:
-    """Replace `nn.Module.train`, so that each call runs inside the context manager that `around()` returns. Return a
-    function that undoes the replacement.
-
-    `train` calls itself for each submodule, so the context is entered again for each submodule."""
-    return _replace([nn.Module], "train", around)
-
-
-def _replace(owners: list[Any], name: str, around: Around) -> End:
     def surrounding(plain: Any) -> Any:
         @functools.wraps(plain)
         def surrounded(*arguments: Any, **named: Any) -> Any:
-            with around():
+            with context():
                 return plain(*arguments, **named)
 
         return surrounded
 
-    return put(owners, name, surrounding)
+    return put(PLACES[name], name, surrounding)
 
 
 def put(owners: list[Any], name: str, made_of: Callable[[Any], Any]) -> End:
@@ -113,24 +94,13 @@ def leave_gradients() -> None:
             del kind.grad
 
 
-def _asked(p: Tensor) -> None:
-    if WATCHING and not sys._getframe(2).f_code.co_filename.startswith(OURS):
-        WATCHING[0](p)
+def _asked(access: Callable[..., Any]) -> Callable[..., Any]:
+    def asked(p: Tensor, *gradient: Any) -> Any:
+        if WATCHING and not sys._getframe(1).f_code.co_filename.startswith(OURS):
+            WATCHING[0](p)
+        return access(p, *gradient)
+
+    return asked
 
 
-def _get(p: Tensor) -> Any:
-    _asked(p)
-    return _GRAD.__get__(p)
-
-
-def _set(p: Tensor, gradient: Any) -> None:
-    _asked(p)
-    _GRAD.__set__(p, gradient)
-
-
-def _delete(p: Tensor) -> None:
-    _asked(p)
-    _GRAD.__delete__(p)
-
-
-_WATCHED = property(_get, _set, _delete)
+_WATCHED = property(*map(_asked, (_GRAD.__get__, _GRAD.__set__, _GRAD.__delete__)))

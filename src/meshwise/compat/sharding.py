@@ -58,8 +58,8 @@ class Group:
 
     def wholes(self) -> list[tuple[nn.Parameter, nn.Parameter]]:
         """Return (shard, whole parameter) for each parameter that has been gathered at least once."""
-        parts = [part for part in self._group.fsdp_params if hasattr(part, "_unsharded_param")]
-        return [(part.sharded_param, part._unsharded_param) for part in parts]
+        parts = self._group.fsdp_params
+        return [(part.sharded_param, part._unsharded_param) for part in parts if hasattr(part, "_unsharded_param")]
 
     def around_collectives(self, around: Around) -> None:
         """Run each all-gather and reduce-scatter of this parameter group inside the context manager that `around(kind,
@@ -85,7 +85,7 @@ class Group:
     @property
     def gathered(self) -> bool:
         """Whether this rank has ever gathered the group's parameters. The first forward that uses them gathers them."""
-        return any(hasattr(part, "_unsharded_param") for part in self._group.fsdp_params)
+        return bool(self.wholes())
 
     @property
     def ran(self) -> bool:
@@ -98,8 +98,7 @@ class Group:
 
     def versions(self) -> int:
         """Return a number that changes when a gathered parameter is written in place (but not through `p.data`)."""
-        whole = [part._unsharded_param for part in self._group.fsdp_params if hasattr(part, "_unsharded_param")]
-        return sum(p._version for p in whole if not p.is_inference())
+        return sum(whole._version for _, whole in self.wholes() if not whole.is_inference())
 
     def written(self) -> nn.Parameter | None:
         """Return a parameter that the program has changed while it was gathered; None if there is none."""
@@ -242,7 +241,7 @@ def local_of(tensor: Tensor) -> Tensor:
 
 def locals_of(tensors: Iterable[Tensor]) -> list[Tensor]:
     """Return what this rank holds of each tensor: the local shard of a DTensor, and any other tensor itself."""
-    return [tensor._local_tensor if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+    return list(map(local_of, tensors))
 
 
 def hashes_of(tensors: Iterable[Tensor]) -> list[int]:
@@ -256,18 +255,19 @@ def hashes_of(tensors: Iterable[Tensor]) -> list[int]:
 
 def empty(tensor: Tensor) -> None:
     """Free the memory of a tensor, or of a DTensor's local tensor. All of its elements then share one NaN in memory."""
-    if isinstance(tensor, DTensor):
-        tensor._local_tensor = _empty_like(tensor._local_tensor)
-    else:
-        tensor.data = _empty_like(tensor.detach())
+    _hold(tensor, _empty_like)
 
 
 def refill(tensor: Tensor) -> None:
     """Undo `empty`: allocate memory for a tensor, or for a DTensor's local tensor. Its values are undefined."""
+    _hold(tensor, functools.partial(torch.empty_like, memory_format=torch.contiguous_format))
+
+
+def _hold(tensor: Tensor, made_like: Callable[[Tensor], Tensor]) -> None:
     if isinstance(tensor, DTensor):
-        tensor._local_tensor = torch.empty_like(tensor._local_tensor, memory_format=torch.contiguous_format)
+        tensor._local_tensor = made_like(tensor._local_tensor)
     else:
-        tensor.data = torch.empty_like(tensor.detach(), memory_format=torch.contiguous_format)
+        tensor.data = made_like(tensor.detach())
 
 
 def _empty_like(tensor: Tensor) -> Tensor:

@@ -60,11 +60,8 @@ def determinism_of_parts() -> str:
     """Return a `determinism_check` for `torch.utils.checkpoint` that works with tensor subclasses.
 
     torch's own check would see whole shapes in the forward, but local shapes in the recomputation. The new check
-    compares the local tensors in both. If torch has no table for new checks, return the name of torch's own check.
-    torch 2.11 to 2.15 have the table."""
-    table = getattr(checkpoint, "_allowed_determinism_checks_to_fns", {})
-    if "default" not in table:
-        return "default"
+    compares the local tensors in both."""
+    table: Any = checkpoint._allowed_determinism_checks_to_fns
     plain = table["default"]
 
     def of_part(tensor: torch.Tensor) -> Any:
@@ -77,9 +74,8 @@ def determinism_of_parts() -> str:
 
 def check_parts_by_default() -> None:
     """Let `torch.utils.checkpoint` compare local tensors from now on, see `determinism_of_parts`."""
-    table = getattr(checkpoint, "_allowed_determinism_checks_to_fns", {})
-    if (name := determinism_of_parts()) in table:
-        table["default"] = table[name]
+    table: Any = checkpoint._allowed_determinism_checks_to_fns
+    table["default"] = table[determinism_of_parts()]
 
 
 changed: set[str] = set()

@@ -118,10 +118,10 @@ class PlainProgram:
         self._optimizers: set[int] = set()
         """The ids of the optimizers that have made a step since the batch was read."""
         self._ends = [
-            program_calls.around_batches(self._batch),
-            program_calls.around_backwards(self._backward),
-            program_calls.around_evals(self._eval),
-            program_calls.around_process_groups(self._group),
+            program_calls.around("__next__", self._batch),
+            program_calls.around("backward", self._backward),
+            program_calls.around("eval", self._eval),
+            program_calls.around("init_process_group", self._group),
             subscribe(Order.PHASE, self._step_begins, self._step_ends).remove,
         ]
 
@@ -207,7 +207,7 @@ class PlainProgram:
             return
         self._evaluates = True
         self._phases.evaluation_begins()
-        self._ends.append(program_calls.around_trains(self._train))
+        self._ends.append(program_calls.around("train", self._train))
 
     @contextlib.contextmanager
     def _train(self) -> Iterator[None]:

@@ -26,7 +26,7 @@ import numpy
 from torch.utils.data import DataLoader
 
 from meshwise.compat.dispatch import real_values
-from meshwise.compat.program_calls import around_batches
+from meshwise.compat.program_calls import around
 from meshwise.rehearsal.fakes.cuda import torch_as_it_was
 from meshwise.spec.errors import UsageError
 from meshwise.spec.plan import Plan
@@ -70,7 +70,7 @@ def as_a_worker(world: World, plan: Plan) -> Iterator[io.StringIO]:
         stack.enter_context(patch.object(DataLoader, "__init__", _without_workers(DataLoader.__init__)))
         stack.enter_context(patch.object(BaseProcess, "start", _starts_processes))
         stack.enter_context(patch.object(Forks, "server", _starts_processes))
-        stack.callback(around_batches(real_values))
+        stack.callback(around("__next__", real_values))
         stack.enter_context(contextlib.redirect_stdout(said))
         stack.enter_context(contextlib.redirect_stderr(said))
         yield said
