@@ -99,12 +99,15 @@ def _check_out(options: PredictOptions) -> None:
 def _job_of(options: PredictOptions) -> Job:
     """Return the job to predict. As data, `train.py:name` is the object of this name in the file, and any other text is
     a folder for the job's function."""
-    given, data, folder = options.job, options.data, ()
+    given, data, args = options.job, options.data, [*options.args]
     if isinstance(data, str | Path):
         file, _, name = str(data).rpartition(":")
-        data, folder = (find_in_file(Path(file), name), ()) if file.endswith(".py") else (None, (f"data={data}",))
+        if file.endswith(".py"):
+            data = find_in_file(Path(file), name)
+        else:
+            data, args = None, [*args, f"data={data}"]
     if isinstance(given, str | Job):
-        job = find_job(given, seed=options.seed, args=(*options.args, *folder))
+        job = find_job(given, seed=options.seed, args=args)
     elif not callable(given):
         raise UsageError(
             f"mw.predict needs a Job, an nn.Module or a function that builds one, but got a {type(given).__name__}."

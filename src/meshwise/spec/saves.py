@@ -5,6 +5,7 @@ Tested in tests/job/test_options.py.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from meshwise.spec.durations import seconds_of
@@ -36,7 +37,7 @@ class Saves:
 def read_saves(every: int | str | None = None, keep: int | None = None) -> Saves:
     """Parse `--save-every 500` or `10min`, and `--keep 3`. Raises UsageError for other values."""
     steps, seconds = None, None
-    if isinstance(every, int) or (every is not None and every.strip().lstrip("-").isdigit()):
+    if isinstance(every, int) or (every is not None and re.fullmatch(r"\s*-?\d{1,18}\s*", every)):
         steps = int(every)
         if steps < 1:
             raise UsageError(f"--save-every {every}: must be at least 1 step.")
