@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import zlib
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, cast
@@ -56,20 +57,24 @@ class Divided:
     """How the calls of a program's models are divided over the ranks of `axis`."""
 
     def __init__(self, engine: Engine, axis: DataAxis) -> None:
-        self.engine, self.axis, self.exact, self.draws = engine, axis, engine.draws is not None, 0
+        self.engine, self.axis, self.exact = engine, axis, engine.draws is not None
+        self.key: tuple[int, ...] | None = None
+        """The key of the draws in the newest batch of a loader."""
+        self._drawn: tuple[Any, int] = (None, 0)  # the key of the newest draws, and how many calls had this key
         self.verdicts: dict[str, Verdict] = {}
         """The newest verdict on each class of modules."""
         self.alone = axis.size == collectives.world_size(collectives.everyone())
         listen()
 
     @contextlib.contextmanager
-    def drawing(self, alike: bool) -> Iterator[None]:
-        """Return a context manager for a call that draws numbers: from a stream of its own, so that the loop's own
-        draws stay alike. alike: whether all ranks draw the same numbers."""
-        self.draws += 1
+    def drawing(self) -> Iterator[None]:
+        """Return a context manager for a call that draws numbers: from a stream of the rank's own, so that the loop's
+        own draws stay alike."""
         device = self.engine.world.device
         before = states(device)
-        seed_generators(device, mixed(torch.initial_seed(), self.draws, 0 if alike else self.axis.rank + 1))
+        key = self.key or (zlib.crc32(before[0].numpy()),)  # where a saved state goes on, it has the same
+        self._drawn = key, self._drawn[1] + 1 if self._drawn[0] == key else 1
+        seed_generators(device, mixed(*key, self._drawn[1], self.axis.rank))
         try:
             yield
         finally:
@@ -144,7 +149,7 @@ class Call:
         verdict.calls += 1
         calls = verdict.calls
         if calls % AGAIN == 0 or (1 < calls < AGAIN and calls & (calls - 1) == 0):
-            return self._again(args, kwargs, verdict)
+            return self._again(args, kwargs, verdict, part)
         return self._apart(args, kwargs, verdict, part)
 
     def _is_own(self) -> bool:
@@ -193,14 +198,16 @@ class Call:
                 divide(child, self.divided, self.own)
         return self._run_through(args, kwargs)
 
-    def _again(self, args: Any, kwargs: Any, verdict: Verdict) -> Any:
-        """Run a proven call through, as if it were not proven, and look whether it still keeps rows apart."""
+    def _again(self, args: Any, kwargs: Any, verdict: Verdict, part: SplitPart) -> Any:
+        """Run a proven call through, as if it were not proven, and look whether it still keeps rows apart. One that
+        draws is proven again instead: through, it would draw other numbers, and a run that goes on counts anew."""
         found: list[str] = []
-        if verdict.answers:
+        if verdict.answers or verdict.draws:
             found += filter(None, [self._proven(args, kwargs).why])
-        drawing = self.divided.drawing(alike=True) if verdict.draws else contextlib.nullcontext()
+        if verdict.draws and not found:
+            return self._apart(args, kwargs, verdict, part)
         written, crossing = verdict.attributes(), self.divided.axis.watched(None if verdict.answers else found)
-        with drawing, crossing, self._hearing() as new:
+        with crossing, self._hearing() as new:
             made = self._run_through(args, kwargs)
         if found:
             verdict.dims, verdict.why = None, found[0]
@@ -228,7 +235,7 @@ class Call:
             engine.part = BatchSlice(torch.empty(0), part.own, part.length)
         apart.reads = None if is_used() and not verdict.answers else Reads(verdict, self.divided.axis)
         try:
-            with self.divided.drawing(False) if verdict.draws else contextlib.nullcontext(), self._hearing() as new:
+            with self.divided.drawing() if verdict.draws else contextlib.nullcontext(), self._hearing() as new:
                 made = self.inner(*own_args, **own_kwargs)
             nodes, again = next_node() - begun, False
             if new:
