@@ -24,7 +24,7 @@ HOUSES = {
     "arrays": ("arrays/",),
     "integrations": (
         *("compat/trainers.py", "script/in_front.py"),
-        *(f"script/lightning{part}.py" for part in ("", "_kinds", "_metrics", "_strategy", "_values")),
+        *(f"script/lightning{part}.py" for part in ("", "_strategy")),
         *(f"script/trainer{part}.py" for part in ("", "_accelerator", "_front", "_loader", "_loss")),
     ),
     "lab": (

@@ -1,6 +1,6 @@
 """Scripts inside Lightning's Trainer are checked as loops of one's own are, validation and metrics too.
 
-Of script/lightning.py, script/lightning_metrics.py and compat/trainers.py.
+Of script/lightning.py, script/lightning_strategy.py and compat/trainers.py.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Lightning's Trainer on several devices computes what it computes on one: weights, values, files, predictions.
 
-Of script/lightning.py, script/lightning_strategy.py, script/lightning_values.py, script/lightning_metrics.py,
-script/lightning_kinds.py, script/in_front.py and compat/trainers.py.
+Of script/lightning.py, script/lightning_strategy.py, script/in_front.py and compat/trainers.py.
 """
 
 from __future__ import annotations
@@ -119,11 +118,21 @@ class Weighted(Classes):
 
 
 class Manual(Classes):
-    """Steps itself."""
+    """Steps itself, calls its parts, and logs values that no batch adds up to."""
 
     def __init__(self) -> None:
         super().__init__()
         self.automatic_optimization = False
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        x, y = batch
+        logits, optimizer = self.net(x), self.optimizers()
+        loss = F.cross_entropy(logits, y)
+        self.log("ratio", logits.norm() / (1 + (y == 1).sum()), on_epoch=True)
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+        return {"loss": loss}
 
 
 class Lbfgs(Summed):
@@ -131,13 +140,6 @@ class Lbfgs(Summed):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.LBFGS(self.parameters())
-
-
-class OfOneRank(Classes):
-    """Logs at the end of an epoch what it has kept of its steps."""
-
-    def on_train_epoch_end(self) -> None:
-        self.log("rows", float(sum(self.losses)) + mw.rank())
 
 
 def data(count: int, seed: int) -> TensorDataset:
@@ -260,6 +262,7 @@ def test_every_value_is_that_of_one_device(pool: Any, tmp_path: Path) -> None:
 
 def test_a_loss_is_weighed_by_what_it_is_over(pool: Any, tmp_path: Path) -> None:
     equal(pool, tmp_path / "sum", (2,), model=Summed, stream=True, options={"accumulate_grad_batches": 4})
+    equal(pool, tmp_path / "manual", (2,), model=Manual)
     equal(pool, tmp_path / "weights", (3,), model=Weighted, options={"val_check_interval": 3})
 
 
@@ -323,9 +326,7 @@ def test_a_resumed_run_has_the_names_that_lightning_itself_has_then(tmp_path: Pa
 
 
 REFUSED = [
-    ({"model": Manual}, "does not support manual optimisation"),
     ({"options": {"devices": 2, "strategy": "ddp"}}, "does not support DDPStrategy (2 devices)"),
-    ({"model": OfOneRank}, "self.log('rows') outside of a step logs"),
     ({"model": Lbfgs}, "does not support LBFGS: it computes the loss several times"),
 ]
 

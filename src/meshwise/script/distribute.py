@@ -106,14 +106,14 @@ def distribute(  # type: ignore[misc]  # mypy takes it for one that refuses a Ty
     models += [model for thing in objects if id(thing) in trainers for model in trainers[id(thing)].models(thing)]
     if engine.program.begins_with(models):
         _program_begins(engine)
-    whole = _sees_whole_batches(engine, view, streams, others=bool(trainers))
+    whole = _sees_whole_batches(engine, view, streams, own=next((each.view for each in trainers.values()), None))
     if models or trainers or plan is not None:
         current().program = next((each.program for each in trainers.values()), current().program)
         chosen = choose_plan(plan, engine)
         engine.notify.untrue = OF_DRAWS if whole else engine.notify.untrue
         _add_models(engine, chosen, models)
-    if whole:
-        _see_whole_batches(engine, models)
+    if whole and engine.whole is None:
+        _see_whole_batches(engine, files=not trainers)
     seed = draw_alike()
     for line in says_divided() if engine.world.size > 1 else ():
         engine.notify(line)
@@ -128,16 +128,16 @@ def distribute(  # type: ignore[misc]  # mypy takes it for one that refuses a Ty
     return result[0] if len(result) == 1 else result
 
 
-def _sees_whole_batches(engine: Engine, view: str | None, streams: str, *, others: bool) -> bool:
-    """Return whether the program sees whole batches, as the first call has chosen. `others`: a Trainer sees none."""
+def _sees_whole_batches(engine: Engine, view: str | None, streams: str, *, own: str | None) -> bool:
+    """Return whether the program sees whole batches, as the first call has chosen. own: what a Trainer sees."""
     check_known("view", view or "whole", get_args(View))
-    if others and view == "whole":
-        raise UsageError("view='whole' is for training loops of your own. Leave it out for a Trainer.")
-    before, view = engine.view, "rank" if others else view
+    if own is not None and view not in (None, own):
+        raise UsageError(f"view={view!r} is for training loops of your own. Leave it out for a Trainer.")
+    before, view = engine.view, view or own
     if before is not None and view not in (None, before):
         raise UsageError(
-            f"{'a Trainer has' if others else 'this mw.distribute has'} view={view!r}, but an earlier mw.distribute of "
-            f"this program has view={before!r}. Pass the same view in all calls."
+            f"{'a Trainer' if own else 'this mw.distribute'} has view={view!r}, but an earlier mw.distribute of this "
+            f"program has view={before!r}. Pass the same view in all calls."
         )
     engine.view = before or view or "whole"
     if engine.view == "whole" and streams == "per-rank":
@@ -148,23 +148,24 @@ def _sees_whole_batches(engine: Engine, view: str | None, streams: str, *, other
     return engine.view == "whole"
 
 
-def _see_whole_batches(engine: Engine, models: list[nn.Module]) -> None:
+def _see_whole_batches(engine: Engine, *, files: bool) -> None:
     """Let the program see whole batches from now on."""
     if engine.plan.context > 1:
         raise PlanError(
             f"context={engine.plan.context}: a loop that sees whole batches supports no context. Write a Job, or pass "
             "view='rank' and call mw.backward."
         )
-    if engine.whole is None:
-        alone = engine.world.size == 1 or rehearsing()  # tensors without values have no rows to be proven by
-        engine.whole = OneDevice(engine) if alone else WholeView(engine)
-    engine.whole.add_models(models)
+    alone = engine.world.size == 1 or rehearsing()  # tensors without values have no rows to be proven by
+    engine.whole = OneDevice(engine) if alone else WholeView(engine, files=files)
+    engine.whole.add_models(engine.program.models)
 
 
 def _add_models(engine: Engine, plan: Plan, models: list[nn.Module]) -> None:
     if engine.program.begins_with(models):
         _program_begins(engine)
     engine.add_models(models, plan)
+    if engine.whole is not None:
+        engine.whole.add_models(models)
     engine.events.send("models_added")
 
 

@@ -2,14 +2,13 @@
 
 Then call `trainer.fit(model, loader)`.
 
-The Trainer of each rank is told that it is alone, so that it does nothing for several processes, and meshwise handles
-batches, backwards, logged values and files. Classes of meshwise are put in front of those of the Trainer, its strategy
-and its logging; nothing of Lightning is imported, so `lightning` and `pytorch_lightning` both work.
+The Trainer of each rank is told that it is alone, and its module sees whole batches (whole/), so that losses, metrics
+and what a hook or callback does with a batch are those of one device. Classes of meshwise are put in front of those of
+the Trainer and its parts; nothing of Lightning is imported, so `lightning` and `pytorch_lightning` both work.
 
-    batches     `batch_size` is that of all devices together; each rank reads its rows of every batch
-    loss        a mean over samples, or over what its cross entropy counts; a sum where the graph tells that it is one
+    batches     `batch_size` is that of all devices together; each rank holds its rows of every batch
     step        the closure that Lightning gives an optimizer runs before its step: gradients are averaged by then
-    values      `self.log`, metrics and predictions are those of one device (lightning_values.py, lightning_metrics.py)
+    values      `self.log`, metrics and predictions get plain numbers and rows
     files       rank 0 writes, what a plan divides is whole, and any number of devices goes on from it
 
 Read in Lightning 2.6. Tested in tests/script/test_lightning.py.
@@ -22,11 +21,13 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from torch import Tensor
+
 from meshwise.compat.trainers import end_epoch, logs_with, take_place
 from meshwise.engine.engine import Engine
 from meshwise.script.in_front import in_front
-from meshwise.script.lightning_strategy import PrecisionOnRanks, StrategyOnRanks, refuse
-from meshwise.script.lightning_values import Ranks, ResultsOnRanks
+from meshwise.script.lightning_strategy import PrecisionOnRanks, Ranks, StrategyOnRanks
+from meshwise.script.over_ranks import joined
 from meshwise.script.trainers import Add, Integration, Share
 from meshwise.spec.errors import UsageError
 from meshwise.tracking import tracking
@@ -48,7 +49,7 @@ def _distribute(trainer: Any, engine: Engine, add: Add, share: Share) -> Any:
     ranks = Ranks(engine, trainer, add, share)
     for callback in trainer.callbacks:
         if type(callback).__name__ == "BatchSizeFinder":
-            refuse(ranks, "BatchSizeFinder", "each rank would find its own batch size; meshwise plan says what fits")
+            ranks.refuse("BatchSizeFinder", "each rank would find its own batch size; meshwise plan says what fits")
     strategy.global_rank, strategy.local_rank = world.rank, world.local_rank
     strategy.node_rank = world.rank // max(world.local_size, 1)
     sys.modules["lightning_utilities.core.rank_zero"].rank_zero_only.rank = world.rank
@@ -60,7 +61,6 @@ def _distribute(trainer: Any, engine: Engine, add: Add, share: Share) -> Any:
     in_front(PrecisionOnRanks, strategy.precision_plugin, ranks)
     in_front(ConnectorOnRanks, connector, ranks)
     in_front(EpochOnRanks, trainer.fit_loop.epoch_loop, ranks)
-    in_front(LoopOnRanks, trainer.fit_loop.epoch_loop.automatic_optimization, ranks)
     for results in kept:
         in_front(ResultsOnRanks, results, ranks)
     if world.size > 1:
@@ -94,20 +94,6 @@ class TrainerOnRanks:
     fit, validate, test, predict = map(_on_ranks, ("fit", "validate", "test", "predict"))
 
 
-class LoopOnRanks:
-    """Overrides Lightning's automatic optimization, so that callbacks receive the loss over all ranks."""
-
-    meshwise: Ranks
-
-    def run(self, *args: Any, **options: Any) -> Any:
-        ranks: Any = self.meshwise
-        ranks.loss = None
-        result = super().run(*args, **options)  # type: ignore[misc]
-        if ranks.loss is not None and "loss" in result:
-            result["loss"] = ranks.loss.to(result["loss"])
-        return result
-
-
 class EpochOnRanks:
     """Overrides Lightning's loop over an epoch. If `meshwise check` stops an epoch early, this class still steps the
     schedulers and runs the validation, as after a full epoch."""
@@ -121,22 +107,17 @@ class EpochOnRanks:
 
 
 class ConnectorOnRanks:
-    """Overrides Lightning's logger connector, which sends logged values to the loggers. The values are first reduced
-    over the ranks."""
+    """Overrides Lightning's logger connector, which sends logged values to the loggers."""
 
     meshwise: Ranks
 
-    def on_batch_end(self) -> None:
-        self.meshwise.flush()
-        super().on_batch_end()  # type: ignore[misc]
-
     def epoch_end_reached(self) -> None:
         if self.meshwise.trainer.training:
-            self.meshwise.close(training=True)
+            self.meshwise.close(True)
         super().epoch_end_reached()  # type: ignore[misc]
 
     def _evaluation_epoch_end(self) -> None:
-        self.meshwise.close(training=False)
+        self.meshwise.close(False)
         super()._evaluation_epoch_end()  # type: ignore[misc]
 
     def log_metrics(self, metrics: dict[str, Any], step: Any = None) -> None:
@@ -146,4 +127,24 @@ class ConnectorOnRanks:
             tracking.log(numbers, step=self.meshwise.trainer.global_step)
 
 
-INTEGRATION = Integration("lightning", _distribute)
+class ResultsOnRanks:
+    """Overrides Lightning's collection of logged values."""
+
+    meshwise: Ranks
+
+    def log(self, fx: str, name: str, value: Any, *args: Any, **options: Any) -> None:
+        if not self.meshwise.alone:
+            options |= {"sync_dist": True, "sync_dist_fn": _as_it_is}  # or Lightning says that nothing is summed
+        super().log(fx, name, value, *args, **options)  # type: ignore[misc]
+
+    def update_metrics(self, key: str, value: Any, batch_size: int) -> None:
+        if isinstance(value, Tensor):
+            value = joined(self.meshwise.engine, self.meshwise.plain(value))
+        super().update_metrics(key, value, batch_size)  # type: ignore[misc]
+
+
+def _as_it_is(value: Any, **_: Any) -> Any:
+    return value
+
+
+INTEGRATION = Integration("lightning", _distribute, view="whole")

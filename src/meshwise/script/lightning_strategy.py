@@ -8,36 +8,60 @@ from __future__ import annotations
 import contextlib
 import inspect
 from abc import ABC
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
-from torch import Tensor
+from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from meshwise.compat.trainers import accumulates, run_closure
-from meshwise.compat.tree import map_kind
+from meshwise.compat.tree import map_kind, tensors_in
 from meshwise.data.wrapped_loader import loader_inside
-from meshwise.engine import steps
 from meshwise.recovery.collect import collected
-from meshwise.script.in_front import REFUSED, SAVED
-from meshwise.script.lightning_metrics import of_all, see_all_rows
-from meshwise.script.lightning_values import Ranks, logging, loss_kind
-from meshwise.script.over_ranks import gather_over_ranks, mean_over_ranks
+from meshwise.script.in_front import REFUSED, SAVED, OfTrainer, in_front
+from meshwise.script.over_ranks import joined
 from meshwise.script.trainer_loader import Reader
 from meshwise.spec.errors import UsageError
 from meshwise.transfer import collectives
+from meshwise.whole.dispatch import wholes
 from meshwise.workers.join import rank_context
 
 STATES = "meshwise"
 """The key of the loaders' states in Lightning's checkpoints. Lightning ignores it, and can resume without meshwise."""
 
 
-def refuse(ranks: Ranks, what: str, instead: str) -> None:
-    """Raise UsageError for a feature with results that would differ on several devices. Do nothing on one device."""
-    if not ranks.alone:
-        raise UsageError(REFUSED.format(ranks=ranks.engine.world.size, what=what, instead=instead))
+@dataclass(eq=False)
+class Ranks(OfTrainer):
+    """The state shared by all classes of meshwise that override methods of Lightning's Trainer and its parts.
+
+    states: the states of the loaders from a restored checkpoint.
+    open: the unfinished loops over loaders: `open[True]` for training, `open[False]` for anything else."""
+
+    states: list[dict[str, Any]] = field(default_factory=list)
+    open: dict[bool, WeakSet[Any]] = field(default_factory=lambda: {True: WeakSet(), False: WeakSet()})
+
+    @property
+    def divided(self) -> bool:
+        return self.engine.plan.parameters_divided or self.engine.plan.state_divided
+
+    def close(self, training: bool) -> None:
+        """End the loops over loaders that Lightning has stopped reading: of the training, or all others."""
+        for batches in list(self.open[training]):
+            batches.close()
+        self.open[training].clear()
+
+    def refuse(self, what: str, instead: str) -> None:
+        """Raise UsageError for a feature with results that would differ on several devices."""
+        if not self.alone:
+            raise UsageError(REFUSED.format(ranks=self.engine.world.size, what=what, instead=instead))
+
+    def plain(self, tree: Any) -> Any:
+        """Return a tree with whole plain tensors. Collective."""
+        return self.engine.program.plain(wholes(tree))
 
 
 class StrategyOnRanks(ABC):  # as its own class is: Python compares the layouts
@@ -61,36 +85,25 @@ class StrategyOnRanks(ABC):  # as its own class is: Python compares the layouts
         votes = collectives.gather_objects(bool(decision))
         return False not in votes if all else True in votes
 
-    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        if self.meshwise.alone or not isinstance(tensor, Tensor):
-            return tensor
-        if "sum" in str(reduce_op).lower():
-            return collectives.all_reduce(tensor.detach() * (self.meshwise.samples > 0))
-        return mean_over_ranks(self.meshwise.engine, tensor, None)
+    def reduce(self, tensor: Any, *args: Any, **options: Any) -> Any:
+        return self.meshwise.plain(tensor)
 
-    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        if sync_grads:
-            refuse(self.meshwise, "all_gather(…, sync_grads=True)", "remove sync_grads, or use mw.sum(…, grad=True)")
-        rows: Tensor = gather_over_ranks(self.meshwise.engine, tensor)
-        return tensor if self.meshwise.alone else rows
+    all_gather = reduce
 
     # The model and its optimizers.
 
     def connect(self, model: Any) -> None:
-        if not model.automatic_optimization:
-            refuse(self.meshwise, "manual optimisation", "write a loop with mw.distribute(model, …) and mw.backward")
-        if "lightning" not in str(type(model).backward.__module__):
-            refuse(self.meshwise, "your own LightningModule.backward", "remove that method")
         if "dataloader_iter" in inspect.signature(model.training_step).parameters:
-            refuse(self.meshwise, "training_step(dataloader_iter)", "take the argument batch instead")
+            self.meshwise.refuse("training_step(dataloader_iter)", "take the argument batch instead")
         super().connect(model)  # type: ignore[misc]
 
     def _setup_model(self, model: Any) -> Any:
         ranks, model = self.meshwise, super()._setup_model(model)  # type: ignore[misc]
         ranks.add([model])
-        ranks.kind = None
+        for child in model.children():  # a step may call these, and not the forward of the module
+            ranks.engine.whole.divide(child)
         if not ranks.alone or ranks.engine.watcher is not None:  # a check compares their values
-            see_all_rows(ranks, model)
+            _see_all_rows(ranks, model)
         return model
 
     def model_to_device(self) -> None:
@@ -105,7 +118,8 @@ class StrategyOnRanks(ABC):  # as its own class is: Python compares the layouts
             self.meshwise.share(each)
 
     def teardown(self: Any) -> None:
-        self.meshwise.close()
+        self.meshwise.close(True)
+        self.meshwise.close(False)
         self.meshwise.engine.given.waits = False  # of a training that ended between the batches of a step
         kept = self._lightning_module, self._optimizers
         if self.meshwise.divided:  # parts stay on their devices
@@ -121,62 +135,29 @@ class StrategyOnRanks(ABC):  # as its own class is: Python compares the layouts
         ranks = self.meshwise
         dataloader = super().process_dataloader(dataloader)  # type: ignore[misc]
         if not isinstance(dataloader, DataLoader) and loader_inside(dataloader) is None:
-            refuse(ranks, f"a {type(dataloader).__name__} of batches", "pass a DataLoader")
+            ranks.refuse(f"a {type(dataloader).__name__} of batches", "pass a DataLoader")
             return dataloader
         shared = LoaderOnRanks(ranks.share(dataloader), ranks)
-        if isinstance(shared.batch_size, int):
-            ranks.sizes.add(shared.batch_size)
         if ranks.trainer.training and ranks.states:
             shared.load_state_dict(ranks.states.pop(0))
         return shared
 
     # Steps.
 
-    def training_step(self: Any, *args: Any, **options: Any) -> Any:
-        ranks = self.meshwise
-        with logging(ranks, self.lightning_module, "training_step"):
-            result = super().training_step(*args, **options)  # type: ignore[misc]
-        if result is None:
-            refuse(ranks, "a training_step that returns None", "return the loss 0 * output.sum()")
-        loss = result.get("loss") if isinstance(result, Mapping) else result
-        if isinstance(loss, Tensor):  # before Lightning divides it, by which it looks like a mean
-            ranks.said = loss_kind(ranks, loss)
-        return result
-
-    def validation_step(self: Any, *args: Any, **options: Any) -> Any:
-        with logging(self.meshwise, self.lightning_module, "validation_step"):
-            return super().validation_step(*args, **options)  # type: ignore[misc]
-
-    def test_step(self: Any, *args: Any, **options: Any) -> Any:
-        with logging(self.meshwise, self.lightning_module, "test_step"):
-            return super().test_step(*args, **options)  # type: ignore[misc]
-
     def predict_step(self, *args: Any, **options: Any) -> Any:
-        result = super().predict_step(*args, **options)  # type: ignore[misc]
-        return of_all(self.meshwise, result, "predict_step")
+        return self.meshwise.plain(super().predict_step(*args, **options))  # type: ignore[misc]
 
-    def backward(self: Any, closure_loss: Tensor, optimizer: Any, *args: Any, **options: Any) -> Tensor:
-        ranks, module, plugin = self.meshwise, self.lightning_module, self.precision_plugin
-        self.pre_backward(closure_loss)
-        loss = plugin.pre_backward(closure_loss, module)
-        ranks.engine.given.waits = accumulates(ranks.trainer)
-        before, ranks.engine.reduce = ranks.engine.reduce, not ranks.engine.given.waits
-        try:
-            ranks.loss = steps.backward(ranks.engine, loss, *ranks.said)
-        finally:
-            ranks.engine.reduce = before
-        loss = plugin.post_backward(loss, module)
-        self.post_backward(loss)
-        return loss  # type: ignore[no-any-return]
+    def backward(self, *args: Any, **options: Any) -> Any:
+        self.meshwise.engine.given.waits = accumulates(self.meshwise.trainer)
+        return super().backward(*args, **options)  # type: ignore[misc]
 
     def optimizer_step(self: Any, optimizer: Any, closure: Callable[[], Any], model: Any = None, **options: Any) -> Any:
         ranks, plugin = self.meshwise, self.precision_plugin
         if getattr(plugin, "scaler", None) is not None or (ranks.alone and ranks.engine.watcher is None):
             return super().optimizer_step(optimizer, closure, model, **options)  # type: ignore[misc]
         if inspect.signature(optimizer.step).parameters["closure"].default is inspect.Parameter.empty:
-            refuse(ranks, type(optimizer).__name__, "it computes the loss several times a step. Use another optimizer")
+            ranks.refuse(type(optimizer).__name__, "it computes the loss several times a step. Use another optimizer")
         value = run_closure(plugin, model or self.lightning_module, optimizer, closure)
-        ranks.flush()
         optimizer.step(**options)
         return value
 
@@ -289,3 +270,33 @@ class LoaderOnRanks:
         """Resume from a state that `state_dict` returned."""
         self._loader.load_state_dict(state)
         self._loader.start = 0
+
+
+class MetricOnRanks:
+    """Overrides methods of a torchmetrics metric. Every rank updates the metric with the rows of all ranks, so the
+    ranks need not exchange the metric's state."""
+
+    meshwise: Ranks
+
+    def update(self, *args: Any, **options: Any) -> None:
+        super().update(*self.meshwise.plain(args), **self.meshwise.plain(options))  # type: ignore[misc]
+
+    def compute(self) -> Any:
+        value = super().compute()  # type: ignore[misc]
+        for each in tensors_in(value):
+            joined(self.meshwise.engine, each)
+        return value
+
+    def sync(self, *args: Any, **options: Any) -> None:
+        """Do nothing, because the metric on every rank has the rows of all ranks already."""
+
+
+def _see_all_rows(ranks: Ranks, model: nn.Module) -> None:
+    for module in model.modules():
+        names = {(cls.__module__, cls.__name__) for cls in type(module).__mro__}
+        if ("torchmetrics.metric", "Metric") in names and not isinstance(module, MetricOnRanks):
+            in_front(MetricOnRanks, module, ranks)
+            metric: Any = module
+            state = metric.__getstate__()
+            del metric.__dict__["update"], metric.__dict__["compute"]
+            metric.__setstate__(state)  # which wraps its methods again, now ours

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 
@@ -34,12 +34,14 @@ class Integration:
     distribute: makes a Trainer work on all ranks, in place. Raises UsageError for features with results that would
         differ on several devices.
     models: returns the models that a Trainer has already.
-    join: called before the process joins its run."""
+    join: called before the process joins its run.
+    view: what the Trainer's loop sees of a batch (see `mw.distribute`)."""
 
     program: str
     distribute: Callable[[Any, Engine, Add, Share], Any]
     models: Callable[[Any], list[nn.Module]] = lambda trainer: []
     join: Callable[[], None] = lambda: None
+    view: Literal["whole", "rank"] = "rank"
 
 
 def integration_of(thing: Any) -> Integration | None:

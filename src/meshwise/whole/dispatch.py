@@ -30,7 +30,7 @@ COUNT = [0]
 def _dispatch(func: Func, args: Args, kwargs: Kwargs) -> Any:
     name = called(func)
     if transforming:
-        return func(*_wholes(tuple(args)), **_wholes(dict(kwargs)))
+        return func(*wholes(tuple(args)), **wholes(dict(kwargs)))
     if level() < 0:
         if heard:
             heard[0](name, args, kwargs)
@@ -56,8 +56,8 @@ def _dispatch(func: Func, args: Args, kwargs: Kwargs) -> Any:
     return rules.dispatch(func, args, kwargs)
 
 
-def _wholes(tree: Any) -> Any:
-    """Return a tree with whole plain tensors, for code that does not ask a tensor's class."""
+def wholes(tree: Any) -> Any:
+    """Return a tree with whole tensors, for code that does not ask a tensor's class. Collective."""
 
     def whole(leaf: Tensor) -> Tensor:
         with beside_transforms():
@@ -97,6 +97,6 @@ def begin() -> None:
     """Let operators on the rows of batches make terms, from now on."""
     rules.prepare()
     dispatch_with(_dispatch)
-    change_arguments(_wholes)
+    change_arguments(wholes)
     check_parts_by_default()
     changed.add("BackwardHookFunction")  # the program's hooks of gradients see those of the whole batch

@@ -48,8 +48,10 @@ class OneDevice:
         self.engine = engine
         _begin(engine, Backwards(engine, None), alone=True)
 
-    def add_models(self, models: Iterable[nn.Module]) -> None:
+    def add_models(self, models: Any) -> None:
         """Do nothing: no call is divided."""
+
+    divide = add_models
 
     backward = staticmethod(_mean_backward)
 
@@ -81,7 +83,8 @@ class WholeView:
 
     backward = staticmethod(_mean_backward)
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, *, files: bool) -> None:
+        """files: whether the program writes its files on every rank, of which those of rank 0 are kept."""
         self.engine, self.axis = engine, DataAxis()
         self.divided = Divided(engine, self.axis)
         self.backwards = Backwards(engine, self.axis, self._say)
@@ -89,8 +92,9 @@ class WholeView:
         watch_reads()
         ask_all_of_masks()
         watch_constructors()
-        every = collectives.everyone()  # the ranks of one model too
-        engine.ends.callback(once.begin(collectives.get_rank(every), collectives.world_size(every)))
+        if files:
+            every = collectives.everyone()  # the ranks of one model too
+            engine.ends.callback(once.begin(collectives.get_rank(every), collectives.world_size(every)))
         _begin(engine, self.backwards, alone=False)
         engine.events.listen(OwnCollectives(engine, sized), only=("backward_begins",))
         if engine.watcher is None:  # a check compares what the ranks compute, and names the module
@@ -101,7 +105,11 @@ class WholeView:
         for model in models:
             self.axis.average(model)
             self.backwards.add(list(model.parameters()))
-            divide(model, self.divided)
+            self.divide(model)
+
+    def divide(self, module: nn.Module) -> None:
+        """Divide the calls of a part of a distributed model, which the program calls by itself."""
+        divide(module, self.divided)
 
     def _say(self) -> None:
         """Tell the user how far the work on a batch is divided, once its third backward begins."""
