@@ -238,7 +238,7 @@ def test_other_predictions_do_not_go_on_in_a_file(tmp_path: Path) -> None:
         ("samples", job(data=(X[:-1], X[:-1, 0])), {}),
         ("weights", job(), {"weights": tmp_path / "other.safetensors"}),
         ("seed", replace(job(), seed=1), {}),
-        ("precision", job(), {"precision": "bf16"}),
+        ("precision", job(), {"settings": ("precision=bf16",)}),
     ]:
         with pytest.raises(mw.UsageError, match=f"contains predictions with {what} .* start over with --overwrite"):
             predicted(given, out=out, **options)
