@@ -353,7 +353,7 @@ def test_a_run_folder_gives_its_weights_and_its_newest_state_those_that_are_writ
     (tmp_path / "weights.safetensors").unlink()
     with pytest.raises(mw.UsageError, match="write its newest weights with meshwise weights"):
         predicted(job(), weights=tmp_path)
-    made, _ = weights(str(tmp_path), None, None, print)
+    made, _ = weights(tmp_path, None, None, print)
     assert torch.equal(predicted(job(), weights=made).outputs, expected)
 
 
@@ -366,7 +366,7 @@ def test_a_run_folder_gives_its_weights_and_its_newest_state_those_that_are_writ
         ({"weights": "{tmp}/none"}, r"none does not exist. Name a run that has finished"),
         ({"batch_size": 0}, "must be at least 1"),
         ({"train": True, "data": (X,)}, "Use only one option"),
-        ({"precision": "fp31"}, "fp31"),
+        ({"settings": ("precision=fp31",)}, "fp31"),
         ({"settings": ("shard=3",), "devices": "2xcpu"}, "needs 3 devices|shard"),
         ({"devices": ""}, "--devices is empty"),
         ({"data": "{tmp}/data.py:x"}, "no such file"),
