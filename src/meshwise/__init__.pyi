@@ -57,7 +57,7 @@ from meshwise.spec.errors import WorkerFailed as WorkerFailed
 from meshwise.spec.machine import Machine as Machine
 from meshwise.spec.plan import Plan as Plan
 from meshwise.timeline.run_report import Report as Report
-from meshwise.timeline.run_summary import RunSummary as RunSummary
+from meshwise.timeline.views.run_text import RunSummary as RunSummary
 from meshwise.tracking.tracking import log as log
 from meshwise.tracking.tracking import log_to as log_to
 from meshwise.transfer.comm_log import CommLog as CommLog

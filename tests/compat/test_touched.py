@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshwise.compat.dispatch import intercept_operators
-from meshwise.compat.dispatch import touched
+from meshwise.compat.dispatch import intercept_operators, touched
 
 
 def touches(program: Callable[[dict[str, Tensor]], Any], **tensors: Tensor) -> set[str]:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
 import meshwise as mw
-from meshwise.compat.fingerprint import fingerprint
+from meshwise.compat.loaders import fingerprint
 from meshwise.guards.replicas import BUFFER, PARAMETERS, diverged, sums_of
 from meshwise.process.session import default_engine, end_sessions, program_ends
 from meshwise.spec.errors import DataError, UsageError

@@ -25,7 +25,7 @@ from meshwise.records import folder as names
 from meshwise.spec.devices import WorkerSlot
 from meshwise.spec.json_values import json_value
 from meshwise.spec.plan import Plan
-from meshwise.timeline.views.summary_text import summary_text
+from meshwise.timeline.views.run_text import summary_text
 
 
 def dropout_job(epochs: int = 3) -> mw.Job:

@@ -32,8 +32,7 @@ from meshwise.timeline.analyse import report_of
 from meshwise.timeline.read import read_timeline
 from meshwise.timeline.recorder import current
 from meshwise.timeline.run_report import Report
-from meshwise.timeline.spans import KINDS
-from meshwise.timeline.timeline import Timeline
+from meshwise.timeline.spans import KINDS, Timeline
 from meshwise.workers import heartbeat, verb_log
 from meshwise.workers.environment import RUN_FOLDER
 from meshwise.workers.gate import StepGate
@@ -246,7 +245,7 @@ def test_every_sentence_can_be_said_to_every_kind_of_program(program: str) -> No
 
 def test_what_is_surrounded_stays_where_somebody_else_has_put_something() -> None:
     plain = nn.Module.eval
-    end = program_calls.around_evals(lambda: pytest.fail("called"))  # type: ignore[arg-type]
+    end = program_calls.around("eval", lambda: pytest.fail("called"))  # type: ignore[arg-type]
     nn.Module.eval = plain  # type: ignore[method-assign]
     end()
     assert nn.Module.eval is plain

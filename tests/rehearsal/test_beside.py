@@ -1,6 +1,6 @@
 """Collectives that a program begins and goes on beside are waited for where it waits, or uses what they bring.
 
-Of compat/moved.py too.
+Of compat/collective_calls.py too.
 """
 
 from __future__ import annotations

@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from meshwise.timeline.spans import KIND, LANE, SPAN
-from meshwise.timeline.timeline import Clock, Rank, RunSession, Timeline
+from meshwise.timeline.spans import KIND, LANE, SPAN, Clock, Rank, RunSession, Timeline
 
 MS = 1_000_000
 PHASES = ("data", "forward", "backward", "optimizer")

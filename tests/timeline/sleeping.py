@@ -18,7 +18,7 @@ from meshwise.records.folder import begin_session, end_session
 from meshwise.timeline.analyse import report_of
 from meshwise.timeline.read import read_timeline
 from meshwise.timeline.run_report import Report
-from meshwise.timeline.timeline import Timeline
+from meshwise.timeline.spans import Timeline
 from meshwise.workers.environment import RUN_FOLDER
 
 EVEN = {"data": 4.0, "forward": 6.0, "backward": 8.0, "optimizer": 3.0}

@@ -8,9 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwise.timeline.arrivals import ABSENT, OUTSIDE, arrival_table, attribution_of
-from meshwise.timeline.spans import KIND, KINDS, LANE, LANES, SPAN
+from meshwise.timeline.spans import KIND, KINDS, LANE, LANES, SPAN, Spans
 from meshwise.timeline.step_table import HIDDEN, step_table_of
-from meshwise.timeline.timeline import Spans
 from tests.timeline.schedules import PHASES, Schedule, even, played
 
 NAMES = ("", "all-reduce", "broadcast")

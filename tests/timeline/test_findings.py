@@ -11,9 +11,8 @@ from meshwise.spec.units import seconds_text
 from meshwise.timeline.analyse import report_of
 from meshwise.timeline.compare_runs import compare_runs
 from meshwise.timeline.run_report import Report
-from meshwise.timeline.spans import collective_name
+from meshwise.timeline.spans import Timeline, collective_name
 from meshwise.timeline.step_table import step_table_of
-from meshwise.timeline.timeline import Timeline
 from tests.timeline.schedules import Schedule, delayed, even, jittered, played
 
 BUCKETS = 10

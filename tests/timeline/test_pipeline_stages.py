@@ -12,8 +12,7 @@ from meshwise.spec.schedules import SCHEDULES
 from meshwise.timeline.analyse import report_of
 from meshwise.timeline.arrivals import arrival_table
 from meshwise.timeline.pipeline_stages import actions_of, pipeline_report, played_bubble
-from meshwise.timeline.spans import KIND, LANE, stage_and_microbatch, stage_name
-from meshwise.timeline.timeline import Timeline
+from meshwise.timeline.spans import KIND, LANE, Timeline, stage_and_microbatch, stage_name
 from meshwise.timeline.views.gantt_text import gantt_text
 from meshwise.timeline.views.report_text import report_text
 from tests.timeline.schedules import MS, timeline_of

@@ -9,8 +9,8 @@ import pytest
 from meshwise.spec.json_values import json_value
 from meshwise.spec.prediction import Prediction
 from meshwise.timeline.analyse import report_of
-from meshwise.timeline.timeline import Counter
-from meshwise.timeline.views.json_text import report_dict
+from meshwise.timeline.spans import Counter
+from meshwise.timeline.views.html_page import report_dict
 from meshwise.timeline.views.report_text import report_text
 from tests.timeline.schedules import Schedule, even, played
 from tests.timeline.views.reports import printed

@@ -20,7 +20,7 @@ from meshwise.timeline.read import read_timeline
 from meshwise.timeline.recorder import WIDTH, Recorder
 from meshwise.timeline.span_log import SpanLog
 from meshwise.timeline.spans import KINDS, QUANTUM, as_rows, pack, unpack
-from meshwise.timeline.views.json_text import report_dict
+from meshwise.timeline.views.html_page import report_dict
 from meshwise.timeline.views.report_text import report_text
 from tests.timeline.views.reports import printed
 

@@ -23,7 +23,7 @@ from meshwise.process.session import end_sessions
 from meshwise.spec.errors import MeshwiseError, UsageError, WorkerFailed
 from meshwise.spec.user_code import user_place
 from meshwise.timeline.analyse import report_of
-from meshwise.timeline.timeline import Timeline
+from meshwise.timeline.spans import Timeline
 from meshwise.workers.failure import (
     Failure,
     by_error,

@@ -17,11 +17,10 @@ from meshwise.timeline.analyse import report_of
 from meshwise.timeline.compare_runs import RunComparison, compare_runs
 from meshwise.timeline.read import read_timeline
 from meshwise.timeline.run_report import Report
-from meshwise.timeline.run_summary import RunSummary
 from meshwise.timeline.step_table import step_table_of
 from meshwise.timeline.views.registry import VIEWS
 from meshwise.timeline.views.report_text import report_text
-from meshwise.timeline.views.run_comparison_text import run_comparison_text
+from meshwise.timeline.views.run_text import RunSummary, run_comparison_text
 
 RUNS = Path("runs")
 shown_by(Report, report_text)

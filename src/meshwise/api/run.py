@@ -39,9 +39,8 @@ from meshwise.spec.plan_file import PREDICTED, plan_from_toml
 from meshwise.spec.prediction import prediction_in
 from meshwise.spec.world import World
 from meshwise.terminal.notebook import shown_by
-from meshwise.timeline.run_summary import RunSummary
 from meshwise.timeline.views.live_progress import LiveView
-from meshwise.timeline.views.summary_text import summary_text
+from meshwise.timeline.views.run_text import RunSummary, summary_text
 from meshwise.workers.channel import Message
 from meshwise.workers.environment import loaded_with
 from meshwise.workers.fork_server import Forks

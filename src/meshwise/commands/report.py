@@ -63,7 +63,7 @@ def _print_comparison(console: Console, run: Path, other: str, *, as_json: bool)
     if as_json:
         print(json.dumps(timeline.compare_runs.comparison_dict(compared), indent=2))
     else:
-        console.print(timeline.views.run_comparison_text.run_comparison_text(compared), soft_wrap=True)
+        console.print(timeline.views.run_text.run_comparison_text(compared), soft_wrap=True)
 
 
 def _print_views(console: Console, run: Path, wanted: list[str], to_folder: Path, span: tuple[int, int] | None) -> None:

@@ -56,7 +56,7 @@ def runs(
     if as_json:
         print(json.dumps([asdict(entry) | {"folder": str(entry.folder)} for entry in found], indent=2))
     else:
-        Console().print(timeline.views.run_list_text.run_list_text(found, Path(folder)), soft_wrap=True)
+        Console().print(timeline.views.run_text.run_list_text(found, Path(folder)), soft_wrap=True)
 
 
 @app.command()

@@ -1,19 +1,17 @@
-"""Observe every collective that this process begins.
+"""Observe every collective that this process begins, and what each moves.
 
-DDP's reducer in C++, `fully_shard` and the program itself may all begin collectives.
-
-Each of them calls one operator of the namespace `c10d` (such as `c10d::allreduce_`). A kernel of ours wraps these at
-the dispatch key `BackendSelect`, which every call passes, also in inference mode and from C++. The kernel changes no
-argument and no result. Read in torch 2.11, 2.13 and 2.15: `csrc/distributed/c10d/Ops.cpp`. If one of the operators is
-missing, `watch` raises AttributeError and wraps nothing.
-
+DDP's reducer in C++, `fully_shard` and the program itself may all begin collectives. Each of them calls one operator of
+the namespace `c10d` (such as `c10d::allreduce_`). A kernel of ours wraps these at the dispatch key `BackendSelect`,
+which every call passes, also in inference mode and from C++. The kernel changes no argument and no result. If one of
+the operators is missing, `watch` raises AttributeError and wraps nothing. By `async_op` they say whether the caller
+waits at once; sends, receives and the functional ones (`_c10d_functional`) never do, but on fake tensors torch waits
+for functional ones at once. Read in torch 2.11, 2.13 and 2.15: `Ops.cpp` and `Functional.cpp` of
+`csrc/distributed/c10d`.
 The end of a collective is observed where the program waits for it, or else by a thread that also waits. With nccl, a
 callback of its future runs at once and records the end on a stream; a blocking one is already in the current stream.
-DDP's reducer calls collectives from an autograd thread, which has no Python frame.
 
 A gloo group whose collectives were observed is never destroyed before the process ends. Dropping its last reference
 would deadlock: the caller holds the GIL and waits for gloo's threads, which need it to free tensors that Python saw.
-
 Not observed: calls that torch coalesces (`batch_isend_irecv` on nccl), CUDA graphs, and gloo's on CUDA tensors.
 """
 
@@ -25,9 +23,11 @@ import queue
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import CodeType, FrameType
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -171,15 +171,13 @@ class _Ends:
         elif call.blocking and call.in_python:
             self._blocking.ended = ended
         else:
-            if not self._threads:
-                self._threads = [threading.Thread(target=self._wait, daemon=True) for _ in range(GLOO_THREADS)]
-                for thread in self._threads:
-                    thread.start()
+            while len(self._threads) < GLOO_THREADS:
+                self._threads.append(threading.Thread(target=self._wait, daemon=True))
+                self._threads[-1].start()
             self._running.put((work, ended))
 
     def take(self) -> Ended | None:
-        """Return the callback of the blocking collective that this thread waits for, and forget it. None if there is
-        none."""
+        """Return the callback of the blocking collective that this thread waits for, if any, and forget it."""
         ended: Ended | None = getattr(self._blocking, "ended", None)
         self._blocking.ended = None
         return ended
@@ -201,10 +199,9 @@ def _kernel(
     name: str, operator: Any, after: Any, begin: Callable[[Call], Ended | None], ends: _Ends
 ) -> Callable[..., Any]:
     kind, moved = OPERATORS[name]
-    names = [argument.name for argument in operator._schema.arguments]
 
     def kernel(keyset: Any, *arguments: Any) -> Any:
-        call = _call(kind, moved, dict(zip(names, arguments, strict=False)), sys._getframe().f_back)
+        call = _call(kind, moved, _named(operator, arguments), sys._getframe().f_back)
         ended = None if call is None else begin(call)
         result = operator.redispatch(keyset & after, *arguments)
         work = result[-1] if isinstance(result, tuple) else result
@@ -216,8 +213,8 @@ def _kernel(
 
 
 def _call(kind: str, moved: int | None, given: dict[str, Any], frame: FrameType | None) -> Call | None:
-    """Describe the collective that begins. Return None if torch coalesces it with others, if a CUDA graph is being
-    captured, or if the call runs on meta tensors or without a real process group."""
+    """Describe the collective that begins. None if torch coalesces it with others, while a CUDA graph is captured, on
+    meta tensors, or without a real process group."""
     tensors = [] if moved is None else list(tensors_in([*given.values()][moved]))
     group, device = given["process_group"], tensors[0].device.type if tensors else ""
     if dist.distributed_c10d._world.pg_coalesce_state or device == "meta" or not isinstance(group, torch.ScriptObject):
@@ -227,16 +224,11 @@ def _call(kind: str, moved: int | None, given: dict[str, Any], frame: FrameType 
     of, inside_c = _source(frame)
     blocking = inside_c or not given.get("async_op", kind not in ("send", "receive"))
     dtype = str(tensors[0].dtype).removeprefix("torch.") if tensors else ""
-    size = _kept(dist.ProcessGroup.unbox(group), device).size()
-    return Call(kind, of, sum(tensor.nbytes for tensor in tensors), dtype, device, size, blocking, not inside_c)
-
-
-def _kept(group: dist.ProcessGroup, device: str) -> dist.ProcessGroup:
-    """Return the group. If it communicates on the CPU, keep it alive until the process ends."""
-    if not has_streams(device) and id(group) not in _groups:
-        _groups[id(group)] = group
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
-    return group
+    its: Any = dist.ProcessGroup.unbox(group)
+    if not has_streams(device) and id(its) not in _groups:  # gloo's: kept alive until the process ends
+        _groups[id(its)] = its
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(its))
+    return Call(kind, of, sum(tensor.nbytes for tensor in tensors), dtype, device, its.size(), blocking, not inside_c)
 
 
 def _source(frame: FrameType | None) -> tuple[str, bool]:
@@ -270,6 +262,89 @@ def _frames(frame: FrameType | None) -> Iterator[tuple[CodeType, int]]:
 
 
 def _is(code: CodeType, file: str, function: str) -> bool:
-    """Return whether `code` is a function of torch whose file or folder is `file` and whose name begins with
-    `function`."""
+    """Return whether `code` is a function of torch in this file or folder whose name begins with `function`."""
     return code.co_name.startswith(function) and f"{TORCH}{file}" in code.co_filename
+
+
+FUNCTIONAL = {
+    "all_reduce": "all-reduce",
+    "all_gather_into_tensor": "all-gather",
+    "reduce_scatter_tensor": "reduce-scatter",
+    "all_to_all_single": "all-to-all",
+    "broadcast": "broadcast",
+}
+WAIT_TENSOR = "wait_tensor"
+
+
+@dataclass(frozen=True)
+class Moved:
+    """What one operator of torch.distributed moves between ranks.
+
+    kind: the collective, such as `all-gather`, or `wait`.
+    tensors: the tensors that are moved: the input of a scatter or reduce-scatter, the output of a gather or all-gather.
+    peer: the group rank to which a send goes, or from which a receive comes; None for other operations.
+    beside: whether the operator is asynchronous.
+    work: the handle of the operation; None if it has none."""
+
+    kind: str
+    tensors: tuple[Tensor, ...]
+    group: dist.ProcessGroup | None
+    peer: int | None = None
+    beside: bool = False
+    work: Any = None
+
+
+def moved_by(operator: Any, arguments: tuple[Any, ...], result: Any) -> Moved | None:
+    """Return what an operator of torch.distributed moves between ranks. None for any other operator."""
+    if operator.namespace == "c10d":
+        return _of_group(operator, arguments, result)
+    if operator.namespace == "_c10d_functional":
+        return _functional(operator, arguments, result)
+    return None
+
+
+def _named(operator: Any, arguments: tuple[Any, ...]) -> dict[str, Any]:
+    return dict(zip((argument.name for argument in operator._schema.arguments), arguments, strict=False))
+
+
+def _of_group(operator: Any, arguments: tuple[Any, ...], result: Any) -> Moved | None:
+    name = operator._schema.name.removeprefix("c10d::")
+    if name not in OPERATORS:
+        return None
+    kind, moved = OPERATORS[name]
+    given = _named(operator, arguments)
+    tensors = () if moved is None else tuple(tensors_in(arguments[moved]))
+    peer = given["dst"] if kind == "send" else given["src"] if kind == "receive" else None
+    beside = kind in ("send", "receive") or bool(given.get("async_op", True))
+    found = result[-1] if isinstance(result, list | tuple) else result
+    work = dist.Work.unbox(found) if isinstance(found, torch.ScriptObject) else None
+    return Moved(kind, tensors, dist.ProcessGroup.unbox(given["process_group"]), peer, beside, work)
+
+
+def _functional(operator: Any, arguments: tuple[Any, ...], result: Any) -> Moved | None:
+    name = operator._schema.name.removeprefix("_c10d_functional::")
+    if name == WAIT_TENSOR:
+        return Moved("wait", (), None)
+    kind = FUNCTIONAL.get(name.removesuffix("_").removesuffix("_out").removesuffix("_coalesced"))
+    if kind is None:
+        return None
+    named = _named(operator, arguments)["group_name"]
+    resolve: Any = dist.distributed_c10d._resolve_process_group  # type: ignore[attr-defined]
+    group = resolve(named) if isinstance(named, str) else named
+    full = result if kind == "all-gather" else arguments[0]
+    return Moved(kind, tuple(tensors_in(full)), group, None, True)
+
+
+@contextmanager
+def waiting(call: Callable[[Any], None]) -> Iterator[None]:
+    """In the block, call `call(work)` before each `work.wait()` of the program for a collective of torch's fake
+    backend."""
+    kind: Any = torch._C._distributed_c10d.FakeWork
+    real = kind.wait
+
+    def wait(work: Any, *arguments: Any, **named: Any) -> Any:
+        call(work)
+        return real(work, *arguments, **named)
+
+    with patch.object(kind, "wait", wait):
+        yield

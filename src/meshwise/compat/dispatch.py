@@ -233,5 +233,6 @@ def _made(schema: Any, result: Any) -> Iterator[Tensor]:
 
 def _memory(tensor: Tensor) -> int:
     """Return the address of the tensor's storage; 0 if it has none, or holds other tensors."""
-    storage = None if is_traceable_wrapper_subclass(tensor) else _storage(tensor)
+    holds_others: bool = is_traceable_wrapper_subclass(tensor)
+    storage = None if holds_others else _storage(tensor)
     return 0 if storage is None else int(storage._cdata)

@@ -3,8 +3,9 @@
 Schedulers send a warning signal to every process of a task. SIGTERM, SIGINT, SIGUSR1 and SIGUSR2 end torch's worker
 processes: the rank then fails in the middle of the step after which it would have saved its state. Here only their
 rank ends them, as usual. Read in torch 2.11, 2.13 and 2.15: `utils/data/dataloader.py`, `utils/data/_utils/fetch.py`
-and `utils/data/_utils/worker.py` (its handler of SIGTERM is set before `worker_init_fn` is called). Tested in
-tests/equivalence/test_plain_scripts.py and tests/faults/test_signals.py.
+and `utils/data/_utils/worker.py` (its handler of SIGTERM is set before `worker_init_fn` is called); in datasets 5.2:
+`arrow_dataset.py`. Tested in tests/equivalence/test_plain_scripts.py, tests/faults/test_signals.py and
+tests/guards/test_replicas.py.
 """
 
 from __future__ import annotations
@@ -183,3 +184,9 @@ def spare_loader_workers() -> None:
             loader.worker_init_fn = own
 
     kind.__init__ = begins
+
+
+def fingerprint(data: Any) -> str | None:
+    """Return the content fingerprint of a Hugging Face data set; None for any other data set."""
+    found = getattr(data, "_fingerprint", None)
+    return found if isinstance(found, str) else None

@@ -209,7 +209,9 @@ def perturbed(seed: int, rank: int) -> Iterator[Perturbed]:
     def point_to_point(op: Any, *args: Any, **kwargs: Any) -> Any:
         return point(ours.get(op, op), *args, **kwargs)  # which knows its own functions only
 
-    changed = {name: surrounded(name, getattr(dist, name)) for name in WRITES_AND_READS if hasattr(dist, name)}
+    changed: dict[str, Any] = {
+        name: surrounded(name, getattr(dist, name)) for name in WRITES_AND_READS if hasattr(dist, name)
+    }
     with patch.multiple(dist, P2POp=point_to_point, **changed):
         _now.append(owner)
         try:

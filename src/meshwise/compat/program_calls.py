@@ -103,4 +103,4 @@ def _asked(access: Callable[..., Any]) -> Callable[..., Any]:
     return asked
 
 
-_WATCHED = property(*map(_asked, (_GRAD.__get__, _GRAD.__set__, _GRAD.__delete__)))
+_WATCHED = property(_asked(_GRAD.__get__), _asked(_GRAD.__set__), _asked(_GRAD.__delete__))

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.utils.data import BatchSampler, Dataset, DistributedSampler, IterableDataset, Sampler
 
 from meshwise.compat.dispatch import rehearsing
-from meshwise.compat.fingerprint import fingerprint
+from meshwise.compat.loaders import fingerprint
 from meshwise.engine.engine import Engine
 from meshwise.spec.errors import DataError
 from meshwise.transfer import collectives

@@ -33,9 +33,8 @@ from meshwise.spec.plan import Plan
 from meshwise.terminal.screen import fitted
 from meshwise.timeline.analyse import report_of
 from meshwise.timeline.read import read_timeline
-from meshwise.timeline.run_summary import RunSummary, WholeRun
 from meshwise.timeline.views.live_progress import LiveView, TrainingProgress
-from meshwise.timeline.views.summary_text import metric_text
+from meshwise.timeline.views.run_text import RunSummary, WholeRun, metric_text
 from meshwise.workers.channel import Message
 from meshwise.workers.fork_server import Forks
 from meshwise.workers.gate import Halt, StepGate

@@ -21,8 +21,17 @@ from meshwise.rehearsal.play import Done
 from meshwise.rehearsal.simulate import Step
 from meshwise.rehearsal.work import MAIN, CollectiveOperation, Copy
 from meshwise.spec.machine import Machine
-from meshwise.timeline.spans import KIND, LANE, NO_COLLECTIVE, SPAN, collective_name, stage_name
-from meshwise.timeline.timeline import Rank, RunSession, Timeline
+from meshwise.timeline.spans import (
+    KIND,
+    LANE,
+    NO_COLLECTIVE,
+    SPAN,
+    Rank,
+    RunSession,
+    Timeline,
+    collective_name,
+    stage_name,
+)
 
 Row = tuple[int, int, int, str, int, int, int, int, int]
 """A row of the table of spans (SPAN), but with the span's name instead of the index of the name."""

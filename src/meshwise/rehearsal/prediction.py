@@ -20,9 +20,8 @@ from meshwise.rehearsal.price import MEASURED
 from meshwise.rehearsal.work import CATEGORIES, Launch
 from meshwise.spec.prediction import Prediction
 from meshwise.spec.units import percent_text
-from meshwise.timeline.spans import KINDS
+from meshwise.timeline.spans import KINDS, Timeline
 from meshwise.timeline.step_table import step_table_of
-from meshwise.timeline.timeline import Timeline
 
 
 def prediction(whole: Rehearsed, job: str) -> Prediction:

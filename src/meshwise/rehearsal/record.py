@@ -20,10 +20,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshwise.compat import fake_device
+from meshwise.compat.collective_calls import Moved, moved_by
 from meshwise.compat.dispatch import gives_view, operator_name, written_arguments
 from meshwise.compat.fake import Call, sums_in_place
 from meshwise.compat.fake_values import may_differ
-from meshwise.compat.moved import Moved, moved_by
 from meshwise.compat.profiling import flops_of
 from meshwise.compat.tree import tensors_in
 from meshwise.rehearsal.beside import Beside

@@ -24,11 +24,11 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from meshwise.compat import fake, fake_device
+from meshwise.compat.collective_calls import waiting
 from meshwise.compat.dtensor_operators import strategies_remembered
 from meshwise.compat.fake import NEEDS_VALUES, FakeTensors
 from meshwise.compat.fake_values import fake_batch, fake_without_values
 from meshwise.compat.loss_scale import always_steps
-from meshwise.compat.moved import waiting
 from meshwise.compat.sharding import local_of
 from meshwise.compat.tree import tensors_in
 from meshwise.data.order import epoch_order, epoch_slices

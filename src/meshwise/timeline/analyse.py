@@ -36,10 +36,9 @@ from meshwise.timeline.run_report import (
     Report,
     Series,
 )
-from meshwise.timeline.spans import KIND, KINDS, operation_and_source
+from meshwise.timeline.spans import KIND, KINDS, NO_PHASE, Counter, Rank, Timeline, operation_and_source
 from meshwise.timeline.step_table import HIDDEN, OF_STEP, StepTable, last_of_steps, step_table_of
 from meshwise.timeline.step_windows import step_windows
-from meshwise.timeline.timeline import NO_PHASE, Counter, Rank, Timeline
 
 USEFUL = [KIND[kind] for kind in COMPUTING]
 WAITING = {

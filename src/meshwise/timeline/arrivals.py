@@ -24,14 +24,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from enum import IntEnum
 
 import numpy as np
 from numpy.typing import NDArray
 
 from meshwise.timeline.pipeline_stages import waits_for_stages
-from meshwise.timeline.spans import KIND, KINDS, LANE, NO_COLLECTIVE, operation_and_source
-from meshwise.timeline.timeline import PER_SESSION, RunSession, Spans
+from meshwise.timeline.spans import (
+    KIND,
+    KINDS,
+    LANE,
+    NO_COLLECTIVE,
+    PER_SESSION,
+    RunSession,
+    Spans,
+    operation_and_source,
+)
 
 Whole = NDArray[np.int64]
 TOGETHER = ("all-reduce", "all-gather", "barrier")
@@ -152,35 +159,23 @@ OUTSIDE = len(KINDS)
 """A kind of time that is not in KINDS: the time between two sessions of a run, in which no span was recorded."""
 
 
-class Owner(IntEnum):
-    """What a moment of a rank's time can be attributed to. If several members apply to a moment, the first of them in
-    this list is chosen."""
-
-    BLOCKING_WAITING = 0
-    BLOCKING_COMMUNICATION = 1
-    FORWARD = 2
-    BACKWARD = 3
-    OPTIMIZER = 4
-    EVALUATE = 5
-    CHECKPOINT = 6
-    TRANSFER = 7
-    OVERLAPPED_WAITING = 8
-    OVERLAPPED_COMMUNICATION = 9
-    BACKWARD_END = 10
-    DATA = 11
-    WAITING = 12
-    IDLE = 13
-    OUTSIDE = 14
-    NOBODY = 15
-
-
-COMPUTING = range(Owner.FORWARD, Owner.TRANSFER + 1)
-"""The members of `Owner` that count as computing. Communication during computing is hidden: it costs no time."""
-OVERLAPPED = (Owner.OVERLAPPED_WAITING, Owner.OVERLAPPED_COMMUNICATION)
-COUNTED_AS = {Owner.BACKWARD_END: KIND["backward"], Owner.OUTSIDE: OUTSIDE, Owner.NOBODY: KIND["idle"]}
-KIND_OF_OWNER = np.array([COUNTED_AS.get(o, KIND.get(o.name.rpartition("_")[2].lower(), -1)) for o in Owner])
-OWNER_OF_KIND = np.array([Owner.__members__.get(kind.upper(), Owner.NOBODY) for kind in KINDS])
-"""The `Owner` to which the time of a span belongs, by the span's kind. `_claims` treats communication and backward."""
+OWNERS = np.array(
+    [
+        *(KIND[kind] for kind in ("waiting", "communication")),  # of a blocking collective
+        *(KIND[kind] for kind in ("forward", "backward", "optimizer", "evaluate", "checkpoint", "transfer")),
+        *(KIND[kind] for kind in ("waiting", "communication")),  # of a collective that overlaps with computing
+        *(KIND[kind] for kind in ("backward", "data", "waiting")),  # this backward: after its last bucket
+        OUTSIDE,
+        KIND["idle"],
+    ]
+)
+"""What a moment of a rank's time can be attributed to, each as the kind of time as which it counts. Where several apply
+to a moment, the first of them is chosen. The place of one in this list is its number below."""
+BLOCKING, COMPUTING, BACKWARD, OVERLAPPED, BACKWARD_END, OUTSIDE_OWNER, NOBODY = 0, range(2, 8), 3, 8, 10, 13, 14
+"""The numbers of owners. Of two that follow each other, as waiting and communication, the first. Communication while a
+rank computes is hidden: it costs no time."""
+OWNER_OF_KIND = np.array([np.flatnonzero(code == OWNERS)[-1] for code in KIND.values()])
+"""The owner of a span, by the span's kind. `_claims` treats communication and backward."""
 
 
 @dataclass(frozen=True)
@@ -222,21 +217,21 @@ def attribution_of(spans: Spans, arrivals: Arrivals, sessions: tuple[RunSession,
     """Divide the time of one rank into kinds of time, from the start of its first span to the end of its last span."""
     start, end, owner = _claims(spans, arrivals)
     gaps = _gaps(spans, sessions)
-    outside = np.full(len(gaps), Owner.OUTSIDE)
+    outside = np.full(len(gaps), OUTSIDE_OWNER)
     edges, own, hidden = sweep(
         np.concatenate([start, gaps[:, 0]]), np.concatenate([end, gaps[:, 1]]), np.concatenate([owner, outside])
     )
-    return Attribution(edges[:-1], np.diff(edges), KIND_OF_OWNER[own], hidden)
+    return Attribution(edges[:-1], np.diff(edges), OWNERS[own], hidden)
 
 
 def sweep(start: Whole, end: Whole, owner: Whole) -> tuple[Whole, Whole, NDArray[np.bool_]]:
-    """Turn overlapping intervals into disjoint intervals. Where intervals overlap, the `Owner` that comes first in the
-    enum gets the time.
+    """Turn overlapping intervals into disjoint intervals. Where intervals overlap, the owner that comes first in
+    OWNERS gets the time.
 
-    start, end, owner: the given intervals, and the `Owner` to which each of them is attributed.
+    start, end, owner: the given intervals, and the owner to which each of them is attributed.
 
     Returns three arrays. The first has the edges of the disjoint intervals, one more than there are intervals. The
-    second has the `Owner` of each disjoint interval. The third is a mask of the disjoint intervals in which the rank
+    second has the owner of each disjoint interval. The third is a mask of the disjoint intervals in which the rank
     computes while a collective is running.
     """
     times = np.concatenate([start, end])
@@ -244,19 +239,19 @@ def sweep(start: Whole, end: Whole, owner: Whole) -> tuple[Whole, Whole, NDArray
     edges = times[order]
     change = np.concatenate([np.ones(len(start), np.int32), np.full(len(end), -1, np.int32)])[order]
     who = np.concatenate([owner, owner])[order].astype(np.int8)
-    own = np.full(len(edges), Owner.NOBODY, np.int8)
+    own = np.full(len(edges), NOBODY, np.int8)
     overlapped = np.zeros(len(edges), bool)
     for claimant in np.unique(owner)[::-1].tolist():
         active = np.cumsum(np.where(who == claimant, change, 0)) > 0
         own[active] = claimant
-        if claimant in OVERLAPPED:
+        if claimant in (OVERLAPPED, OVERLAPPED + 1):
             overlapped |= active
     own, overlapped = own[:-1], overlapped[:-1]
     return edges, own.astype(np.int64), overlapped & np.isin(own, COMPUTING)
 
 
 def _claims(spans: Spans, arrivals: Arrivals) -> tuple[Whole, Whole, Whole]:
-    """Return the start and the end of each interval that a rank's spans cover, and the `Owner` to which it belongs."""
+    """Return the start and the end of each interval that a rank's spans cover, and the owner to which it belongs."""
     spans = spans[(spans["lane"] != LANE["blocks"]) & (spans["end"] > spans["start"])]
     kind, start, end = spans["kind"], spans["start"], spans["end"]
     communication, backward = kind == KIND["communication"], kind == KIND["backward"]
@@ -266,10 +261,10 @@ def _claims(spans: Spans, arrivals: Arrivals) -> tuple[Whole, Whole, Whole]:
     handed = handed_over(start[backward], end[backward], np.sort(start[communication][overlapped]))
     owners = (
         OWNER_OF_KIND[kind[whole]],
-        np.where(overlapped, Owner.OVERLAPPED_WAITING, Owner.BLOCKING_WAITING),
-        np.where(overlapped, Owner.OVERLAPPED_COMMUNICATION, Owner.BLOCKING_COMMUNICATION),
-        np.full(len(handed), Owner.BACKWARD),
-        np.full(len(handed), Owner.BACKWARD_END),
+        np.where(overlapped, OVERLAPPED, BLOCKING),
+        np.where(overlapped, OVERLAPPED, BLOCKING) + 1,
+        np.full(len(handed), BACKWARD),
+        np.full(len(handed), BACKWARD_END),
     )
     starts = np.concatenate([start[whole], start[communication], until, start[backward], handed])
     ends = np.concatenate([end[whole], until, end[communication], handed, end[backward]])

@@ -35,9 +35,8 @@ from meshwise.timeline.run_report import (
     Reconciled,
     TimeBeside,
 )
-from meshwise.timeline.spans import KIND, KINDS
+from meshwise.timeline.spans import KIND, KINDS, Timeline
 from meshwise.timeline.step_table import StepTable, step_table_of
-from meshwise.timeline.timeline import Timeline
 
 WORTH_SAYING = 0.01
 """A kind of time is shown if it takes more than this share of a step, either as predicted or as measured."""

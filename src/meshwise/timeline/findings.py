@@ -18,9 +18,8 @@ from meshwise.spec.units import bytes_text, percent_text, seconds_text
 from meshwise.timeline.advice import TRY, TRY_FOR_COMMUNICATION, TRY_FOR_STRAGGLER, advised
 from meshwise.timeline.expected import Alone, one_device_seconds
 from meshwise.timeline.run_report import COMPUTING, MEMORY, CollectiveReport, Finding, GoodputPart, PipelineReport
-from meshwise.timeline.spans import KIND, KINDS
+from meshwise.timeline.spans import KIND, KINDS, Counter
 from meshwise.timeline.step_table import StepTable, straggler_ranks
-from meshwise.timeline.timeline import Counter
 
 LEAST = {"straggler": 0.02, "input": 0.10, "communication": 0.10, "imbalance": 0.10, "idle": 0.10, "stalls": 0.10}
 LEAST_OF_RUN = {"checkpoint": 0.10, "evaluation": 0.30}
@@ -50,14 +49,11 @@ class RunFacts:
     shares: each rank's share of a batch, as proportions. Empty if the ranks worked on the same samples, or if unknown.
     """
 
-    program: str = "job"
-    links: bool = True
-    alone: Alone | None = None
-    pipeline: PipelineReport | None = None
-    shares: Sequence[float] = ()
-
-
-UNKNOWN = RunFacts()
+    program: str
+    links: bool
+    alone: Alone | None
+    pipeline: PipelineReport | None
+    shares: Sequence[float]
 
 
 @dataclass(frozen=True)
@@ -69,7 +65,9 @@ class _Shares:
     steps: int
     seconds: dict[str, float]
     step: float
-    program: str
+    table: StepTable
+    collectives: Sequence[CollectiveReport]
+    facts: RunFacts
 
     def share(self, *kinds: str) -> float:
         return sum(self.seconds[kind] for kind in kinds) / self.step if self.step else 0.0
@@ -86,8 +84,11 @@ class _Shares:
         part, whole = seconds_text(share * self.step), seconds_text(self.step)
         return f"{percent_text(share)} of a step ({part} of {whole} on average)"
 
+    def advised(self, text: str) -> str:
+        return advised(text, self.facts.program)
+
     def finding(self, kind: str, phase: str | None, headline: str, share: float, sentence: str, advice: str) -> Finding:
-        whole, advice = f"{headline}: {percent_text(share)} of a step.", advised(advice, self.program)
+        whole, advice = f"{headline}: {percent_text(share)} of a step.", self.advised(advice)
         return Finding(kind, whole, sentence, advice, share, share * self.step, phase=phase)
 
 
@@ -97,24 +98,23 @@ def findings_of(
     goodput: Sequence[GoodputPart],
     collectives: Sequence[CollectiveReport],
     counters: Sequence[Counter],
-    facts: RunFacts = UNKNOWN,
+    facts: RunFacts,
 ) -> list[Finding]:
     """Return the findings of a run."""
     steady = table.steady
     if not steady.any():
         return []
     seconds = dict(zip(KINDS, table.kind_seconds()[steady].mean(axis=0).tolist(), strict=True))
-    shares = _Shares(int(steady.sum()), seconds, float(table.step_seconds()[steady].mean()), facts.program)
-    less = _balanced(table, facts.shares)
-    stragglers = list(_stragglers(table, shares, error_seconds, less))
-    found = [*stragglers, *_input(shares), *_communication(table, shares, collectives, stragglers, facts.links)]
-    slower = list(_slower_than_one(table, shares, collectives, facts.alone))
+    step = float(table.step_seconds()[steady].mean())
+    shares = _Shares(int(steady.sum()), seconds, step, table, collectives, facts)
+    stragglers = list(_stragglers(shares, error_seconds))
+    found = [*stragglers, *_input(shares), *_communication(shares, stragglers)]
     found += _imbalance(shares, stragglers) if facts.pipeline is None else _bubble(shares, facts.pipeline)
     found += [*_idle(shares), *_of_run(goodput, facts.program), *_stalls(table)]
     found.sort(key=lambda finding: -finding.share)
     late = [one for one in stragglers if one.kind == "late"]  # no limit on its own, so below the verdict
     found = [one for one in found if one.kind != "late"]
-    return [*slower, *found, _computing(shares), *late, *_memory(counters)]
+    return [*_slower_than_one(shares), *found, _computing(shares), *late, *_memory(counters)]
 
 
 def verdict_of(findings: Sequence[Finding]) -> str:
@@ -133,9 +133,10 @@ def _balanced(table: StepTable, taken: Sequence[float]) -> str:
     return f" If this rank stays slow: --set shares={','.join(f'{rate:.2g}' for rate in rates / rates.min())}."
 
 
-def _stragglers(table: StepTable, shares: _Shares, error_seconds: float, less: str) -> Iterator[Finding]:
+def _stragglers(shares: _Shares, error_seconds: float) -> Iterator[Finding]:
     """Report each rank that delays the other ranks."""
-    points = table.sync_points
+    table = shares.table
+    points, less = table.sync_points, _balanced(table, shares.facts.shares)
     steady = np.isin(points.step, table.step[table.steady])
     compared = steady & points.overlapped if points.overlapped.any() else steady
     for rank in straggler_ranks(points, table.arrivals.ranks) if shares.steps >= FEWEST else ():
@@ -149,29 +150,23 @@ def _stragglers(table: StepTable, shares: _Shares, error_seconds: float, less: s
         phase = KINDS[int(by_phase.argmax())]
         where = "between phases" if phase == "idle" else f"in {phase}"
         often = counted.sum() / max(compared.sum(), 1)
-        mostly = _mostly(often, len(table.ranks))
+        mostly = often >= min(2 / 3, 1.5 / len(table.ranks))
         what = f"Rank {rank} is {'a straggler' if mostly else 'often late'}"
         sentence = (
             f"{what} {where}: last in {percent_text(often)} of the steps, by {seconds_text(delay)}. "
             f"Without the delay a step would take {seconds_text(cost)} less ({percent_text(share)})."
         )
-        advice = advised(TRY_FOR_STRAGGLER[phase], shares.program) + (less if phase in ("forward", "backward") else "")
+        advice = shares.advised(TRY_FOR_STRAGGLER[phase]) + (less if phase in ("forward", "backward") else "")
         yield Finding("straggler" if mostly else "late", f"{what} {where}.", sentence, advice, share, cost, rank, phase)
 
 
-def _mostly(often: float, ranks: int) -> bool:
-    """Return whether a rank is last in so many steps that it is a straggler."""
-    return often >= min(2 / 3, 1.5 / ranks)
-
-
-def _slower_than_one(
-    table: StepTable, shares: _Shares, collectives: Sequence[CollectiveReport], alone: Alone | None
-) -> Iterator[Finding]:
+def _slower_than_one(shares: _Shares) -> Iterator[Finding]:
     """Report that one device would be faster than all ranks, if a step takes clearly less time on one device."""
+    table, alone = shares.table, shares.facts.alone
     ranks = len(table.ranks)
     if ranks < 2 or shares.steps < FEWEST:
         return
-    least, most = (alone.seconds,) * 2 if alone else one_device_seconds(table, collectives)
+    least, most = (alone.seconds,) * 2 if alone else one_device_seconds(table, shares.collectives)
     step = float(np.median(table.step_seconds()[table.steady]))
     if most > (SLOWER_MEASURED if alone else SLOWER) * step:
         return
@@ -179,7 +174,7 @@ def _slower_than_one(
     one = f"would need {seconds_text(least)} to {seconds_text(most)} (estimated from what the ranks compute and read)"
     one = f"took {seconds_text(most)} (measured in {alone.run})" if alone else one
     sentence = f"{ranks} devices are slower than one: a step takes {seconds_text(step)}, and one device {one}."
-    yield Finding("slower", headline, sentence, advised(TRY["slower"], shares.program), 1 - most / step, step - most)
+    yield Finding("slower", headline, sentence, shares.advised(TRY["slower"]), 1 - most / step, step - most)
 
 
 def _input(shares: _Shares) -> Iterator[Finding]:
@@ -189,18 +184,13 @@ def _input(shares: _Shares) -> Iterator[Finding]:
         yield shares.finding("input", "data", shares.bound("Input", share), share, sentence, TRY["input"])
 
 
-def _communication(
-    table: StepTable,
-    shares: _Shares,
-    collectives: Sequence[CollectiveReport],
-    stragglers: Sequence[Finding],
-    links: bool,
-) -> Iterator[Finding]:
-    share = shares.share("communication")
+def _communication(shares: _Shares, stragglers: Sequence[Finding]) -> Iterator[Finding]:
+    share, table, collectives = shares.share("communication"), shares.table, shares.collectives
     if share < LEAST["communication"]:
         return
     delays = table.sync_points.delay
     why = f" (ranks arrive within {seconds_text(float(np.median(delays)) if len(delays) else 0.0)})"
+    links = shares.facts.links
     slow = "the links are slow" if links else "gloo sends on the cores that compute"
     if shares.share("waiting") < share / 2:
         why += f": {slow}, not a rank" if links else f": no rank is late, {slow}"

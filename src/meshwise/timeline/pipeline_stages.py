@@ -17,8 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwise.timeline.run_report import PipelineReport, StageReport
-from meshwise.timeline.spans import KIND, LANE, NO_COLLECTIVE, stage_and_microbatch
-from meshwise.timeline.timeline import Spans
+from meshwise.timeline.spans import KIND, LANE, NO_COLLECTIVE, Spans, stage_and_microbatch
 
 Table = NDArray[np.int64]
 Place = tuple[bool, int, int]

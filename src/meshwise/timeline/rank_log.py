@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,7 @@ from numpy.typing import NDArray
 from meshwise.records import folder as names
 from meshwise.records.files import read_lines
 from meshwise.spec.words import printable
-from meshwise.timeline.spans import VERSION, Column, unpack
-from meshwise.timeline.timeline import Clock
+from meshwise.timeline.spans import VERSION, Clock, Column, unpack
 
 Times = NDArray[np.int64]
 CLEAR = 3.0
@@ -113,11 +112,6 @@ def causal_shifts(arrivals: Times, ends: Times) -> NDArray[np.int64] | None:
             return result
         shift = moved
     return None
-
-
-def widened(clock: Clock, shift: int) -> Clock:
-    """Add a shift in ns to the offset of a clock."""
-    return replace(clock, offset=clock.offset + shift, error=max(clock.error, float(abs(shift))))
 
 
 MOST = 1 << 60
@@ -226,11 +220,6 @@ def read_rank_log(path: Path, last_blocks: int | None = None) -> tuple[list[Rank
     return logs, _unread(path, other, logs)
 
 
-def rank_of(path: Path) -> int:
-    """Return the rank in the name of a log file."""
-    return place_of(path)[0]
-
-
 def place_of(path: Path) -> tuple[int, int]:
     """Return the rank and the attempt in the name of a log file. Attempts are numbered from 1."""
     numbers = [int(number) for number in re.findall(r"\d+", path.name)] or [0]
@@ -239,16 +228,11 @@ def place_of(path: Path) -> tuple[int, int]:
 
 def _whole(value: Any, most: int = MOST) -> int:
     """Parse a count or a time in ns. Raises ValueError if it is out of range."""
-    number = int(value)
+    return int(_in_range(int(value), most))
+
+
+def _in_range(number: float, most: float) -> float:
     if not 0 <= number <= most:
-        raise ValueError(f"{number} is out of range")
-    return number
-
-
-def _seconds(value: Any) -> float:
-    """Parse a time in seconds since 1970. Raises ValueError if it is out of range."""
-    number = float(value)
-    if not 0 <= number <= names.LATEST:
         raise ValueError(f"{number} is out of range")
     return number
 
@@ -260,7 +244,7 @@ def _unread(path: Path, other: str, logs: list[RankLog]) -> str:
             f"this version reads {VERSION}, so its spans are left out."
         )
     if not logs:
-        return f"{path.parent.name}/{path.name} has no first line: rank {rank_of(path)} was cut off at its start."
+        return f"{path.parent.name}/{path.name} has no first line: rank {place_of(path)[0]} was cut off at its start."
     return ""
 
 
@@ -270,7 +254,7 @@ def _begun(line: dict[str, Any]) -> RankLog:
         world=_whole(line["world"], names.MOST_RANKS),
         device=printable(str(line.get("device", ""))),
         host=printable(str(line.get("host", ""))),
-        unix=_seconds(line["unix"]),
+        unix=_in_range(float(line["unix"]), names.LATEST),
         clock=_whole(line["clock"]),
         program=str(line.get("program", "")),
         attempt=_whole(line.get("attempt", 0), names.MOST_RANKS),

@@ -13,6 +13,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,22 @@ from meshwise.records.run_list import args_of, best_of, plan_of
 from meshwise.spec.units import plural, seconds_text
 from meshwise.spec.words import ranks_text
 from meshwise.timeline.arrivals import arrival_table
-from meshwise.timeline.rank_log import RankLog, causal_shifts, fit_clock, place_of, read_rank_log, widened
-from meshwise.timeline.spans import KIND, LANE, SPAN, Column
-from meshwise.timeline.timeline import NO_PHASE, PER_SESSION, Clock, Counter, Rank, RunSession, Spans, Timeline, of_rank
+from meshwise.timeline.rank_log import RankLog, causal_shifts, fit_clock, place_of, read_rank_log
+from meshwise.timeline.spans import (
+    KIND,
+    LANE,
+    NO_PHASE,
+    PER_SESSION,
+    SPAN,
+    Clock,
+    Column,
+    Counter,
+    Rank,
+    RunSession,
+    Spans,
+    Timeline,
+    of_rank,
+)
 
 SILENT = 60.0
 """A run was probably killed if run.json says `running`, but nothing was recorded for this many seconds."""
@@ -139,7 +153,8 @@ def _made_causal(spans: Spans, names: Sequence[str], logs: Sequence[RankLog]) ->
             mine = of_rank(spans, rank)
             mine["start"] += shift
             mine["end"] += shift
-            clocks[rank] = widened(clocks[rank], int(shift))
+            clock, moved = clocks[rank], abs(float(shift))
+            clocks[rank] = replace(clock, offset=clock.offset + int(shift), error=max(clock.error, moved))
     return list(clocks.values())
 
 

@@ -13,7 +13,7 @@ import functools
 import time
 from collections.abc import Callable, Mapping
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -28,22 +28,6 @@ Count = tuple[int, int, int, str, Any]
 """One value of a counter: time (ns), step, kind of the phase that ended at that time (-1 for none), name, value."""
 BEATS, PHASE = 0, 2  # where they lie in the words of a pulse: workers/heartbeat.py
 CAPACITY = 200_000  # spans that are kept for a log that does not drain: about 40 MB
-
-
-class Pulse(Protocol):
-    """Reports the progress of a worker to its launcher. The recorder calls it whenever the rank enters a phase or a
-    step (see workers/heartbeat.py).
-
-    words: memory shared with the launcher. `words[BEATS]` counts the reports, and `words[PHASE]` stands for the phase.
-    """
-
-    words: memoryview
-    beats: int
-    names: dict[str, int]
-
-    def name(self, text: str) -> int: ...
-    def phase(self, kind: str) -> None: ...
-    def step(self, number: int) -> None: ...
 
 
 class Recorder:
@@ -67,7 +51,9 @@ class Recorder:
         """How far the whole view divides the work on a batch over the ranks, in words, if known."""
         self.samples = 0
         """Number of samples in the global batches that this rank has worked on."""
-        self.pulse: Pulse | None = None
+        self.pulse: Any = None
+        """Reports the progress of a worker to its launcher whenever the rank enters a phase or a step, if there is one
+        (`Pulse` of workers/heartbeat.py)."""
         self.memory: Callable[[], Mapping[str, float]] | None = None
         """Returns the bytes in use, by name. Called at the end of each phase of the step after `request_memory`."""
         self.held: Callable[[], Mapping[str, float]] = dict

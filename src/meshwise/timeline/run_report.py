@@ -3,7 +3,7 @@
 The report has every number that any view shows, and the display text of each.
 
 Text, page, trace, Mermaid and JSON are drawn from report and timeline alone. A field's type
-names its unit, which says how the number is written: `json_text.report_dict` has both the numbers and their texts.
+names its unit, which says how the number is written: `html_page.report_dict` has both the numbers and their texts.
 
 Tested in tests/timeline/views/test_html_page.py.
 """

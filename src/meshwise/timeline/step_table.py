@@ -30,8 +30,7 @@ from meshwise.timeline.arrivals import (
     step_starts_of,
 )
 from meshwise.timeline.run_report import OUTSIDE_STEPS
-from meshwise.timeline.spans import KIND, KINDS, LANE
-from meshwise.timeline.timeline import PER_SESSION, Spans, Timeline
+from meshwise.timeline.spans import KIND, KINDS, LANE, PER_SESSION, Spans, Timeline
 
 WORK = [KIND[k] for k in ("data", "transfer", "forward", "backward", "optimizer", "evaluate", "checkpoint", "idle")]
 Seconds = NDArray[np.float64]
@@ -165,7 +164,6 @@ def tail_bound(total: int, times: int, fair: float) -> float:
     return math.exp(-total * divergence)
 
 
-Seconds = NDArray[np.float64]
 HIDDEN = OUTSIDE + 1
 """The last column of `StepTable.seconds`: communication hidden by computing."""
 OF_STEP = [code for kind, code in KIND.items() if kind not in OUTSIDE_STEPS]

@@ -15,9 +15,8 @@ from meshwise.spec.errors import UsageError
 from meshwise.spec.units import bytes_text, seconds_text
 from meshwise.timeline.arrivals import Arrivals, Whole, attribution_of, session_of
 from meshwise.timeline.run_report import Bar, StepTimes, StepWindow
-from meshwise.timeline.spans import KIND, KINDS, LANES
+from meshwise.timeline.spans import KIND, KINDS, LANES, Spans, Timeline
 from meshwise.timeline.step_table import StepTable
-from meshwise.timeline.timeline import Spans, Timeline
 
 MOST_BARS = 900
 """A window gets fewer steps if it would show more bars. It keeps one step at least, and all that the user chose."""

@@ -16,9 +16,8 @@ from meshwise.records import folder as names
 from meshwise.timeline.analyse import report_of
 from meshwise.timeline.arrivals import arrival_table
 from meshwise.timeline.run_report import Bar, Report, StepWindow
-from meshwise.timeline.spans import KIND, KINDS, LANE, LANES, VERSION, pack
+from meshwise.timeline.spans import KIND, KINDS, LANE, LANES, VERSION, Timeline, pack
 from meshwise.timeline.step_windows import window_of
-from meshwise.timeline.timeline import Timeline
 from tests.timeline.schedules import Schedule, Works, delayed, even, jittered, played, timeline_of
 
 COLUMNS = ("start", "end", "step", "bytes", "collective")

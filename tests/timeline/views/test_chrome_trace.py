@@ -22,8 +22,7 @@ from hypothesis import strategies as st
 
 from meshwise.timeline.analyse import report_of
 from meshwise.timeline.arrivals import ABSENT, arrival_table
-from meshwise.timeline.spans import KIND, KINDS, LANE, LANES, SPAN
-from meshwise.timeline.timeline import Clock, Counter, Rank, RunSession, Timeline
+from meshwise.timeline.spans import KIND, KINDS, LANE, LANES, SPAN, Clock, Counter, Rank, RunSession, Timeline
 from meshwise.timeline.views import chrome_trace
 from meshwise.timeline.views.chrome_trace import trace_text
 

@@ -18,11 +18,9 @@ import pytest
 from meshwise.spec.units import bytes_text, count_text, percent_text, rate_text, seconds_text
 from meshwise.timeline.analyse import report_of
 from meshwise.timeline.run_report import Report
-from meshwise.timeline.spans import KINDS, LANES
-from meshwise.timeline.timeline import Counter, Timeline
+from meshwise.timeline.spans import KINDS, LANES, Counter, Timeline
 from meshwise.timeline.views import html_page
-from meshwise.timeline.views.html_page import render
-from meshwise.timeline.views.json_text import report_dict
+from meshwise.timeline.views.html_page import render, report_dict
 from tests.timeline.schedules import Schedule, delayed, even, jittered, played
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from meshwise.spec.errors import UsageError
 from meshwise.timeline.analyse import report_of
 from meshwise.timeline.run_report import Bar, Report
-from meshwise.timeline.timeline import Timeline
+from meshwise.timeline.spans import Timeline
 from meshwise.timeline.views.gantt_text import MOST_BARS, gantt, render
 from tests.timeline.schedules import Schedule, delayed, even, played
 

@@ -11,10 +11,9 @@ import pytest
 from meshwise.timeline.analyse import report_of
 from meshwise.timeline.compare_runs import RunComparison, TimeDifference, change, compare_runs, comparison_dict, signed
 from meshwise.timeline.run_report import Report
-from meshwise.timeline.spans import KIND, KINDS
+from meshwise.timeline.spans import KIND, KINDS, RunSession, Timeline
 from meshwise.timeline.step_table import OF_STEP, StepTable, step_table_of
-from meshwise.timeline.timeline import RunSession, Timeline
-from meshwise.timeline.views.run_comparison_text import run_comparison_text
+from meshwise.timeline.views.run_text import run_comparison_text
 from tests.timeline.schedules import Schedule, Works, even, jittered, played
 from tests.timeline.views.reports import printed
 

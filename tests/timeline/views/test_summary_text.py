@@ -12,8 +12,7 @@ import pytest
 from rich.console import Console
 
 from meshwise.spec.json_values import json_value
-from meshwise.timeline.run_summary import RunSummary
-from meshwise.timeline.views.summary_text import summary_text
+from meshwise.timeline.views.run_text import RunSummary, summary_text
 
 PHASES = ({"data": 0.5, "forward": 2.0, "backward": 4.0, "communication": 1.0, "optimizer": 0.25, "evaluate": 0.25},)
 ONE = RunSummary(

@@ -25,9 +25,8 @@ from meshwise.rehearsal.views.plan_text import plan_columns, sentences, titles
 from meshwise.rehearsal.work import CATEGORIES, Launch
 from meshwise.spec.units import bytes_text
 from meshwise.timeline.analyse import report_of
-from meshwise.timeline.timeline import Timeline
-from meshwise.timeline.views.html_page import page_of
-from meshwise.timeline.views.json_text import report_dict
+from meshwise.timeline.spans import Timeline
+from meshwise.timeline.views.html_page import page_of, report_dict
 
 POINTS = 600
 """The largest number of points of the memory curve to draw. Each is the highest in its section of the curve."""

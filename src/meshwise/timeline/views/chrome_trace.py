@@ -17,7 +17,6 @@ import json
 import re
 import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -27,8 +26,7 @@ from meshwise.spec.json_values import json_value
 from meshwise.spec.units import seconds_text
 from meshwise.timeline.arrivals import Arrivals, arrival_table, is_collective
 from meshwise.timeline.run_report import NOT_MEMORY, Report
-from meshwise.timeline.spans import KIND, KINDS, LANES, NO_COLLECTIVE
-from meshwise.timeline.timeline import Counter, Spans, Timeline, of_rank
+from meshwise.timeline.spans import KIND, KINDS, LANES, NO_COLLECTIVE, Counter, Spans, Timeline, of_rank
 
 Whole = NDArray[np.int64]
 Event = dict[str, Any]
@@ -38,16 +36,9 @@ CHUNK = 1 << 14  # spans that are held as Python numbers at once
 _json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
-@dataclass(frozen=True)
-class _Rows:
-    """The spans of one rank, in the order in which they are written.
-
-    thread: the id of the thread on which each span is drawn. The ids are the same on all ranks.
-    """
-
-    rank: int
-    spans: Spans
-    thread: Whole
+_Rows = dict[int, tuple[Spans, Whole]]
+"""The spans of each rank, in the order in which they are written, and the id of the thread on which each is drawn. The
+ids are the same on all ranks."""
 
 
 def render(report: Report, timeline: Timeline) -> Iterator[bytes]:
@@ -69,15 +60,15 @@ def trace_text(report: Report, timeline: Timeline) -> Iterator[bytes]:
     ranks = _ranks(timeline)
     # A rank is a process whose id is its number. Viewers draw a thread with the id of its process as the main thread.
     first = 10 ** len(str(max(ranks, default=0)))
-    rows = [_rank_rows(rank, of_rank(spans, rank), first) for rank in ranks]
+    rows = {rank: _rank_rows(of_rank(spans, rank), first) for rank in ranks}
     counters = [_of_steps(counter, steps) for counter in timeline.counters]
     arrivals = arrival_table(timeline.spans, timeline.names)
-    times = [r.spans["start"] for r in rows] + [counter.time for counter in counters]
+    times = [drawn["start"] for drawn, _ in rows.values()] + [counter.time for counter in counters]
     origin = min([0, *(int(some.min()) for some in times if len(some))])
     names = [_plain(name) for name in timeline.names]
     events = itertools.chain(
         _names(timeline, report, rows, first),
-        *(_slices(r, arrivals, names, origin) for r in rows),
+        *(_slices(rank, *row, arrivals, names, origin) for rank, row in rows.items()),
         *(_counts(counter, origin) for counter in counters),
         _flows(rows, arrivals, origin),
     )
@@ -94,11 +85,11 @@ def _ranks(timeline: Timeline) -> list[int]:
     return sorted(known | set(np.unique(timeline.spans["rank"]).tolist()))
 
 
-def _rank_rows(rank: int, spans: Spans, first: int) -> _Rows:
+def _rank_rows(spans: Spans, first: int) -> tuple[Spans, Whole]:
     spans = spans.copy()
     spans["end"] = np.maximum(spans["start"], spans["end"])
     spans = spans[np.lexsort((-spans["end"], spans["start"]))]  # a parent before its children
-    return _Rows(rank, spans, first + spans["lane"].astype(np.int64) * COPIES + _copies(spans))
+    return spans, first + spans["lane"].astype(np.int64) * COPIES + _copies(spans)
 
 
 def _copies(spans: Spans) -> Whole:
@@ -154,32 +145,34 @@ def _facts(timeline: Timeline, report: Report, origin: int) -> dict[str, Any]:
     return {key: value for key, value in texts.items() if value is not None}
 
 
-def _names(timeline: Timeline, report: Report, rows: Sequence[_Rows], first: int) -> Iterator[Event]:
+def _names(timeline: Timeline, report: Report, rows: _Rows, first: int) -> Iterator[Event]:
     places = {rank.rank: (rank.device, rank.host) for rank in timeline.ranks}
     errors = {clock.rank: clock.error_seconds for clock in report.clocks}
-    for r in rows:
-        title = " · ".join([f"rank {r.rank}", *filter(None, places.get(r.rank, ()))])
-        process = {"ph": "M", "pid": r.rank}
+    for rank, (_, thread) in rows.items():
+        title = " · ".join([f"rank {rank}", *filter(None, places.get(rank, ()))])
+        process = {"ph": "M", "pid": rank}
         yield process | {"name": "process_name", "args": {"name": _plain(title)}}
-        yield process | {"name": "process_sort_index", "args": {"sort_index": r.rank}}
-        if errors.get(r.rank, 0.0) > 0:
-            labels = f"clock ± {seconds_text(errors[r.rank])}"
+        yield process | {"name": "process_sort_index", "args": {"sort_index": rank}}
+        if errors.get(rank, 0.0) > 0:
+            labels = f"clock ± {seconds_text(errors[rank])}"
             yield process | {"name": "process_labels", "args": {"labels": labels}}
-        for tid in np.unique(r.thread).tolist():
+        for tid in np.unique(thread).tolist():
             lane, copy = divmod(tid - first, COPIES)
             name = f"{LANES[lane]} {copy}" if copy else LANES[lane]
             yield process | {"tid": tid, "name": "thread_name", "args": {"name": name}}
             yield process | {"tid": tid, "name": "thread_sort_index", "args": {"sort_index": tid}}
 
 
-def _slices(r: _Rows, table: Arrivals, names: Sequence[str], origin: int) -> Iterator[Event]:
-    for low in range(0, len(r.spans), CHUNK):
-        spans = r.spans[low : low + CHUNK]
+def _slices(
+    rank: int, every: Spans, threads: Whole, table: Arrivals, names: Sequence[str], origin: int
+) -> Iterator[Event]:
+    for low in range(0, len(every), CHUNK):
+        spans = every[low : low + CHUNK]
         start = spans["start"]
         columns = [spans[name].tolist() for name in ("kind", "name", "step", "bytes", "collective")]
         times = [_micro(some) for some in (start - origin, spans["end"] - start, table.waits_until(spans) - start)]
-        places = r.thread[low : low + CHUNK].tolist(), _waited_for(table, spans).tolist()
-        for kind, name, step, size, number, begun, long, wait, thread, rank in zip(
+        places = threads[low : low + CHUNK].tolist(), _waited_for(table, spans).tolist()
+        for kind, name, step, size, number, begun, long, wait, thread, last in zip(
             *columns, *times, *places, strict=True
         ):
             args = {"step": step}
@@ -188,10 +181,10 @@ def _slices(r: _Rows, table: Arrivals, names: Sequence[str], origin: int) -> Ite
             if number != NO_COLLECTIVE:
                 args["collective"] = number
             title = f"{KINDS[kind]}: {names[name]}" if names[name] else KINDS[kind]
-            place = {"ph": "X", "pid": r.rank, "tid": thread, "ts": begun}
+            place = {"ph": "X", "pid": rank, "tid": thread, "ts": begun}
             yield {**place, "dur": long, "cat": KINDS[kind], "name": title, "args": args}
             if wait:
-                waiting = {"cat": "waiting", "name": f"waiting for rank {rank}", "args": {**args, "rank": rank}}
+                waiting = {"cat": "waiting", "name": f"waiting for rank {last}", "args": {**args, "rank": last}}
                 yield {**place, "dur": wait, **waiting}
 
 
@@ -210,7 +203,7 @@ def _counts(counter: Counter, origin: int) -> Iterator[Event]:
         yield {**place, "ts": time, "args": {unit: value}}
 
 
-def _flows(rows: Sequence[_Rows], table: Arrivals, origin: int) -> Iterator[Event]:
+def _flows(rows: _Rows, table: Arrivals, origin: int) -> Iterator[Event]:
     """Yield the events that viewers draw as arrows between ranks: in each collective, from the last rank to arrive (in
     a broadcast, from its source) to each rank that waited for it."""
     tids = _tids(rows, table)
@@ -228,14 +221,14 @@ def _flows(rows: Sequence[_Rows], table: Arrivals, origin: int) -> Iterator[Even
             yield {"ph": "f", "bp": "e", "pid": int(table.ranks[column]), "tid": int(tid[row, column]), **same}
 
 
-def _tids(rows: Sequence[_Rows], table: Arrivals) -> Whole:
+def _tids(rows: _Rows, table: Arrivals) -> Whole:
     """Return the id of the thread on which each collective is drawn, by collective and rank."""
     tids = np.zeros((len(table.number), len(table.ranks)), np.int64)
-    for r in rows:
-        found = is_collective(r.spans)
+    for rank, (spans, thread) in rows.items():
+        found = is_collective(spans)
         if found.any():
-            row = np.searchsorted(table.number, r.spans["collective"][found])
-            tids[row, np.searchsorted(table.ranks, r.rank)] = r.thread[found]
+            row = np.searchsorted(table.number, spans["collective"][found])
+            tids[row, np.searchsorted(table.ranks, rank)] = thread[found]
     return tids
 
 

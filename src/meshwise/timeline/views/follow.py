@@ -25,7 +25,7 @@ from meshwise.terminal.kind_marks import printable
 from meshwise.timeline.analyse import report_of
 from meshwise.timeline.read import SILENT, read_timeline
 from meshwise.timeline.run_report import Report
-from meshwise.timeline.timeline import Timeline
+from meshwise.timeline.spans import Timeline
 from meshwise.timeline.views.live_progress import LiveView, quiet_live
 from meshwise.timeline.views.report_text import report_text
 

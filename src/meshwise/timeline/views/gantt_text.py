@@ -21,8 +21,7 @@ from meshwise.spec.errors import UsageError
 from meshwise.spec.units import count_text, plural, seconds_text
 from meshwise.terminal.kind_marks import mark_of, printable, style_of
 from meshwise.timeline.run_report import Bar, RankReport, Report, StepTimes, StepWindow
-from meshwise.timeline.spans import KINDS, stage_and_microbatch
-from meshwise.timeline.timeline import Timeline
+from meshwise.timeline.spans import KINDS, Timeline, stage_and_microbatch
 
 OVERLAPPED = "communication"
 NOTHING = ""

@@ -1,6 +1,6 @@
 """Register the views of a report.
 
-Each view is a file of this folder with a function `render(report, timeline)`, and a line here.
+Each view is a file of this folder with a function such as `render(report, timeline)`, and a line here.
 
 The command line has an option for each view: `--html` writes report.html, `--mermaid` prints. A view is imported only
 when it is asked for, since the options' help needs no view.
@@ -23,16 +23,20 @@ class View:
     module: the name of the module in this folder.
     help: the help of its command line option.
     file: the file that the view writes, or "" if it prints.
+    function: the name of the function that draws the view.
     """
 
     module: str
     help: str
     file: str = ""
+    function: str = "render"
 
     @property
     def render(self) -> Callable[[Any, Any], str | Iterable[bytes]]:
         """The function that draws a Report and a Timeline. It returns text, or an iterable of bytes."""
-        made: Callable[[Any, Any], str | Iterable[bytes]] = import_module(f"{__package__}.{self.module}").render
+        made: Callable[[Any, Any], str | Iterable[bytes]] = getattr(
+            import_module(f"{__package__}.{self.module}"), self.function
+        )
         return made
 
 
@@ -40,5 +44,5 @@ VIEWS = {
     "html": View("html_page", "write one page that works offline: report.html", "report.html"),
     "trace": View("chrome_trace", "write trace.json.gz for Perfetto", "trace.json.gz"),
     "mermaid": View("gantt_text", "print the Gantt chart of a step for Markdown"),
-    "json": View("json_text", "print every number as JSON"),
+    "json": View("html_page", "print every number as JSON", function="render_json"),
 }

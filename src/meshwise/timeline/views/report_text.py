@@ -241,11 +241,7 @@ def outliers(report: Report) -> list[RankReport]:
     """Return the ranks that get a row of their own in the table when there are too many ranks to show."""
     named = [finding.rank for finding in report.findings if finding.rank is not None]
     by_rank = {rank.rank: rank for rank in report.ranks}
-    for value in (
-        {rank.rank: rank.straggler_seconds for rank in report.ranks},
-        {rank.rank: rank.peak_memory or 0.0 for rank in report.ranks},
-    ):
-        most = max(value, key=lambda rank: value[rank])
-        if value[most] > 1.5 * median(value.values()):
-            named.append(most)
+    for values in ([r.straggler_seconds for r in report.ranks], [r.peak_memory or 0.0 for r in report.ranks]):
+        if max(values) > 1.5 * median(values):
+            named.append(report.ranks[values.index(max(values))].rank)
     return [by_rank[rank] for rank in dict.fromkeys(named) if rank in by_rank][:MOST_OUTLIERS]
