@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshwise.jobs.gpt import SIZES, Attention, Gpt, gpt, rotary_turns, rotate, token_loss
-from meshwise.jobs.text import IGNORED
+from meshwise.jobs.gpt import IGNORED, SIZES, Attention, Gpt, gpt, rotary_turns, rotate, token_loss
 from meshwise.spec.errors import DataError, UsageError
 
 TINY = SIZES["tiny"]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshwise.jobs.idx import Images, count_classes, normalise, read_idx, read_images
+from meshwise.jobs.mnist import Images, count_classes, normalise, read_idx, read_images
 from meshwise.spec.errors import DataError
 
 MNIST = Path(__file__).parents[2] / "src/meshwise/jobs/data/mnist"

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from meshwise.jobs.text import IGNORED, SHORTEST, cut, make_documents, read_files
+from meshwise.jobs.gpt import IGNORED, SHORTEST, cut, make_documents, read_files
 from meshwise.spec.errors import DataError
 
 

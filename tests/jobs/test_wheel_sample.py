@@ -11,8 +11,7 @@ import torch
 
 from meshwise.commands import run
 from meshwise.job.options import RunOptions
-from meshwise.jobs.idx import read_images
-from meshwise.jobs.mnist import MNIST
+from meshwise.jobs.mnist import MNIST, read_images
 
 ROOT = Path(__file__).parents[2]
 

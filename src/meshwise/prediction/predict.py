@@ -34,8 +34,18 @@ from meshwise.parallel.fits import check_fits
 from meshwise.parallel.load import load_weights
 from meshwise.parallel.own_draws import OF_DRAWS
 from meshwise.prediction.options import PredictOptions
-from meshwise.prediction.parts import folder_of, join_parts, left_of, locked_folder, write_parts
-from meshwise.prediction.rows import Outputs, Predict, merged, plain_call, rows_of
+from meshwise.prediction.parts import (
+    Outputs,
+    Predict,
+    folder_of,
+    join_parts,
+    left_of,
+    locked_folder,
+    merged,
+    plain_call,
+    rows_of,
+    write_parts,
+)
 from meshwise.spec.errors import UsageError
 from meshwise.spec.plan import Plan
 from meshwise.spec.world import World
