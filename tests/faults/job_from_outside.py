@@ -70,7 +70,7 @@ def train():
     torch.manual_seed(0)
     model = job_with_state.model_of_blocks()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    model, optimizer, loader = mw.distribute(model, optimizer, DataLoader(Rows(), 16, num_workers=1), view="rank")
+    model, optimizer, loader = mw.distribute(model, optimizer, DataLoader(Rows(), 16, num_workers=1))
     for _ in range(2):
         for step, batch in enumerate(loader, start=1):
             mw.backward(job_with_state.loss(model, batch))

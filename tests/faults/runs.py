@@ -23,12 +23,12 @@ import time, torch, meshwise as mw
 model = torch.nn.Linear(4, 1)
 optimizer = torch.optim.SGD(model.parameters(), 0.1)
 data = torch.utils.data.TensorDataset(torch.ones(40000, 4))
-model, optimizer, loader = mw.distribute(model, optimizer, torch.utils.data.DataLoader(data, 8), view="rank")
+model, optimizer, loader = mw.distribute(model, optimizer, torch.utils.data.DataLoader(data, 8))
 saved = mw.checkpoint("state", model=model, optimizer=optimizer, loader=loader)
 steps = 0
 try:
     for (x,) in loader:
-        mw.backward(model(x).mean())
+        model(x).mean().backward()
         optimizer.step()
         optimizer.zero_grad()
         steps += 1

@@ -15,9 +15,7 @@ torch.manual_seed(0)
 x = torch.randn(400, 4)
 model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)) if what == "alone" else nn.Linear(4, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-model, optimizer, loader = mw.distribute(
-    model, optimizer, DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), 8), view="rank"
-)
+model, optimizer, loader = mw.distribute(model, optimizer, DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), 8))
 
 
 def validate() -> None:

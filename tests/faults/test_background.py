@@ -44,12 +44,13 @@ model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.2), torch.
 optimizer = torch.optim.Adam(model.parameters(), 0.01)
 data = torch.utils.data.TensorDataset(torch.randn(160, 4))
 loader = torch.utils.data.DataLoader(data, 8, shuffle=True)
-model, optimizer, loader = mw.distribute(model, optimizer, loader, view="rank")
+model, optimizer, loader = mw.distribute(model, optimizer, loader)
 saved = mw.checkpoint(sys.argv[1], model=model, optimizer=optimizer, loader=loader)
 step = saved.step
 for epoch in range(saved.epoch, 2):
     for (x,) in loader:
-        value = mw.backward(model(x).pow(2).mean())
+        value = model(x).pow(2).mean()
+        value.backward()
         optimizer.step()
         optimizer.zero_grad()
         step += 1

@@ -88,7 +88,7 @@ model = torch.nn.Linear(4, 1)
 optimizers = [torch.optim.SGD([model.weight], 0.1), torch.optim.SGD([model.bias], 0.1)]
 data = torch.utils.data.TensorDataset(torch.ones(4000, 4))
 model, first, second, loader = mw.distribute(
-    model, *optimizers, torch.utils.data.DataLoader(data, batch_size=8), view="rank"
+    model, *optimizers, torch.utils.data.DataLoader(data, batch_size=8)
 )
 for step, (x,) in enumerate(loader):
     mw.backward(model(x).mean())
@@ -163,7 +163,7 @@ model = torch.nn.Linear(4, 1)
 optimizer = torch.optim.SGD(model.parameters(), 0.1)
 data = torch.utils.data.TensorDataset(torch.ones(103, 4))
 loader, held_out = (torch.utils.data.DataLoader(data, batch_size=16) for _ in range(2))
-model, optimizer, loader, held_out = mw.distribute(model, optimizer, loader, held_out, view="rank")
+model, optimizer, loader, held_out = mw.distribute(model, optimizer, loader, held_out)
 for epoch in range(2):
     for step, (x,) in enumerate(loader):
         mw.backward(model(x).mean())

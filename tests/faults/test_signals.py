@@ -154,7 +154,7 @@ import meshwise as mw
 
 model = torch.nn.Linear(4, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-model, optimizer = mw.distribute(model, optimizer, view="rank")
+model, optimizer = mw.distribute(model, optimizer)
 saved = mw.checkpoint({folder!r}, model=model, optimizer=optimizer) if {saves} else None
 for step in range(100_000):
     (x,) = mw.split(torch.randn(8, 4)),

@@ -41,12 +41,12 @@ import os, signal, sys, time, torch, meshwise as mw
 model = torch.nn.Linear(4, 1)
 optimizer = torch.optim.SGD(model.parameters(), 0.1)
 data = torch.utils.data.TensorDataset(torch.ones(8000, 4))
-model, optimizer, loader = mw.distribute(model, optimizer, torch.utils.data.DataLoader(data, 8), view="rank")
+model, optimizer, loader = mw.distribute(model, optimizer, torch.utils.data.DataLoader(data, 8))
 saved = mw.checkpoint("state", model=model, optimizer=optimizer, loader=loader)
 if sys.argv[1] == "again":
     sys.exit(print("goes on" if saved.restored else "begins anew"))
 for step, (x,) in enumerate(loader, 1):
-    mw.backward(model(x).mean())
+    model(x).mean().backward()
     optimizer.step()
     optimizer.zero_grad()
     if step == 5 and mw.rank() == 1:

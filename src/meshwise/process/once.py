@@ -83,7 +83,8 @@ def once(rank: int, size: int, folder: str, *, shared: bool = True) -> Iterator[
             _views.remove(view)
             if rank:
                 shutil.rmtree(str(temporary), ignore_errors=True)
-            Path(folder, f"ended{rank}").touch()
+            with contextlib.suppress(FileNotFoundError):  # somebody has removed the folder of the run
+                Path(folder, f"ended{rank}").touch()
             if all(os.path.exists(f"{folder}/ended{each}") for each in (range(size) if shared else [rank])):
                 shutil.rmtree(folder, ignore_errors=True)
 

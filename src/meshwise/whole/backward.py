@@ -23,6 +23,7 @@ from meshwise.compat.program_calls import put
 from meshwise.compat.reducer import in_backward, multiply_each
 from meshwise.compat.sharding import locals_of
 from meshwise.compat.torch_function import on_parts
+from meshwise.engine import steps
 from meshwise.engine.engine import Engine
 from meshwise.parallel.reduction import CARRIED
 from meshwise.spec.errors import UsageError
@@ -33,8 +34,6 @@ from meshwise.splits.term import Term, over_count, plain, settled, value_of
 from meshwise.whole.axis import DataAxis
 from meshwise.whole.hooks import ParameterHooks
 from meshwise.workers.verb_log import came_to
-
-_backward, _grad = torch.autograd.backward, torch.autograd.grad
 
 
 class Backwards:
@@ -57,7 +56,8 @@ class Backwards:
     def begin(self) -> Callable[[], None]:
         """Replace torch's functions wherever a module holds them. Return a function that puts them back."""
         ends = contextlib.ExitStack()
-        for name, theirs, ours in (("backward", _backward, self.backward), ("grad", _grad, self.grad)):
+        self._backward, self._grad = torch.autograd.backward, torch.autograd.grad
+        for name, theirs, ours in (("backward", self._backward, self.backward), ("grad", self._grad, self.grad)):
             holders = [each for each in list(sys.modules.values()) if getattr(each, "__dict__", {}).get(name) is theirs]
             ends.callback(put(holders, name, _always(ours)))
         return ends.close
@@ -78,7 +78,7 @@ class Backwards:
             options = {"retain_graph": retain_graph, "create_graph": create_graph, "inputs": inputs}
             if self._scale is not None and not in_backward():
                 given, self._scale = (self._scale, *(given or ())[1:]), None  # the loss's comes first
-            _backward(tensors, given, **(options if self._options is None else self._options))
+            self._backward(tensors, given, **(options if self._options is None else self._options))
             return
         if create_graph:
             raise UsageError(
@@ -103,7 +103,7 @@ class Backwards:
             self._third()
         value = None
         try:
-            with engine.watched_backward(True), self._hooks.behind_the_reduction():
+            with steps.watched(engine), self._hooks.behind_the_reduction():
                 value = self._reduced(loss)
         finally:
             for hear in engine.events.backward_ends:
@@ -115,18 +115,21 @@ class Backwards:
 
     def _reduced(self, loss: Tensor) -> Tensor | None:
         """Run the backward of a loss, and return the loss if all ranks know it."""
-        reduction = self._engine.program.reduction
+        reduction, reduce = self._engine.program.reduction, self._engine.reduce
         if reduction is None:
-            _backward(_local(loss), **self._options or {})
+            self._backward(_local(loss), **self._options or {})
             return None
         if not isinstance(loss, Term):
-            reduction.backward(loss, value=None if self._axis is not None else loss.detach())  # of a rehearsal
+            value = None if self._axis is not None else loss.detach()  # of a rehearsal
+            reduction.backward(loss, reduce=reduce, value=value)
             return loss.detach()
+        if not reduce or reduction.unreduced:  # gradients of several losses are averaged together
+            value_of(loss)
         root, size, kept = loss.known.root, loss.axis.size, list[tuple[nn.Parameter, Tensor]]()
         local, waits = plain(loss), loss.assumed and root.value is None
         self._scale = torch.full_like(local, size / loss.assumed if waits else size)
         if root.value is not None:
-            reduction.backward(over_count(local, loss) if loss.assumed else local)
+            reduction.backward(over_count(local, loss) if loss.assumed else local, reduce=reduce)
             return value_of(loss)
         if waits:
             kept = self._gradients()
@@ -159,7 +162,7 @@ class Backwards:
         batched = kwargs.get("is_grads_batched") or (len(args) > 4 and args[4])
         inside = self._in_grad or transforming or in_backward()
         if inside or batched or self._axis is None:
-            return _grad(outputs, inputs, grad_outputs, *args, **kwargs)
+            return self._grad(outputs, inputs, grad_outputs, *args, **kwargs)
         asked = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
         tensor = self._engine.plan.tensor > 1 and kwargs.get("create_graph") and any(map(self._axis.averages, asked))
         if tensor or any(isinstance(x, DTensor) for x in asked):
@@ -168,7 +171,7 @@ class Backwards:
         self._in_grad = True  # under a default device, torch calls its function anew
         try:
             with on_parts():
-                found = _grad(local, asked, None, *args, **kwargs)
+                found = self._grad(local, asked, None, *args, **kwargs)
         finally:
             self._in_grad = False
         pairs, axis = zip(found, asked, strict=True), self._axis

@@ -1,4 +1,4 @@
-"""Make the batches of a loader whole: each rank holds its rows."""
+"""Make batches whole, of which each rank holds its rows."""
 
 from __future__ import annotations
 
@@ -10,19 +10,20 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, default_collate
 
+from meshwise.compat.reducer import version
+from meshwise.compat.torch_function import on_parts
 from meshwise.compat.tree import all_leaves, map_tensors
 from meshwise.data.generators import GLOBAL
 from meshwise.data.order import BatchSlice
 from meshwise.splits.axis import SplitPart
-from meshwise.splits.crossing import scatter
+from meshwise.splits.crossing import gather, scatter
 from meshwise.splits.tensor import split
-from meshwise.splits.term import heard
+from meshwise.splits.term import Term, heard, resolved
 from meshwise.whole.axis import DataAxis
 
 
 def reads_own_rows(loader: DataLoader[Any]) -> bool:
-    """Return whether each rank can read its rows of a batch alone. Otherwise, as with a `collate_fn` of the user's,
-    each rank makes the whole batch."""
+    """Return whether each rank can read its rows of a batch alone."""
     if loader.collate_fn is not default_collate or loader.batch_sampler is None or _draws_alone(loader.dataset):
         return False
     before = [handle.state() for handle in GLOBAL]
@@ -48,11 +49,7 @@ def _draws_alone(thing: Any, depth: int = 4) -> bool:
 
 
 def whole_batch(batch: Any, own: BatchSlice, axis: DataAxis, *, read_own: bool) -> Any:
-    """Return a batch as the program sees it.
-
-    own: this rank's slice of it.
-    read_own: whether `batch` has this rank's rows alone, as `default_collate` makes them.
-    """
+    """Return a batch as the program sees it."""
     if heard and not read_own:
         heard[0]("a batch", list(all_leaves(batch)), {})
 
@@ -65,3 +62,25 @@ def whole_batch(batch: Any, own: BatchSlice, axis: DataAxis, *, read_own: bool) 
         return scatter(leaf, SplitPart(axis, 0, own.total))
 
     return map_tensors(divided, batch)
+
+
+def with_rows(leaf: Tensor, part: SplitPart, divided: list[tuple[Tensor, Tensor, int]]) -> Tensor:
+    """Divide a whole tensor that has as many rows as the batch, which is exact whatever its rows mean."""
+    if isinstance(leaf, Term):
+        return resolved(leaf)
+    if type(leaf) is not Tensor or leaf.dim() <= part.dim or leaf.shape[part.dim] != part.length:
+        return leaf
+    own = scatter(leaf, part)
+    with on_parts():
+        divided.append((leaf, own, version(own)))
+    return own
+
+
+def write_back(divided: list[tuple[Tensor, Tensor, int]]) -> None:
+    """Write what a model has written into its rows of whole tensors to these tensors."""
+    for whole, own, before in divided:
+        with on_parts():
+            written = version(own) != before
+        if written and 0 not in whole.stride():  # torch refuses to write into expanded memory
+            with torch.no_grad():
+                whole.copy_(gather(own))

@@ -25,7 +25,7 @@ from meshwise.autograd.loss_graph import next_node
 from meshwise.compat.beside_dispatch import transforming
 from meshwise.compat.compiling import is_used, without_compiling
 from meshwise.compat.modules import buffers_in, parameters_in
-from meshwise.compat.reducer import in_backward, version, versions
+from meshwise.compat.reducer import in_backward, versions
 from meshwise.compat.sharding import sharded_modules
 from meshwise.compat.torch_function import on_parts
 from meshwise.compat.tree import all_leaves, map_tensors
@@ -35,12 +35,12 @@ from meshwise.engine.seeds import seed_generators, set_states, states
 from meshwise.spec.errors import UsageError
 from meshwise.splits.axis import SplitPart
 from meshwise.splits.copies import check_copies
-from meshwise.splits.crossing import enter, gather, scatter
+from meshwise.splits.crossing import enter
 from meshwise.splits.tensor import SplitTensor, split
-from meshwise.splits.term import Term, resolved
 from meshwise.transfer import collectives
 from meshwise.transfer.splitmix import mixed
 from meshwise.whole.axis import DataAxis
+from meshwise.whole.batches import with_rows, write_back
 from meshwise.whole.hooks import is_of_program
 from meshwise.whole.new_code import listen, look_again, new_code
 from meshwise.whole.proof import Verdict, holds_values, outputs, prove
@@ -58,8 +58,7 @@ class Divided:
 
     def __init__(self, engine: Engine, axis: DataAxis) -> None:
         self.engine, self.axis, self.exact = engine, axis, engine.draws is not None
-        self.key: tuple[int, ...] | None = None
-        """The key of the draws in the newest batch of a loader."""
+        self.key: tuple[int, ...] | None = None  # of the draws in the newest batch of a loader
         self._drawn: tuple[Any, int] = (None, 0)  # the key of the newest draws, and how many calls had this key
         self.verdicts: dict[str, Verdict] = {}
         """The newest verdict on each class of modules."""
@@ -68,8 +67,7 @@ class Divided:
 
     @contextlib.contextmanager
     def drawing(self) -> Iterator[None]:
-        """Return a context manager for a call that draws numbers: from a stream of the rank's own, so that the loop's
-        own draws stay alike."""
+        """Let a call draw from a stream of the rank's own, so that the loop's own draws stay alike."""
         device = self.engine.world.device
         before = states(device)
         key = self.key or (zlib.crc32(before[0].numpy()),)  # where a saved state goes on, it has the same
@@ -82,8 +80,7 @@ class Divided:
 
 
 class Call:
-    """The forward of a module, which takes split tensors. own: whether the gradients of the module's parameters are
-    averaged over the ranks."""
+    """The forward of a module, which takes split tensors. own: whether its gradients are averaged over the ranks."""
 
     def __init__(self, module: nn.Module, divided: Divided, own: bool = True) -> None:
         self.module, self.inner, self.divided, self.own = module, module.forward, divided, own
@@ -131,10 +128,10 @@ class Call:
             self.known, self.opened = {}, False
         divided: list[tuple[Tensor, Tensor, int]] = []
         if not alone:
-            args, kwargs = map_tensors(lambda leaf: _with_rows(leaf, part, divided), (args, kwargs))
+            args, kwargs = map_tensors(lambda leaf: with_rows(leaf, part, divided), (args, kwargs))
             leaves = [*all_leaves((args, kwargs))]
         made = self._called(leaves, args, kwargs, part)
-        _write_back(divided)
+        write_back(divided)
         return made
 
     def _called(self, leaves: Any, args: Any, kwargs: Any, part: SplitPart) -> Any:
@@ -199,12 +196,11 @@ class Call:
         return self._run_through(args, kwargs)
 
     def _again(self, args: Any, kwargs: Any, verdict: Verdict, part: SplitPart) -> Any:
-        """Run a proven call through, as if it were not proven, and look whether it still keeps rows apart. One that
-        draws is proven again instead: through, it would draw other numbers, and a run that goes on counts anew."""
+        """Run a proven call through, as if it were not proven, and look whether it still keeps rows apart."""
         found: list[str] = []
         if verdict.answers or verdict.draws:
             found += filter(None, [self._proven(args, kwargs).why])
-        if verdict.draws and not found:
+        if verdict.draws and not found:  # through, it would draw other numbers than a run that goes on
             return self._apart(args, kwargs, verdict, part)
         written, crossing = verdict.attributes(), self.divided.axis.watched(None if verdict.answers else found)
         with crossing, self._hearing() as new:
@@ -310,28 +306,6 @@ class Call:
 @functools.lru_cache(64)
 def _held(part: SplitPart) -> tuple[int, ...]:
     return tuple(map(part.held, range(part.axis.size)))
-
-
-def _with_rows(leaf: Tensor, part: SplitPart, divided: list[tuple[Tensor, Tensor, int]]) -> Tensor:
-    """Divide a whole tensor that has as many rows as the batch, which is exact whatever its rows mean."""
-    if isinstance(leaf, Term):
-        return resolved(leaf)
-    if type(leaf) is not Tensor or leaf.dim() <= part.dim or leaf.shape[part.dim] != part.length:
-        return leaf
-    own = scatter(leaf, part)
-    with on_parts():
-        divided.append((leaf, own, version(own)))
-    return own
-
-
-def _write_back(divided: list[tuple[Tensor, Tensor, int]]) -> None:
-    """Write what a model has written into its rows of whole tensors to these tensors."""
-    for whole, own, before in divided:
-        with on_parts():
-            written = version(own) != before
-        if written and 0 not in whole.stride():  # torch refuses to write into expanded memory
-            with torch.no_grad():
-                whole.copy_(gather(own))
 
 
 def _own(args: Any, kwargs: Any, part: SplitPart, outside: list[bool]) -> Any:

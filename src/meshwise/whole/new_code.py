@@ -49,8 +49,7 @@ def new_code() -> Iterator[Instructions]:
 def look_again(
     new: Instructions, verdict: Verdict, before: Any, prove: Callable[[Any], Verdict], device: str
 ) -> tuple[str | None, bool]:
-    """Prove a call that has run new code as it began. Return why it cannot run apart, and whether its proof ran all
-    of this code, which is new no more."""
+    """Prove a call that has run new code as it began."""
     after, answers = verdict.attributes(), iter([answer for op, answer in verdict.answers if op])
     verdict.set_attributes(before)
     with new_code() as again:
