@@ -126,7 +126,7 @@ def backward(
         if engine.watcher is None and engine.reduce and not WATCHING:
             mean = _run_backward(engine, loss, before, weight, part, summed)
         else:
-            with _watched(engine):
+            with watched(engine):
                 mean = _run_backward(engine, loss, before, weight, part, summed)
     finally:
         for hear in events.backward_ends:
@@ -199,9 +199,10 @@ def _alone(engine: Engine, loss: Tensor, before: Tensor, weight: Tensor | float 
     return whole
 
 
-def _watched(engine: Engine) -> contextlib.AbstractContextManager[None]:
-    watched = engine.watched_backward(engine.reduce)
-    return watched if engine.reduce and not WATCHING else _keeping(engine.program, engine.reduce, watched)
+def watched(engine: Engine) -> contextlib.AbstractContextManager[None]:
+    """Return a context manager for a backward, which reduces gradients or leaves them on their ranks."""
+    watch = engine.watched_backward(engine.reduce)
+    return watch if engine.reduce and not WATCHING else _keeping(engine.program, engine.reduce, watch)
 
 
 @contextlib.contextmanager
