@@ -23,9 +23,9 @@ HOUSES = {
     "plan": ("rehearsal/", "api/plan.py", "api/plan_options.py", "api/auto.py", "commands/plan.py"),
     "arrays": ("arrays/",),
     "integrations": (
-        *("compat/trainers.py", "script/in_front.py"),
+        "compat/trainers.py",
         *(f"script/lightning{part}.py" for part in ("", "_strategy")),
-        *(f"script/trainer{part}.py" for part in ("", "_accelerator", "_front", "_loader", "_loss")),
+        *(f"script/trainer{part}.py" for part in ("", "_loader", "_ranks")),
     ),
     "lab": (
         *("machine/measure/", "machine/bench.py"),

@@ -1,6 +1,6 @@
 """Predictions: every sample once and in order under any plan, written in parts, gone on with after a stop.
 
-Tests prediction/options.py, prediction/rows.py, prediction/parts.py.
+Tests prediction/options.py, prediction/parts.py.
 """
 
 from __future__ import annotations

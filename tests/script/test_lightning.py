@@ -1,6 +1,6 @@
 """Lightning's Trainer on several devices computes what it computes on one: weights, values, files, predictions.
 
-Of script/lightning.py, script/lightning_strategy.py, script/in_front.py and compat/trainers.py.
+Of script/lightning.py, script/lightning_strategy.py, script/trainers.py and compat/trainers.py.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What a loop of one's own would lose in silence: it is refused, comes back, or is said.
 
-Of recovery/finite_state.py, script/extra_values.py, script/things.py and slips/in_a_run.py.
+Of recovery/finite_state.py, script/saved_loop.py and slips/in_a_run.py.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """transformers' Trainer on several devices computes what it computes on one: weights, norms, metrics, files, resumed.
 
-Losses that it logs are added in float32. Of script/trainer.py, script/trainer_front.py, script/trainer_loss.py,
-script/trainer_loader.py, script/trainer_accelerator.py and compat/trainers.py.
+Losses that it logs are added in float32. Of script/trainer.py, script/trainer_ranks.py,
+script/trainer_loader.py and compat/trainers.py.
 """
 
 from __future__ import annotations

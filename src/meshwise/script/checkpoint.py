@@ -13,7 +13,6 @@ import json
 import os
 import sys
 import time
-from collections.abc import Sized
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +24,11 @@ from meshwise.records.checkpoints import Checkpoint
 from meshwise.recovery.clock import SaveClock
 from meshwise.recovery.finite_state import GO_ON_BEFORE, not_finite_here, not_finite_in, not_finite_names, not_saved
 from meshwise.recovery.loading import has_checkpoint, load
-from meshwise.recovery.resume_changes import made_with
 from meshwise.recovery.saving import BACKGROUND, Saver
-from meshwise.script.distributed_loader import DistributedLoader
-from meshwise.script.extra_values import unread_numbers
-from meshwise.script.saved_loop import Loaders, LoopParts, loaders_of, random_of, restore, says_beside, tree_of
+from meshwise.script import saved_loop
+from meshwise.script.distributed_loader import DistributedLoader, kept_by
+from meshwise.script.saved_loop import Loaders, LoopParts, Things
 from meshwise.script.state_folder import HeldFolder, hold
-from meshwise.script.things import Things, check, forgotten, kept_by, named
 from meshwise.slips.in_a_run import Asked
 from meshwise.spec.errors import CheckpointError, LossError, SaveError, UsageError
 from meshwise.spec.saves import Saves, read_saves
@@ -84,13 +81,8 @@ def checkpoint(
     engine = default_engine()
     asked = json.loads(os.environ.get(SAVES, "{}"))
     saves = read_saves(asked.get("every") or every, asked.get("keep") or keep)
-    loaders = loaders_of(loader)
-    things = {"model": named(model), "optimizer": named(optimizer), "scheduler": named(scheduler)}
-    check(things)
-    data = loaders[0].dataset if loaders else None
-    samples = len(data) if isinstance(data, Sized) else None
-    now = made_with(things["optimizer"], loaders[0].batch_size if loaders else None, samples)
-    state = LoopState(LoopParts(engine, things, loaders, extra, now), Path(folder), saves)
+    things = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+    state = LoopState(saved_loop.parts_of(engine, things, loader, extra), Path(folder), saves)
     if engine.watcher is None and not rehearsing():
         state.begin()
     return state
@@ -151,7 +143,7 @@ class LoopState:
         world = rank_context().world
         found = load(self._folder, world, tell, again="Use another folder")
         held.tell_origin(found.saved, self._engine.notify)
-        self._step = self._last = restore(self._parts, self._folder, found.tree)
+        self._step = self._last = saved_loop.restore(self._parts, self._folder, found.tree)
         self.restored, self._epoch = True, 0 if self._loader is None else self._loader.place[0]
         self._engine.phases.go_on(self._step)
         if wrong := self._not_finite()[0]:
@@ -170,7 +162,7 @@ class LoopState:
         if self._loader is not None:
             raise UsageError("saved.step_done() is only for loops without a loader. Remove the call from this loop.")
         self._look_at_program(None)
-        self._step, self._clean, self._drawn = self._step + 1, True, random_of(self._engine)
+        self._step, self._clean, self._drawn = self._step + 1, True, saved_loop.random_of(self._engine)
         self._counted = self._engine.program.backwards
         if self._clock.is_due(self._step):
             self.save(background=self._saves.in_background)
@@ -186,10 +178,12 @@ class LoopState:
         facts = {"step": self._step, "epoch": epoch, "index": index, "plan": str(self._engine.plan)}
         if self._saver.save(self._tree, facts | {BACKGROUND: background}, began=began):
             self._last = self._step
-            self._engine.notify(says_beside(self._parts))
+            self._engine.notify(saved_loop.says_beside(self._parts))
 
     def _tree(self, whole: bool) -> dict[str, Any]:
-        return tree_of(self._parts, self._step, self._drawn or random_of(self._engine), whole=whole)
+        return saved_loop.tree_of(
+            self._parts, self._step, self._drawn or saved_loop.random_of(self._engine), whole=whole
+        )
 
     def _refuse_not_finite(self, saver: Saver) -> None:
         what, ranks = self._not_finite()
@@ -261,10 +255,10 @@ class LoopState:
         if self._looked_at or loader is not self._loader or self._saver is None:
             return
         self._looked_at, say, engine, program = True, self._engine.notify, self._engine, self._engine.program
-        say(unread_numbers(held=sys.getrefcount(self._parts.extra), extra=self._parts.extra))
+        say(saved_loop.unread_numbers(held=sys.getrefcount(self._parts.extra), extra=self._parts.extra))
         last = [each._parts.things for each in engine.given.loop_states if isinstance(each, LoopState)][-1]
         kept = [*kept_by(engine.given.loop_states), *engine.given.earlier]
-        say(forgotten(kept, last, program.models, program.optimizers, engine.given.schedulers))
+        say(saved_loop.forgotten(kept, last, program.models, program.optimizers, engine.given.schedulers))
         if self.restored:
             say(self._asked.unread(self._epoch, self._parts.extra))
 

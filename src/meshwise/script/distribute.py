@@ -35,8 +35,14 @@ from meshwise.parallel.own_draws import OF_DRAWS
 from meshwise.process.plan_choice import choose_plan
 from meshwise.process.session import default_engine, engines
 from meshwise.script.distributed_loader import DistributedLoader
-from meshwise.script.in_loss import mean_in_loss, sum_in_loss
-from meshwise.script.over_ranks import Number, gather_over_ranks, mean_over_ranks, sum_over_ranks
+from meshwise.script.over_ranks import (
+    Number,
+    gather_over_ranks,
+    mean_in_loss,
+    mean_over_ranks,
+    sum_in_loss,
+    sum_over_ranks,
+)
 from meshwise.script.split_batch import split_batch
 from meshwise.script.trainers import integrations_of
 from meshwise.slips.in_a_run import says_divided

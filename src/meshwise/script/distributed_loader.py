@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -23,7 +23,6 @@ from meshwise.engine.engine import Engine
 from meshwise.engine.loops import LoopRead
 from meshwise.engine.seeds import seed_generators
 from meshwise.engine.steps import batches as read_batches
-from meshwise.script.things import kept_by
 from meshwise.slips.in_a_run import says_counted
 from meshwise.spec.errors import UsageError
 from meshwise.transfer.prefetch import prefetch
@@ -37,7 +36,21 @@ NESTED = (
 _loaders = itertools.count(1)  # every rank makes its loaders in the same order
 
 
-class DistributedLoader:
+class OverLoader:
+    """Stands for `_loader`: what it lacks is looked up there."""
+
+    _loader: Any
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._loader, name)
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+
+class DistributedLoader(OverLoader):
     """Yields this rank's slice of every batch of the user's DataLoader. Its `len` and other attributes are those of the
     DataLoader.
 
@@ -74,11 +87,6 @@ class DistributedLoader:
         engine.given.loaders.add(self)
         self.wrapper: Wrapper | None = None
         """The wrapper through which the program reads this loader, if there is one."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return getattr(self._loader, name)
 
     def __len__(self) -> int:
         if self._spec.length is None:
@@ -241,3 +249,8 @@ class DistributedLoader:
         together = self._spec.drawn and not self._spec.own
         self._order = self._generators.take_rank_0s() if together else self._generators.states()
         return self._generators.draws(self._order, again=False)
+
+
+def kept_by(states: Iterable[Any]) -> list[Any]:
+    """Return the objects that these results of `mw.checkpoint` save."""
+    return [each for state in states for each in state.keeps()]

@@ -25,10 +25,9 @@ from torch import Tensor
 
 from meshwise.compat.trainers import end_epoch, logs_with, take_place
 from meshwise.engine.engine import Engine
-from meshwise.script.in_front import in_front
 from meshwise.script.lightning_strategy import PrecisionOnRanks, Ranks, StrategyOnRanks
 from meshwise.script.over_ranks import joined
-from meshwise.script.trainers import Add, Integration, Share
+from meshwise.script.trainers import Add, Integration, Share, in_front
 from meshwise.spec.errors import UsageError
 from meshwise.tracking import tracking
 from meshwise.workers.join import rank_context

@@ -22,9 +22,10 @@ from meshwise.compat.trainers import accumulates, run_closure
 from meshwise.compat.tree import map_kind, tensors_in
 from meshwise.data.wrapped_loader import loader_inside
 from meshwise.recovery.collect import collected
-from meshwise.script.in_front import REFUSED, SAVED, OfTrainer, in_front
+from meshwise.script.distributed_loader import OverLoader
 from meshwise.script.over_ranks import joined
 from meshwise.script.trainer_loader import Reader
+from meshwise.script.trainers import REFUSED, SAVED, OfTrainer, in_front
 from meshwise.spec.errors import UsageError
 from meshwise.transfer import collectives
 from meshwise.whole.dispatch import wholes
@@ -144,12 +145,22 @@ class StrategyOnRanks(ABC):  # as its own class is: Python compares the layouts
 
     # Steps.
 
+    def validation_step(self, *args: Any, **options: Any) -> Any:
+        return self.meshwise.plain(super().validation_step(*args, **options))  # type: ignore[misc]
+
+    def test_step(self, *args: Any, **options: Any) -> Any:
+        return self.meshwise.plain(super().test_step(*args, **options))  # type: ignore[misc]
+
     def predict_step(self, *args: Any, **options: Any) -> Any:
         return self.meshwise.plain(super().predict_step(*args, **options))  # type: ignore[misc]
 
     def backward(self, *args: Any, **options: Any) -> Any:
-        self.meshwise.engine.given.waits = accumulates(self.meshwise.trainer)
-        return super().backward(*args, **options)  # type: ignore[misc]
+        engine, waits = self.meshwise.engine, accumulates(self.meshwise.trainer)
+        engine.given.waits, before, engine.reduce = waits, engine.reduce, not waits
+        try:
+            return super().backward(*args, **options)  # type: ignore[misc]
+        finally:
+            engine.reduce = before
 
     def optimizer_step(self: Any, optimizer: Any, closure: Callable[[], Any], model: Any = None, **options: Any) -> Any:
         ranks, plugin = self.meshwise, self.precision_plugin
@@ -232,7 +243,7 @@ class PrecisionOnRanks:
         return super().convert_input(map_kind(_Ahead, _Ahead.read, data))  # type: ignore[misc]
 
 
-class LoaderOnRanks:
+class LoaderOnRanks(OverLoader):
     """A distributed loader for Lightning.
 
     Lightning may stop reading in the middle of an epoch, and then leaves the iterator open. The iterators are therefore
@@ -244,14 +255,6 @@ class LoaderOnRanks:
             len(loader)
             return
         self._reader = loader.wrapper = Reader()
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return getattr(self._loader, name)
-
-    def __len__(self) -> int:
-        return len(self._loader)
 
     def __iter__(self) -> Iterator[Any]:
         batches: Iterator[Any] = iter(self._loader)

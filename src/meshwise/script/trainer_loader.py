@@ -14,7 +14,7 @@ from typing import Any
 from meshwise.compat.dispatch import rehearsing, without_interception
 from meshwise.compat.trainers import loop_begins, loop_ends
 from meshwise.data.order import BatchSlice
-from meshwise.script.distributed_loader import DistributedLoader
+from meshwise.script.distributed_loader import DistributedLoader, OverLoader
 
 Share = tuple[Any, BatchSlice]
 
@@ -55,7 +55,7 @@ class Reader:
         return self.ahead
 
 
-class TrainerLoader:
+class TrainerLoader(OverLoader):
     """A distributed loader with the methods that a Trainer calls to set the epoch and to skip batches."""
 
     end_of_dataloader, remainder = False, -1
@@ -64,14 +64,6 @@ class TrainerLoader:
         """state: accelerate's GradientState, which records for each running loop whether it is at its last batch."""
         self._loader, self._state, self.skipped = loader, state, 0
         self._reader = loader.wrapper = Reader()  # type: ignore[assignment]
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return getattr(self._loader, name)
-
-    def __len__(self) -> int:
-        return len(self._loader)
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the loader, and call `set_epoch` of its data set and samplers, whose order may depend on the

@@ -1,4 +1,4 @@
-"""Find and load the integration that distributes a Trainer.
+"""Find what distributes a Trainer, and override its classes.
 
 Nothing of a Trainer's library is imported. Tested in tests/script/test_trainer.py and test_lightning.py.
 """
@@ -56,3 +56,35 @@ def integration_of(thing: Any) -> Integration | None:
 def integrations_of(things: Iterable[Any]) -> dict[int, Integration]:
     """Return what distributes the Trainers among some objects, by the ids of the Trainers."""
     return {id(thing): found for thing in things if (found := integration_of(thing)) is not None}
+
+
+REFUSED = "mw.distribute(trainer) on {ranks} devices does not support {what}: {instead}."
+SAVED = "saved {0}. To resume from this state, call trainer.{1}."
+
+
+def in_front(front: type, thing: Any, ranks: Any) -> None:
+    """Replace the class of an object by a new class that derives from `front` and from the old class, so that methods
+    of `front` override those of the old class. ranks: becomes the attribute `meshwise` of the new class."""
+    cls = type(thing)
+    names = {"__module__": cls.__module__, "__doc__": cls.__doc__, "meshwise": ranks}
+    thing.__class__ = type(cls.__name__, (front, cls), names)
+
+
+@dataclass(eq=False)
+class OfTrainer:
+    """The state shared by all classes of meshwise that override methods of one Trainer and of its parts."""
+
+    engine: Engine
+    trainer: Any
+    add: Add
+    share: Share
+
+    @property
+    def alone(self) -> bool:
+        return self.engine.world.size == 1
+
+    @property
+    def samples(self) -> int:
+        """How many samples this rank's part of the batch has. 1 outside of loops over batches."""
+        part = self.engine.part
+        return 1 if part is None else part.samples
