@@ -213,8 +213,7 @@ def _kernel(
 
 
 def _call(kind: str, moved: int | None, given: dict[str, Any], frame: FrameType | None) -> Call | None:
-    """Describe the collective that begins. None if torch coalesces it with others, while a CUDA graph is captured, on
-    meta tensors, or without a real process group."""
+    """Describe the collective that begins."""
     tensors = [] if moved is None else list(tensors_in([*given.values()][moved]))
     group, device = given["process_group"], tensors[0].device.type if tensors else ""
     if dist.distributed_c10d._world.pg_coalesce_state or device == "meta" or not isinstance(group, torch.ScriptObject):
@@ -232,10 +231,7 @@ def _call(kind: str, moved: int | None, given: dict[str, Any], frame: FrameType 
 
 
 def _source(frame: FrameType | None) -> tuple[str, bool]:
-    """Return what a collective sends, as text, and whether C++ code of torch calls the collective and waits for it.
-
-    The text is a word such as `gradients` if the call comes from code of torch that SOURCES lists. For any other call,
-    it is the user's source line, or "" if no user code is on the stack."""
+    """Return what a collective sends, in words or as a user's line, and whether C++ of torch waits for it."""
     frames = list(_frames(frame))
     if not frames or _is(frames[0][0], *ENGINE):  # DDP's reducer; threads of the engine have no frame
         return "gradients", False
@@ -250,8 +246,7 @@ def _source(frame: FrameType | None) -> tuple[str, bool]:
 
 
 def _frames(frame: FrameType | None) -> Iterator[tuple[CodeType, int]]:
-    """Yield (code, line number) of each stack frame, from the given frame outwards. Stop after the first frame in user
-    code or in the autograd engine, and after MOST_FRAMES frames at the latest."""
+    """Yield (code, line number) of each frame outwards, up to user code, the engine, or MOST_FRAMES."""
     for _ in range(MOST_FRAMES):
         if frame is None:
             return

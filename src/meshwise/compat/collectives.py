@@ -226,9 +226,7 @@ def _along_a_chain(buffer: Tensor, source: int, group: Group) -> None:
 
 
 def _reducible(tensor: Tensor, op: str) -> tuple[Tensor, str]:
-    """Return a tensor and an op that every backend can use in an all-reduce, in place of `tensor` and `op`. The
-    returned tensor is contiguous, and is a copy in a wider dtype if some backend cannot reduce the dtype of `tensor`. A
-    tensor of bools is viewed as uint8."""
+    """Return a tensor and an op in place of these that every backend can all-reduce; a copy where it must."""
     tensor = tensor.detach()
     if tensor.dtype == torch.bool:
         return _contiguous(tensor).view(torch.uint8), _BOOL_OPS[op]

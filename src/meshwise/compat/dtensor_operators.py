@@ -44,8 +44,7 @@ def take_several_meshes() -> None:
 def _by_mesh(
     handlers: dict[Any, Any], before: Any, operator: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]
 ) -> Any:
-    """Call the operator once for each device mesh among its tensors. before: DTensor's own handler for the operator, if
-    any."""
+    """Call the operator once for each device mesh; `before` is DTensor's own handler of it, if any."""
     first: Any = arguments[0]
     meshes = [tensor.device_mesh if isinstance(tensor, DTensor) else None for tensor in first]
     found: list[Any] = [None] * len(first)

@@ -139,8 +139,7 @@ def _tensors(values: Iterable[Any]) -> list[Any]:
 
 
 def _spec(out: Any, tensors: list[Any]) -> Any:
-    """Describe one result of an operator call, so that `_made` can make an equal result without running the operator.
-    Return NotImplemented if `_made` could not do so."""
+    """Describe one result of an operator call, for `_made`; NotImplemented if it could not make an equal one."""
     if out is None:
         return None
     if type(out) is not FakeTensor and not any(out is one for one in tensors):

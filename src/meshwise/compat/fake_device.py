@@ -195,8 +195,7 @@ def fake_device(main: str) -> Iterator[str]:
 
 
 def _made_on_host(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Wrap `torch.tensor` or `torch.as_tensor`, so that tensors for the fake device are first made on the CPU and then
-    moved. The fake device has no memory into which numbers could be written."""
+    """Make tensors for the fake device on the CPU and move them: it has no memory to write numbers into."""
 
     @functools.wraps(make)
     def made(data: Any, *args: Any, device: Any = None, **kwargs: Any) -> Tensor:
@@ -229,8 +228,7 @@ def _save_pending() -> None:
 
 
 def _backward_that_tells(real: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap the function that runs a backward. If the backward fails, and `_save_pending` has saved an error, the
-    wrapper raises this error instead of torch's."""
+    """Wrap the function that runs a backward."""
 
     @functools.wraps(real)
     def backward(*args: Any, **kwargs: Any) -> Any:
@@ -282,8 +280,7 @@ _kept: list[Any] = []  # a library that is let go takes its operators back
 
 
 def _gru_cell(gates: Tensor, hidden_gates: Tensor, before: Tensor, *biases: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return fake results of CUDA's fused GRU cell, for which torch has no fake kernel: the next state, and the tensor
-    that the backward needs."""
+    """Return fake results of CUDA's fused GRU cell: the next state, and what the backward needs."""
     return torch.empty_like(before), before.new_empty(before.size(0), before.size(1) * 5)
 
 
@@ -304,8 +301,7 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Compute attention with the kernel that CUDA would choose: the flash kernel if possible, else the memory-efficient
-    one, else the unfused one."""
+    """Compute attention by CUDA's choice: the flash kernel, the memory-efficient one, or the unfused one."""
     if enable_gqa and key.size(-3) != query.size(-3):
         groups = query.size(-3) // key.size(-3)
         key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)

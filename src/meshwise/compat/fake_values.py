@@ -189,8 +189,7 @@ def with_values(
 
 
 def _is_small(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: list[Tensor]) -> bool:
-    """Return whether an operator is small enough to be run on real values, in addition to its run on fake tensors. All
-    its tensors must have at most MOST elements. An operator that draws random numbers must be in DRAWN."""
+    """Return whether an operator is small enough to be run on real values, in addition to its run on fake tensors."""
     if func.namespace != "aten":
         return False
     if torch.Tag.nondeterministic_seeded in func.tags and operator_name(func) not in DRAWN:

@@ -54,8 +54,7 @@ class Scaler(torch.amp.GradScaler):
 
 
 def _real_twin(p: Tensor) -> Tensor:
-    """Return a complex parameter and its gradient viewed as real numbers. Return the parameter itself if it is real or
-    has no gradient."""
+    """Return a complex parameter and its gradient viewed as real numbers."""
     if not p.is_complex() or p.grad is None:
         return p
     p.grad, twin = p.grad.resolve_conj(), as_real(p.detach())

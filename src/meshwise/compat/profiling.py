@@ -64,8 +64,7 @@ def allocations_of(call: Callable[[], object]) -> list[tuple[int, int]]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Redirect stderr to the null device in the block, because kineto prints a line at each start and end of a profile.
-    (An environment variable could prevent this, but only if it is set before torch is imported.)"""
+    """Send stderr to the null device: kineto prints a line at each start and end of a profile."""
     with contextlib.ExitStack() as stack:
         try:
             before, nothing = os.dup(2), os.open(os.devnull, os.O_WRONLY)

@@ -99,8 +99,7 @@ class PlainReducer:
 
 
 def _assigned(ready: Sequence[Tensor], bucket_mb: int) -> list[list[int]]:
-    """Return, for each bucket, the indices of its parameters. The first bucket has the same size limit as the
-    others."""
+    """Return, for each bucket, the indices of its parameters."""
     found, _ = dist._compute_bucket_assignment_by_size(list(ready), [bucket_mb << 20])  # type: ignore[attr-defined]
     return found
 

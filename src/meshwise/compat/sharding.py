@@ -303,8 +303,7 @@ def _zero_grad(module: nn.Module, set_to_none: bool = True) -> None:
 def _mixed_dtypes(
     part: Any, init: Callable[[MixedPrecisionPolicy], None], as_stored: bool, policy: MixedPrecisionPolicy
 ) -> None:
-    """Set the dtypes in which FSDP gathers and reduces a parameter. as_stored: gather it in its stored dtype, not in
-    the dtype of `policy`. init: the parameter's original method that sets dtypes."""
+    """Set the dtypes in which FSDP gathers a parameter, by the method `init`, and reduces it."""
     init(MixedPrecisionPolicy(reduce_dtype=policy.reduce_dtype) if as_stored else policy)
     part.reduce_dtype = policy.reduce_dtype
 

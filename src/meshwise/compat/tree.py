@@ -64,8 +64,7 @@ def tensors_in(tree: Any) -> Iterator[Tensor]:
 
 
 def _opened(tree: Any) -> tuple[Sequence[Any], Build | None]:
-    """Return the parts of a container, and a function that makes a container of the same type from new parts. Return ()
-    and None for an object that is not a container."""
+    """Return the parts of a container, and a function that makes a container of the same type from new parts."""
     if isinstance(tree, PackedSequence):  # its batch sizes have to stay on the CPU
         parts = [tree.data, tree.sorted_indices, tree.unsorted_indices]
         return parts, lambda new: PackedSequence(new[0], tree.batch_sizes, *new[1:])
@@ -81,8 +80,7 @@ def _opened(tree: Any) -> tuple[Sequence[Any], Build | None]:
 
 
 def _like_mapping(tree: Mapping[Any, Any], values: list[Any]) -> Any:
-    """Return a copy of a mapping with new values. The mapping may be a dict, or a class such as BatchEncoding of
-    transformers."""
+    """Return a copy of a mapping with new values."""
     copy: Any = tree.copy() if hasattr(tree, "copy") else dict(tree)
     for key, value in zip(tree, values, strict=True):
         copy[key] = value
@@ -90,8 +88,7 @@ def _like_mapping(tree: Mapping[Any, Any], values: list[Any]) -> Any:
 
 
 def _with_fields(tree: Any, values: list[Any]) -> Any:
-    """Return a copy of a dataclass, frozen or not, with new field values; return `tree` itself if no value has
-    changed."""
+    """Return a copy of a dataclass, frozen or not, with new field values; itself if none has changed."""
     changed = [(f.name, new) for f, new in zip(fields(tree), values, strict=True) if new is not getattr(tree, f.name)]
     other = shallow_copy(tree) if changed else tree
     for name, value in changed:

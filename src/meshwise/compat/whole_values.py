@@ -119,8 +119,7 @@ def _is_number(node: Any, index: int) -> bool:
 
 
 def _is_made_of_shards(node: Any) -> bool:
-    """Return whether an autograd node computes a single number from a sharded parameter, for example the parameter's
-    norm. Return False if the parameter was converted to a plain tensor first."""
+    """Return whether an autograd node computes a single number, such as a norm, from a sharded parameter."""
     larger = [n for n, index in node.next_functions if n is not None and not _is_number(n, index)]
     while larger:
         node = larger[0]
@@ -134,8 +133,7 @@ def _is_made_of_shards(node: Any) -> bool:
 
 
 def _upstream(nodes: Iterable[Any], consumers: dict[Any, list[Any]]) -> set[Any]:
-    """Return `nodes` and all nodes that use their results, directly or indirectly. consumers: for each node, the nodes
-    that use its result."""
+    """Return `nodes` and all that use their results, directly or indirectly, by `consumers` of each node."""
     found, open_nodes = set(nodes), list(nodes)
     while open_nodes:
         fresh = [node for node in consumers.get(open_nodes.pop(), ()) if node not in found]
@@ -185,8 +183,7 @@ def _install() -> None:
 
 
 def _met(exchange: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Wrap torch's function that changes the placements of a DTensor. If the change needs data from other ranks, the
-    wrapper first calls the `Meet` function of the mesh."""
+    """Wrap torch's function that changes the placements of a DTensor."""
 
     @functools.wraps(exchange)
     def exchanged(local: Tensor, now: Any, then: Any, **options: Any) -> Tensor:
@@ -204,8 +201,7 @@ def _text(spec: Any) -> str:
 
 
 def _on_wholes(operator: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-    """Gather the arguments of an operator that returns a single number, and run it on the whole tensors. DTensor would
-    read only this rank's part, or fail."""
+    """Gather the arguments of an operator that returns a single number, and run it on the whole tensors."""
     first: Any = arguments[0]
     if operator is torch.ops.aten._local_scalar_dense.default and first.device_mesh not in _meets:
         return operator(first._local_tensor)  # as torch has it
@@ -213,8 +209,7 @@ def _on_wholes(operator: Any, arguments: tuple[Any, ...], keywords: dict[str, An
 
 
 def _on_parts(handler: Callable[..., Any], operator: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-    """Run an operator such as `argmax` by `handler`, torch's own handler for DTensors. First call the `Meet` function
-    of the mesh, because the handler exchanges data between the ranks."""
+    """Run an operator such as `argmax` by `handler`, torch's own handler for DTensors."""
     first: Any = arguments[0]
     if (meet := _meets.get(first.device_mesh)) is not None:
         meet(_text(first._spec))
@@ -224,8 +219,7 @@ def _on_parts(handler: Callable[..., Any], operator: Any, arguments: tuple[Any, 
 def _on_a_plain_number(
     handlers: dict[Any, Any], operator: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]
 ) -> Any:
-    """Run an operator on a DTensor and a plain number. If the DTensor holds partial sums, add them up first, because
-    DTensor would average the plain number over the ranks instead."""
+    """Add up a DTensor's partial sums before it meets a plain number, which DTensor would average."""
     first, second = arguments[:2]
     either: Any = first if isinstance(first, DTensor) else second
     if isinstance(second, Tensor) and either.device_mesh in _meets and _placements(first) != _placements(second):

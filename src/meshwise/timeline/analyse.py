@@ -181,8 +181,7 @@ def _have_links(timeline: Timeline) -> bool:
 
 
 def _about(facts: Mapping[str, Any]) -> dict[str, str]:
-    """Return the known facts about what was run: arguments, plan, how far its work is divided, command, commit, last
-    metric, best metric, lost ranks."""
+    """Return the known facts about what was run, such as plan, command and last metric."""
     names = ("args", "plan", "divided", "command", "commit", "metric", "best")
     found = {name: str(facts.get(name) or "") for name in names}
     found["lost"] = " ".join(lost_texts(facts))
@@ -241,8 +240,7 @@ def _rank(facts: Rank, timeline: Timeline, table: StepTable) -> RankReport:
 
 
 def _memory(timeline: Timeline, rank: int) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
-    """Return two dicts for a rank: the largest value in bytes of each memory counter, and the largest values by
-    phase."""
+    """Return the largest value in bytes of each memory counter of a rank, in all and by phase."""
     counters = [c for c in timeline.counters if c.rank == rank and c.name not in NOT_MEMORY]
     peaks = {c.name: float(c.value.max()) for c in counters}
     by_phase = {

@@ -127,8 +127,7 @@ def comparison_dict(comparison: RunComparison) -> dict[str, Any]:
 
 
 def _settings(report: Report) -> dict[str, str]:
-    """Return the settings of a run by name: job, devices, commit, source, versions, options, arguments, fields of the
-    plan."""
+    """Return the settings of a run by name: job, devices, versions, options, fields of the plan and so on."""
     facts = report.facts
     found = {"job": facts.get("job"), "devices": facts.get("world"), "commit": facts.get("commit")}
     found["source"] = facts.get("source")
@@ -248,8 +247,7 @@ def _notes(names: tuple[str, str], first: Report, second: Report) -> list[str]:
 def _verdict(
     names: tuple[str, str], reports: tuple[Report, Report], step: TimeDifference | None, kinds: list[TimeDifference]
 ) -> str:
-    """Write the verdict as a sentence: `B is 12 % slower a step (...): communication +3.1 ms (clear), ... (within
-    noise).`"""
+    """Write the verdict: `B is 12 % slower a step (...): communication +3.1 ms (clear), ...`"""
     if step is None or step.ratio is None:
         without = [name for name, report in zip(names, reports, strict=True) if not report.steps] or [*names]
         return f"Nothing to compare step by step: {' and '.join(without)} recorded no step."

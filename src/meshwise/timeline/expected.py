@@ -76,8 +76,7 @@ def _kinds(prediction: Prediction, table: StepTable, step: float) -> list[TimeBe
 
 
 def _memory(prediction: Prediction, ranks: Sequence[RankReport]) -> list[MemoryBeside]:
-    """Compare the predicted bytes with the largest value on any rank, for each memory counter in the prediction, such
-    as `allocated`. The measured value is None if no rank has this counter, as with CPU workers."""
+    """Compare the predicted bytes of each memory counter with the most on any rank."""
     rows = []
     for name, value in prediction.memory.items():
         found = [rank.memory[name] for rank in ranks if name in rank.memory]
@@ -170,8 +169,7 @@ def _of_one_device(folder: Path, work: Mapping[str, Any]) -> Iterator[Path]:
 
 
 def _work(facts: Mapping[str, Any], folder: Path) -> dict[str, Any] | None:
-    """Return the facts in a run's record that determine how long a step takes on one device, such as source, arguments
-    and batch size. Two runs with equal facts can be compared. Returns None if the run's source is unknown."""
+    """Return the facts that determine how long a step takes on one device; None if the source is unknown."""
     request = facts.get("request")
     asked = request if isinstance(request, dict) else {}
     known = {name: asked.get(name) for name in ("batch_size", "args", "data", "exact_random")}

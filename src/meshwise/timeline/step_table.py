@@ -113,8 +113,7 @@ def _excess(work: Seconds, rank: Whole) -> Seconds:
 
 
 def _cost(arrival: Whole, end: Whole, before: Whole, point: Whole, rank: Whole) -> Seconds:
-    """Return how many seconds earlier each sync point would have ended if its slowest rank had been as fast as the
-    median of the other ranks. To find this, the collectives are simulated with an earlier arrival of this rank."""
+    """Return how much earlier each sync point would have ended with its slowest rank as fast as the median."""
     row, straggler = np.arange(len(arrival)), rank[point]
     taken = arrival - before[point]
     excess = np.maximum(taken[row, straggler] - _median_of_others(taken, straggler), 0)
@@ -245,8 +244,7 @@ def step_table_of(timeline: Timeline) -> StepTable:
 
 
 def _lost(step: Whole, session: Whole) -> NDArray[np.bool_]:
-    """Return a mask of the steps whose work was lost, because a later session began again at the same or at an earlier
-    step."""
+    """Return a mask of the steps at or after which a later session began again."""
     lost = np.zeros(len(step), bool)
     for later in np.unique(session)[1:]:
         again = step[(session == later) & (step > 0)]

@@ -127,8 +127,7 @@ def _of_steps(counter: Counter, steps: tuple[int, int] | None) -> Counter:
 
 
 def _facts(timeline: Timeline, report: Report, origin: int) -> dict[str, Any]:
-    """Return facts about the whole trace, such as the job, the report's verdict, and how exact the clocks of the ranks
-    are."""
+    """Return facts about the whole trace, such as the job, the verdict, and how exact the ranks' clocks are."""
     facts: dict[str, Any] = {
         "written by": "meshwise",
         "job": report.title,
@@ -204,8 +203,7 @@ def _counts(counter: Counter, origin: int) -> Iterator[Event]:
 
 
 def _flows(rows: _Rows, table: Arrivals, origin: int) -> Iterator[Event]:
-    """Yield the events that viewers draw as arrows between ranks: in each collective, from the last rank to arrive (in
-    a broadcast, from its source) to each rank that waited for it."""
+    """Yield arrows between ranks: from the last to arrive at a collective to each that waited for it."""
     tids = _tids(rows, table)
     for low in range(0, len(table.number), CHUNK):
         part = slice(low, low + CHUNK)

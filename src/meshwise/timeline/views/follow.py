@@ -105,8 +105,7 @@ def poll(folder: Path, before: Snapshot | None = None) -> Snapshot:
 
 
 def _files(folder: Path) -> dict[Path, tuple[int, int]]:
-    """Return the run's record and the files of its spans, each with the time of its last change in ns and its size in
-    bytes."""
+    """Return the run's record and the files of its spans, each with its last change (ns) and size in bytes."""
     found = {}
     for path in [folder / names.RUN, *(folder / names.SPANS).glob("rank*.jsonl")]:
         with contextlib.suppress(OSError):

@@ -80,8 +80,7 @@ def _with_gaps(row: list[str]) -> list[str]:
 
 
 def _begins(bars: Sequence[Bar], row: Sequence[str], times: StepTimes) -> dict[int, str]:
-    """Return where to write microbatch numbers in a row of a pipeline's chart, as {column: last digit of the
-    number}."""
+    """Return where to write microbatch numbers in a row, as {column: last digit of the number}."""
     found = {}
     for bar in bars:
         if place := stage_and_microbatch(bar.name):

@@ -92,8 +92,7 @@ def _hints(kind: type) -> dict[str, Any]:
 
 
 def _unit(hint: Any) -> Callable[[Any], str] | None:
-    """Return the function that formats numbers of a type such as `Seconds` or `Seconds | None`, or None for other
-    types."""
+    """Return what formats numbers of a type such as `Seconds` or `Seconds | None`; None for other types."""
     if get_origin(hint) is Annotated:
         write: Callable[[Any], str] = get_args(hint)[1]
         return write

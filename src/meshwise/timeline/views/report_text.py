@@ -102,8 +102,7 @@ def _title(report: Report, width: int) -> Text:
 
 
 def _goodput(report: Report) -> list[Text]:
-    """Return the line that says which share of the wall time was useful, and which share was spent on waiting and other
-    causes, from large to small. Returns [] if nothing is known."""
+    """Return the line on the shares of the wall time: useful first, then the causes of loss, large to small."""
     waits = sorted((part for part in report.waiting if part.share >= 0.005), key=lambda part: -part.seconds)
     of_waiting = ", ".join(f"{part.name} {percent_text(part.share)}".replace(" ", GLUE) for part in waits)
     rest = sorted(report.goodput[1:], key=lambda part: -round(100 * part.share))

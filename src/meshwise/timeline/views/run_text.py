@@ -291,8 +291,7 @@ def _comparison_lines(c: RunComparison, screen: Screen) -> list[Text]:
 
 
 def _time_row(d: TimeDifference, ascii_only: bool) -> list[Cell]:
-    """Return the cells of a row: kind, both medians, difference, ratio, interval of the ratio, whether the difference
-    is clear."""
+    """Return the cells of a row: kind, both medians, difference, ratio and its interval, whether it is clear."""
     name = Text(f"the {d.kind}", "bold")
     if d.kind in MARKS:
         name = Text(mark_of(d.kind, ascii_only), style_of(d.kind)).append(f" {MARKS[d.kind].word}", "default")
@@ -313,8 +312,7 @@ def _time(seconds: float) -> str:
 
 
 def _figure_row(figure: Figure) -> list[str]:
-    """Return the cells of a row: the name of the figure, its values in the two runs, and the difference of the
-    values."""
+    """Return the cells of a row: the figure's name, its values in the two runs, and their difference."""
     a, b = figure.first, figure.second
     change = ""
     if a is not None and b is not None:
