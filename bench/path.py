@@ -9,7 +9,7 @@ launcher and workers, in any thread. Resumed generators count; imports do not, n
 steps the one with the fewest calls is taken: the others do what is done now and then (each second, at step 32), more
 often where steps are slow.
 
-Programs: the job `mnist-mlp`, a script by rank, and one that sees whole batches (examples/01_mnist.py), on one CPU worker
+Programs: the job `mnist-mlp`, a script by rank, and one that sees whole batches (examples/01_mnist.py), on one worker
 and on two. Claim: at most 70 calls, 17 files, 55 functions and 510 lines of the first two on two workers.
 docs/architecture.md has the lists, which this script writes; tests/test_step_calls.py holds the numbers as a ceiling.
 """
