@@ -9,9 +9,8 @@ that the driver keeps is private, and so is whether a forked process may ask it.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
-import sys
-from typing import Any
 
 import torch
 
@@ -51,17 +50,7 @@ def hold_stream(seconds: float) -> bool:
     return True
 
 
-def _find() -> Any:
-    try:
-        return ctypes.CDLL(None).malloc_trim if sys.platform == "linux" else None
-    except AttributeError:  # another C library
-        return None
-
-
-_trim = _find()
-
-
 def trim_heap() -> None:
     """Return freed memory to the operating system, if the C library is glibc. Takes some milliseconds."""
-    if _trim is not None:
-        _trim(0)
+    with contextlib.suppress(AttributeError, TypeError):  # another C library, or none that is found so
+        ctypes.CDLL(None).malloc_trim(0)

@@ -44,8 +44,7 @@ def parameters_in(module: nn.Module) -> dict[str, Tensor | None]:
 def hooked_parameters(module: nn.Module) -> list[str]:
     """Return the names of the parameters whose gradients have hooks (`register_hook` or
     `register_post_accumulate_grad_hook`)."""
-    named = module.named_parameters()
-    return [name for name, p in named if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None)]
+    return [name for name, p in module.named_parameters() if any(gradient_hooks(p))]
 
 
 def gradient_hooks(parameter: Tensor) -> list[dict[int, Any]]:

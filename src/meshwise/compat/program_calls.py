@@ -69,11 +69,6 @@ def put(owners: list[Any], name: str, made_of: Callable[[Any], Any]) -> End:
     return end
 
 
-def hooks_of(tensor: torch.Tensor) -> list[Any]:
-    """Return the hooks that receive the tensor's gradient before the gradient is added to `.grad`."""
-    return list((tensor._backward_hooks or {}).values())
-
-
 _GRAD: Any = Tensor.grad
 _CLASSES: tuple[Any, ...] = (nn.Parameter, DTensor)
 WATCHING: list[Callable[[Tensor], None]] = []

@@ -109,9 +109,7 @@ def make_reducer(
 ) -> DistributedDataParallel | PlainReducer | PlainBucket:
     """Make an object that puts the gradients of `parameters` into buckets, to be reduced over `group`. A reducer calls
     `hook` with each full bucket. If one bucket can hold all parameters, return a single `PlainBucket`, for which the
-    caller must call `hook` itself.
-
-    Collective. Raises RuntimeError if the reducer of this version of torch lacks a method that is needed."""
+    caller must call `hook` itself. Collective."""
     if all(type(p.data) in (Tensor, FakeTensor) for p in parameters) and len(_assigned(parameters, bucket_mb)) == 1:
         if not rehearsing():
             _verify_param_shape_across_processes(group or dist.group.WORLD, list(parameters))  # type: ignore[arg-type]
@@ -122,9 +120,6 @@ def make_reducer(
     holder.held = nn.ParameterList(parameters)
     # No sync: the ranks hold the same already, and a parameter that is written may be waiting for a backward.
     ddp = DistributedDataParallel(holder, bucket_cap_mb=bucket_mb, init_sync=False, process_group=group)
-    for name in ("_rebuild_buckets", "prepare_for_forward", "prepare_for_backward"):
-        if not hasattr(ddp.reducer, name):
-            raise RuntimeError(f"torch {torch.__version__} has no Reducer.{name}. meshwise needs torch 2.11 to 2.15.")
     ddp.register_comm_hook(None, lambda state, bucket: hook(bucket))
     return ddp
 

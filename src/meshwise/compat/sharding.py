@@ -40,11 +40,6 @@ class Group:
     """A group of parameters that `fully_shard` gathers and reduces together."""
 
     def __init__(self, group: Any) -> None:
-        for name in ("fsdp_params", "post_backward", "finalize_backward", "reduce_grads"):
-            if not hasattr(group, name):
-                raise RuntimeError(
-                    f"FSDP of torch {torch.__version__} has no {name}. meshwise needs torch 2.11 to 2.15."
-                )
         self._group = group
 
     @property

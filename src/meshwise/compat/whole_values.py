@@ -31,8 +31,7 @@ Meet = Callable[[str], None]
 """A function that waits for all ranks before they exchange data, or raises. Its argument describes the exchange."""
 _EXCHANGE, _TOTAL_NORM = "redistribute_local_tensor", "_get_total_norm"
 _GROUPED = "_group_tensors_by_device_and_dtype"
-_READERS = ("__array__", "__format__", "cpu", "numpy", "tolist")
-_PRINTED_AND_SAVED = ("__repr__", "__reduce_ex__")
+_READERS = ("__array__", "__format__", "__reduce_ex__", "__repr__", "cpu", "numpy", "tolist")
 _MIXING = ("add", "sub", "mul", "div", "add_", "sub_")
 _mixed = [False]  # whether a DTensor was added to a plain tensor in place, since a backward asked for it
 _meets: dict[DeviceMesh, Meet] = {}
@@ -176,8 +175,6 @@ def _install() -> None:
     kind: Any = DTensor
     for name in _READERS:
         setattr(kind, name, _reader(name, getattr(kind, name)))
-    for name in _PRINTED_AND_SAVED:
-        setattr(kind, name, _as_one_device_has_it(name, getattr(kind, name)))
     setattr(clip_grad, _TOTAL_NORM, _plain(getattr(clip_grad, _TOTAL_NORM)))
     setattr(swa_utils, _GROUPED, _apart(getattr(swa_utils, _GROUPED)))
 
@@ -222,7 +219,11 @@ def _on_a_plain_number(
     """Add up a DTensor's partial sums before it meets a plain number, which DTensor would average."""
     first, second = arguments[:2]
     either: Any = first if isinstance(first, DTensor) else second
-    if isinstance(second, Tensor) and either.device_mesh in _meets and _placements(first) != _placements(second):
+    if (
+        isinstance(second, Tensor)
+        and either.device_mesh in _meets
+        and getattr(first, "placements", None) != getattr(second, "placements", None)
+    ):
         arguments = tuple(_replicated(a) if isinstance(a, DTensor) else a for a in arguments)
         if not isinstance(first, DTensor) and "_." in str(operator):
             _mixed[0] = True
@@ -234,34 +235,21 @@ def _on_a_plain_number(
         handlers[operator] = own
 
 
-def _placements(tensor: Tensor) -> object:
-    return tensor.placements if isinstance(tensor, DTensor) else None
-
-
 def _reader(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def read(tensor: Any, *arguments: Any, **keywords: Any) -> Any:
         moved = sys._getframe(1).f_code.co_filename == nn.modules.module.__file__  # model.cpu(): it stays sharded
         if moved or tensor.device_mesh not in _meets:
             return original(tensor, *arguments, **keywords)
-        return getattr(whole(tensor), name)(*arguments, **keywords)
-
-    return read
-
-
-def _as_one_device_has_it(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def given(tensor: Any, *arguments: Any) -> Any:
-        if tensor.device_mesh not in _meets:
-            return original(tensor, *arguments)
-        there: Tensor = whole(tensor.detach())
+        kept = name in ("__repr__", "__reduce_ex__")  # printed and saved as one device has it
+        there = whole(tensor.detach() if kept else tensor)
         if name == "__reduce_ex__":  # one after the other: a device may have no room for all
             there = there.cpu()
-        if isinstance(tensor, nn.Parameter):
+        if kept and isinstance(tensor, nn.Parameter):
             there = nn.Parameter(there, tensor.requires_grad)
-        return getattr(there, name)(*arguments)
+        return getattr(there, name)(*arguments, **keywords)
 
-    return given
+    return read
 
 
 def _apart(grouped: Callable[..., Any]) -> Callable[..., Any]:

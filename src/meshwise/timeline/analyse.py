@@ -18,7 +18,7 @@ import numpy as np
 from meshwise.records.attempts import Attempt, attempt_text, attempts_of, lost_texts
 from meshwise.records.run_list import fields_of
 from meshwise.spec.bandwidth import FACTORS, bus_bandwidth
-from meshwise.timeline.arrivals import ABSENT, OUTSIDE, Arrivals, Whole, session_of
+from meshwise.timeline.arrivals import ABSENT, OUTSIDE, Arrivals, session_of
 from meshwise.timeline.expected import measured_alone, reconciled
 from meshwise.timeline.findings import RunFacts, findings_of, verdict_of
 from meshwise.timeline.pipeline_stages import pipeline_report
@@ -290,12 +290,11 @@ def _series(timeline: Timeline, table: StepTable) -> Series:
             for code, kind in enumerate(KINDS)
             if kinds[rows, code].any()
         },
-        loss=[_last_known(loss, table.step[chunk]) for chunk in chunks],
+        loss=[
+            next((loss[step] for step in table.step[chunk][::-1].tolist() if step in loss), float("nan"))
+            for chunk in chunks
+        ],
     )
-
-
-def _last_known(loss: dict[int, float], steps: Whole) -> float:
-    return next((loss[step] for step in reversed(steps.tolist()) if step in loss), float("nan"))
 
 
 def _thinned(counter: Counter) -> CounterSeries:

@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 
 from meshwise.autograd.loss_scale import scale_of
 from meshwise.compat import program_calls
+from meshwise.compat.modules import gradient_hooks
 from meshwise.engine.seeds import seed_all
 from meshwise.equivalence.plain.neutral import NORMS, neutral
 from meshwise.equivalence.plain.on_cpu import on_cpu
@@ -214,7 +215,9 @@ class _Watcher:
                 refuse_lightning("check of a script of Lightning needs its one line:")
             self._refuse_large(held)
         number = self._optimizers.setdefault(id(optimizer), (optimizer, len(self._optimizers)))[1]
-        hooks = tuple(dict.fromkeys(place for p in held for place in map(place_of, program_calls.hooks_of(p)) if place))
+        hooks = tuple(
+            dict.fromkeys(place for p in held for place in map(place_of, gradient_hooks(p)[0].values()) if place)
+        )
         since = self._since
         step = Step(
             number,
