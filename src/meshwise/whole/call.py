@@ -70,7 +70,7 @@ class Divided:
         """Let a call draw from a stream of the rank's own, so that the loop's own draws stay alike."""
         device = self.engine.world.device
         before = states(device)
-        key = self.key or (zlib.crc32(before[0].numpy()),)  # where a saved state goes on, it has the same
+        key = self.key or (zlib.crc32(before[0].numpy().tobytes()),)  # where a saved state goes on, it has the same
         self._drawn = key, self._drawn[1] + 1 if self._drawn[0] == key else 1
         seed_generators(device, mixed(*key, self._drawn[1], self.axis.rank))
         try:
