@@ -195,15 +195,22 @@ def alone(pool: Any) -> dict[str, list[str]]:
     return dict(zip(BY_NAME, pool(2).run(told, [[name] for name in BY_NAME])[0], strict=True))
 
 
+BY_CHECK = {"batches_padded_apart", "a_running_loss_of_one_rank", "an_evaluation_of_all_on_every_rank"}
+"""Mistakes of the view by rank that `meshwise check` alone names."""
+WITHOUT_BACKWARD = {"no_backward_at_all", "an_update_by_hand"}
+"""Behind these no other program begins: what is said of their loops waits for the end of the process."""
+
+
 def test_a_mistake_is_told_and_a_right_program_is_not(alone: dict[str, list[str]]) -> None:
-    assert {name for name, said in alone.items() if not said} == {"right", "features_that_are_kept"}
+    assert {name for name, said in alone.items() if not said} == {"right", "features_that_are_kept", *BY_CHECK}
 
 
 @pytest.mark.parametrize("backwards", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_programs_in_one_process_are_told_what_they_are_told_alone(
     alone: dict[str, list[str]], backwards: bool, pool: Any
 ) -> None:
-    names = list(reversed(BY_NAME)) if backwards else list(BY_NAME)
+    names = [name for name in BY_NAME if name not in WITHOUT_BACKWARD]
+    names = names[::-1] if backwards else names
     order = [*names, *names]  # each once more
     want = Counter(line for name in order for line in alone[name])
     assert Counter(pool(2).run(told, [order])[0][0]) == want
@@ -213,7 +220,8 @@ def test_programs_in_one_process_are_told_what_they_are_told_alone(
 def test_any_two_programs_in_both_orders_are_told_what_they_are_told_alone(
     alone: dict[str, list[str]], pool: Any
 ) -> None:
-    pairs = [list(pair) for pair in permutations(BY_NAME, 2)]
+    names = [name for name in BY_NAME if name not in WITHOUT_BACKWARD]
+    pairs = [list(pair) for pair in permutations(names, 2)]
     for pair, said in zip(pairs, pool(2).run(told, pairs, timeout=900)[0], strict=True):
         assert Counter(said) == Counter(line for name in pair for line in alone[name]), pair
 
