@@ -137,19 +137,15 @@ def _from_file(path: Path, name: str) -> tuple[str, Any]:
         if len(jobs) == 1:
             return jobs[0], getattr(module, jobs[0])
         raise UsageError(f"{path}: the name of the job is missing. Use {path}:{jobs[0] if jobs else 'job'}.")
-    if not hasattr(module, name):
-        public = {key: value for key, value in vars(module).items() if not key.startswith("_")}
-        known = [key for key, value in public.items() if callable(value) or isinstance(value, Job)]
-        raise UsageError(f"{path} has no '{name}'.{nearest(name, known)} Define a meshwise.Job with that name.")
-    return name, getattr(module, name)
+    return name, find_in_file(path, name, "Define a meshwise.Job with that name.")
 
 
-def find_in_file(path: Path, name: str) -> Any:
+def find_in_file(path: Path, name: str, instead: str = "Name a data set or a function returning one.") -> Any:
     """Return the object called `name` in a Python file. Raises UsageError if there is none."""
     module = import_file(path)
     if not hasattr(module, name):
         public = [key for key in vars(module) if not key.startswith("_")]
-        raise UsageError(f"{path} has no '{name}'.{nearest(name, public)} Name a data set or a function returning one.")
+        raise UsageError(f"{path} has no '{name}'.{nearest(name, public)} {instead}")
     return getattr(module, name)
 
 

@@ -221,7 +221,7 @@ class _Ahead:
         return self
 
     def __next__(self) -> _Ahead:
-        if len(self._reader.ahead.look(self._given + 1)) <= self._given:
+        if len(self._reader.look(self._given + 1)) <= self._given:
             raise StopIteration
         self._given += 1
         return self

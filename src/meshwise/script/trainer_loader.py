@@ -19,11 +19,20 @@ from meshwise.script.distributed_loader import DistributedLoader, OverLoader
 Share = tuple[Any, BatchSlice]
 
 
-class _Ahead:
-    """An iterator over (batch, this rank's slice of the batch) of a distributed loader. It can also look ahead."""
+class Reader:
+    """Reads (batch, this rank's slice of the batch) for a distributed loader, whose attribute `wrapper` it is, and lets
+    a Trainer look at batches before it processes them."""
 
-    def __init__(self, pairs: Iterator[Share]) -> None:
-        self._pairs, self._waiting = pairs, deque[Share]()
+    def __init__(self) -> None:
+        self._pairs: Iterator[Share] = iter(())
+        self._waiting = deque[Share]()
+
+    def take(self) -> None:
+        """Return None, so that the loader begins its usual loop."""
+
+    def pairs(self, inner: Iterator[Share]) -> Iterator[Share]:
+        self._pairs, self._waiting = inner, deque()
+        return self
 
     def __iter__(self) -> Iterator[Share]:
         return self
@@ -38,21 +47,6 @@ class _Ahead:
             while len(self._waiting) < count and (pair := next(self._pairs, None)) is not None:
                 self._waiting.append(pair)
         return list(self._waiting)[:count]
-
-
-class Reader:
-    """Lets a Trainer look at batches of a distributed loader before it processes them. The loader has this object as
-    its attribute `wrapper`, and reads its batches through `pairs`."""
-
-    def __init__(self) -> None:
-        self.ahead = _Ahead(iter(()))
-
-    def take(self) -> None:
-        """Return None, so that the loader begins its usual loop."""
-
-    def pairs(self, inner: Iterator[Share]) -> Iterator[Share]:
-        self.ahead = _Ahead(inner)
-        return self.ahead
 
 
 class TrainerLoader(OverLoader):
@@ -96,7 +90,7 @@ class _Epoch:
         return batch
 
     def look(self, count: int) -> list[Share]:
-        return self._reader.ahead.look(count)
+        return self._reader.look(count)
 
 
 def skip_batches(otherwise: Callable[..., Any], loader: Any, num_batches: int = 0) -> Any:

@@ -25,7 +25,7 @@ from meshwise.spec.errors import LossError
 from meshwise.spec.words import ranks_text
 from meshwise.spec.world import World
 from meshwise.tracking.trackers import Tracker
-from meshwise.tracking.tracking import Point, Tracking
+from meshwise.tracking.tracking import Tracking
 from meshwise.transfer import collectives
 from meshwise.workers.environment import attempt
 
@@ -85,23 +85,13 @@ class MetricsLog:
             return
         pending, self.pending = self.pending, []
         totals = collectives.all_gather(totals_of([losses for _, _, losses in pending]), of="losses").cpu().unbind(1)
-        self.losses += self._write([(epoch, step) for epoch, step, _ in pending], totals)
+        records: list[Record] = [
+            {"epoch": epoch + 1, "step": step, "loss": self._finite(step, of_ranks)}
+            for (epoch, step, _), of_ranks in zip(pending, totals, strict=True)
+        ]
+        self.tracking.write(records, [({"train/loss": each["loss"]}, each["step"]) for each in records])
+        self.losses += [each["loss"] for each in records]
         self.last_loss = self.losses[-1]
-
-    def _write(self, steps: Sequence[tuple[int, int]], totals: Sequence[Tensor]) -> list[float]:
-        """Compute the loss of each step over all ranks."""
-        records: list[Record] = []
-        points: list[Point] = []
-        found: list[float] = []
-        for (epoch, step), of_ranks in zip(steps, totals, strict=True):
-            total, weight = of_ranks.sum(0).tolist()
-            loss = total / weight if weight else math.nan
-            self._check_finite(loss, step, of_ranks)
-            records.append({"epoch": epoch + 1, "step": step, "loss": loss})
-            points.append(({"train/loss": loss}, step))
-            found.append(loss)
-        self.tracking.write(records, points)
-        return found
 
     def add_evaluation(
         self, epoch: int, epochs: int, step: int, metrics: dict[str, float], *, best: bool = False, inside: bool = False
@@ -150,17 +140,18 @@ class MetricsLog:
         """Close the trackers."""
         self.tracking.close()
 
-    def _check_finite(self, loss: float, step: int, of_ranks: Tensor) -> None:
+    def _finite(self, step: int, of_ranks: Tensor) -> float:
+        """Return the loss of a step over all ranks. Raise LossError if it is not finite."""
+        total, weight = of_ranks.sum(0).tolist()
+        loss: float = total / weight if weight else math.nan
         if math.isfinite(loss):
             self._last_finite = (step, loss)
         elif not self._scaled:  # float16: the loss scaler skips such a step by itself
             bad = [rank for rank, (total, _) in enumerate(of_ranks.tolist()) if not math.isfinite(total)]
-            before = (
-                f"the last finite one was {self._last_finite[1]:.4g} in step {self._last_finite[0]}"
-                if self._last_finite
-                else "it was never finite"
-            )
+            last = self._last_finite
+            before = f"the last finite one was {last[1]:.4g} in step {last[0]}" if last else "it was never finite"
             raise LossError(
                 f"step {step}: the loss is {loss} on {ranks_text(bad)}; "
                 f"{before}. Lower the learning rate, clip with clip_norm, or look at the samples of that step."
             )
+        return loss
