@@ -108,9 +108,8 @@ def findings_of(
     step = float(table.step_seconds()[steady].mean())
     shares = _Shares(int(steady.sum()), seconds, step, table, collectives, facts)
     stragglers = list(_stragglers(shares, error_seconds))
-    found = [*stragglers, *_input(shares), *_communication(shares, stragglers)]
-    found += _imbalance(shares, stragglers) if facts.pipeline is None else _bubble(shares, facts.pipeline)
-    found += [*_idle(shares), *_of_run(goodput, facts.program), *_stalls(table)]
+    found = [*stragglers, *_of_step(shares, stragglers), *_communication(shares, stragglers)]
+    found += [*_of_run(goodput, facts.program), *_stalls(table)]
     found.sort(key=lambda finding: -finding.share)
     late = [one for one in stragglers if one.kind == "late"]  # no limit on its own, so below the verdict
     found = [one for one in found if one.kind != "late"]
@@ -177,11 +176,25 @@ def _slower_than_one(shares: _Shares) -> Iterator[Finding]:
     yield Finding("slower", headline, sentence, shares.advised(TRY["slower"]), 1 - most / step, step - most)
 
 
-def _input(shares: _Shares) -> Iterator[Finding]:
+def _of_step(shares: _Shares, stragglers: Sequence[Finding]) -> Iterator[Finding]:
+    """Report input, idle time and imbalance that take much of a step."""
     share = shares.share("data", "transfer")
     if share >= LEAST["input"]:
-        sentence = f"{shares.bound('Input', share)}: {shares.of_step(share)} is spent waiting for a batch."
-        yield shares.finding("input", "data", shares.bound("Input", share), share, sentence, TRY["input"])
+        title = shares.bound("Input", share)
+        sentence = f"{title}: {shares.of_step(share)} is spent waiting for a batch."
+        yield shares.finding("input", "data", title, share, sentence, TRY["input"])
+    share = shares.share("idle")
+    if share >= LEAST["idle"]:
+        sentence = f"Between phases: {shares.of_step(share)} is in no phase, such as forward or backward."
+        yield shares.finding("idle", "idle", "Between phases", share, sentence, TRY["idle"])
+    share = shares.share("waiting")
+    if share < LEAST["imbalance"]:
+        return
+    if shares.facts.pipeline is not None:
+        yield _bubble(shares, shares.facts.pipeline, share)
+    elif sum(finding.share for finding in stragglers) <= share / 2:
+        sentence = f"Load imbalance: {shares.of_step(share)} is spent waiting for the slowest rank, which varies."
+        yield shares.finding("imbalance", "waiting", "Load imbalance", share, sentence, TRY["imbalance"])
 
 
 def _communication(shares: _Shares, stragglers: Sequence[Finding]) -> Iterator[Finding]:
@@ -231,36 +244,18 @@ def _most_expensive(collectives: Sequence[CollectiveReport], steps: int) -> str:
     return f"{sentence[:-1]}; {bound}."
 
 
-def _imbalance(shares: _Shares, stragglers: Sequence[Finding]) -> Iterator[Finding]:
-    share = shares.share("waiting")
-    if share >= LEAST["imbalance"] and sum(finding.share for finding in stragglers) <= share / 2:
-        sentence = f"Load imbalance: {shares.of_step(share)} is spent waiting for the slowest rank, which varies."
-        yield shares.finding("imbalance", "waiting", "Load imbalance", share, sentence, TRY["imbalance"])
-
-
-def _bubble(shares: _Shares, pipeline: PipelineReport) -> Iterator[Finding]:
-    """Report the pipeline bubble."""
-    share = shares.share("waiting")
-    if share < LEAST["imbalance"]:
-        return
+def _bubble(shares: _Shares, pipeline: PipelineReport, share: float) -> Finding:
     stages = pipeline.stages
-    slowest = max(stages, key=lambda stage: stage.forward_seconds + stage.backward_seconds)
-    quickest = min(stages, key=lambda stage: stage.forward_seconds + stage.backward_seconds)
-    longest, shortest = (seconds_text(stage.forward_seconds + stage.backward_seconds) for stage in (slowest, quickest))
+    seconds = [stage.forward_seconds + stage.backward_seconds for stage in stages]
+    slowest, quickest = stages[seconds.index(max(seconds))], stages[seconds.index(min(seconds))]
     sentence = (
         f"Pipeline bubble: {percent_text(pipeline.bubble)} of the time from the first forward to the last backward. "
         f"The schedule alone ({len(stages)} stages, {pipeline.microbatches} microbatches) causes "
         f"{percent_text(pipeline.bubble_of_schedule)}, these unequal stages {percent_text(pipeline.bubble_of_stages)}: "
-        f"stage {slowest.stage} takes {longest} a microbatch, stage {quickest.stage} takes {shortest}."
+        f"stage {slowest.stage} takes {seconds_text(max(seconds))} a microbatch, stage {quickest.stage} takes "
+        f"{seconds_text(min(seconds))}."
     )
-    yield shares.finding("bubble", "waiting", "Pipeline bubble", share, sentence, TRY["bubble"])
-
-
-def _idle(shares: _Shares) -> Iterator[Finding]:
-    share = shares.share("idle")
-    if share >= LEAST["idle"]:
-        sentence = f"Between phases: {shares.of_step(share)} is in no phase, such as forward or backward."
-        yield shares.finding("idle", "idle", "Between phases", share, sentence, TRY["idle"])
+    return shares.finding("bubble", "waiting", "Pipeline bubble", share, sentence, TRY["bubble"])
 
 
 def _stalls(table: StepTable) -> Iterator[Finding]:

@@ -25,7 +25,7 @@ from meshwise.records.run_list import args_of, best_of, plan_of
 from meshwise.spec.units import plural, seconds_text
 from meshwise.spec.words import ranks_text
 from meshwise.timeline.arrivals import arrival_table
-from meshwise.timeline.rank_log import RankLog, causal_shifts, fit_clock, place_of, read_rank_log
+from meshwise.timeline.rank_log import MOST, RankLog, causal_shifts, fit_clock, place_of, read_rank_log
 from meshwise.timeline.spans import (
     KIND,
     LANE,
@@ -177,11 +177,9 @@ def _sessions(
     run = float(entries[0]["began"])
     starts = [round((float(entry["began"]) - run) * 1e9) for entry in entries]
     sessions = []
-    for entry, start, until in zip(entries, starts, [*starts[1:], None], strict=True):
-        inside = spans[spans["start"] >= start]
-        last = [rank.last for rank in ranks]
-        if until is not None:
-            inside, last = inside[inside["start"] < until], []
+    for entry, start, until in zip(entries, starts, [*starts[1:], MOST], strict=True):
+        inside = spans[(spans["start"] >= start) & (spans["start"] < until)]
+        last = [rank.last for rank in ranks] if until == MOST else []
         ended = entry.get("ended")
         end = round((float(ended) - run) * 1e9) if ended else max([int(inside["end"].max(initial=start)), *last])
         status = str(entry.get("status") or facts.get("status", "running"))

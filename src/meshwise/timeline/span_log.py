@@ -92,18 +92,16 @@ class SpanLog:
         lines: list[dict[str, Any]] = []
         if rows:
             line: dict[str, Any] = {"spans": len(rows) // WIDTH, "data": pack(as_rows(rows))}
-            names = recorder.names[self._names :]
-            if names:
-                line["names"] = names
-                self._names += len(names)
-            dtypes = list(recorder.dtypes.items())[self._dtypes :]
-            if dtypes:
-                line["dtypes"] = [[*key, str(dtype).removeprefix("torch.")] for key, dtype in dtypes]
-                self._dtypes += len(dtypes)
-            line |= {"program": recorder.program} if recorder.program else {}
-            if recorder.dropped:
-                line["dropped"] = recorder.dropped
-            lines.append(line)
+            names, dtypes = recorder.names[self._names :], list(recorder.dtypes.items())[self._dtypes :]
+            self._names += len(names)
+            self._dtypes += len(dtypes)
+            line |= {
+                "names": names,
+                "dtypes": [[*key, str(dtype).removeprefix("torch.")] for key, dtype in dtypes],
+                "program": recorder.program,
+                "dropped": recorder.dropped,
+            }
+            lines.append({key: value for key, value in line.items() if value})
         if recorder.divided != self._divided:
             self._divided = recorder.divided
             lines.append({"divided": self._divided})
