@@ -23,7 +23,6 @@ import queue
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from types import CodeType, FrameType
 from typing import Any
@@ -330,8 +329,7 @@ def _functional(operator: Any, arguments: tuple[Any, ...], result: Any) -> Moved
     return Moved(kind, tuple(tensors_in(full)), group, None, True)
 
 
-@contextmanager
-def waiting(call: Callable[[Any], None]) -> Iterator[None]:
+def waiting(call: Callable[[Any], None]) -> contextlib.AbstractContextManager[Any]:
     """In the block, call `call(work)` before each `work.wait()` of the program for a collective of torch's fake
     backend."""
     kind: Any = torch._C._distributed_c10d.FakeWork
@@ -341,5 +339,4 @@ def waiting(call: Callable[[Any], None]) -> Iterator[None]:
         call(work)
         return real(work, *arguments, **named)
 
-    with patch.object(kind, "wait", wait):
-        yield
+    return patch.object(kind, "wait", wait)

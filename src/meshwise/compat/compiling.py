@@ -64,11 +64,8 @@ def pass_by(modules: Iterable[str]) -> None:
 def without_compiling() -> Iterator[None]:
     """Run compiled code eagerly in the block. A function that is called for the first time in the block may stay eager
     afterwards."""
-    if _frame() is not None:
-        with torch.compiler.set_stance("force_eager"):
-            yield
-        return
-    with patch.dict(os.environ, {SWITCH: "1"}):  # the compiler reads it when it is imported
+    eager: Any = torch.compiler.set_stance("force_eager") if _frame() is not None else None
+    with eager or patch.dict(os.environ, {SWITCH: "1"}):  # the compiler reads it when it is imported
         yield
 
 

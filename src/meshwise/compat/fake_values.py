@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -109,10 +109,8 @@ def fake_without_values() -> Iterator[None]:
     """In the block, make transformers treat a fake tensor as a real tensor if its values are known. transformers then
     runs the same code as with real tensors. Fake tensors whose values are unknown remain fake to transformers."""
     library = sys.modules.get("transformers.utils.import_utils")
-    if not hasattr(library, "is_fake_tensor"):
-        yield
-        return
-    with patch.object(library, "is_fake_tensor", lambda x: isinstance(x, Tensor) and value_of(x) is None):
+    changed = patch.object(library, "is_fake_tensor", lambda x: isinstance(x, Tensor) and value_of(x) is None)
+    with changed if hasattr(library, "is_fake_tensor") else nullcontext():
         yield
 
 

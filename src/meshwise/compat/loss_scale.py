@@ -8,9 +8,8 @@ whose `scale` returns a new tensor, or the same one if the scaler is disabled.
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -70,15 +69,13 @@ def found_infinite(scaler: torch.amp.GradScaler, optimizer: Optimizer) -> list[T
     return list(state["found_inf_per_device"].values())
 
 
-@contextlib.contextmanager
-def always_steps() -> Iterator[None]:
+def always_steps() -> AbstractContextManager[Any]:
     """In the block, make every GradScaler run the optimizer's step without reading whether the gradients are finite."""
 
     def step(self: Any, optimizer: Optimizer, state: Any, *args: Any, **kwargs: Any) -> Any:
         return optimizer.step(*args, **kwargs)
 
-    with patch.object(torch.amp.GradScaler, "_maybe_opt_step", step):
-        yield
+    return patch.object(torch.amp.GradScaler, "_maybe_opt_step", step)
 
 
 def unscaled(loss: Tensor) -> Tensor:
