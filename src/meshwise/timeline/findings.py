@@ -1,7 +1,7 @@
 """Find what limited a run: sentence, number, and what to try.
 
 Shares are fractions of a step's time, mean over ranks, without the first step of a session. A finding is reported if
-its share is at least LEAST. A straggler must also be last more often than by chance (see `stragglers.CHANCE`), and by
+its share is at least LEAST. A straggler must also be last more often than by chance (see `step_table.CHANCE`), and by
 more than twice the error of the clocks.
 
 Tested in tests/timeline/test_stragglers.py and test_slow_link.py.

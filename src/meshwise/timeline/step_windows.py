@@ -117,7 +117,7 @@ def _bar(s: np.void, kind: str, name: str, start: int, end: int, size: int = 0, 
 
 
 def _attributed(spans: Spans, arrivals: Arrivals, origin: int) -> Iterator[Bar]:
-    """Yield bars that divide the time of each rank into kinds of time without overlap (see attribution.py)."""
+    """Yield bars that divide the time of each rank into kinds of time without overlap (see arrivals.py)."""
     for rank in np.unique(spans["rank"]).tolist():
         mine = spans[spans["rank"] == rank]
         found = attribution_of(mine, arrivals)
