@@ -1,4 +1,4 @@
-"""Define the tutorials' two networks on MNIST or similar data sets, and read these.
+"""Define the tutorials' two networks on MNIST, and read IDX files.
 
 MNIST, Fashion-MNIST, KMNIST and EMNIST are IDX files: a big-endian header (two zero bytes, the type of a value, the
 number of dimensions, each dimension as four bytes), followed by the values. Only unsigned bytes (type 8) are read here,
