@@ -36,7 +36,7 @@ from meshwise.job.job import Job
 from meshwise.job.loop import run_job
 from meshwise.job.options import RunOptions
 from meshwise.jobs.registry import find_job
-from meshwise.machine.file.write import machine_to_toml
+from meshwise.machine.machine_file import machine_to_toml
 from meshwise.spec.errors import MeshwiseError
 from meshwise.spec.plan import Plan
 from meshwise.timeline.analyse import report_of

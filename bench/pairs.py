@@ -40,8 +40,8 @@ from small_jobs import job_of
 
 from meshwise.api.machines import find_machine
 from meshwise.machine.allowance import allowed_cores
-from meshwise.machine.bench import bench_of, merged, only_devices
 from meshwise.machine.measure.processes import measure_ranks
+from meshwise.machine.measure.result import bench_of, merged, only_devices
 from meshwise.rehearsal.constants import digest
 from meshwise.rehearsal.measured import prices_here
 from meshwise.rehearsal.memory import memory_curve, with_inside

@@ -28,7 +28,7 @@ HOUSES = {
         *(f"script/trainer{part}.py" for part in ("", "_loader", "_ranks")),
     ),
     "lab": (
-        *("machine/measure/", "machine/bench.py"),
+        "machine/measure/",
         *("machine/views/bench.py", "api/bench.py", "commands/bench.py"),
     ),
     "cluster": (
@@ -52,7 +52,7 @@ USE_A_HOUSE = (
     ),
     *("script/test_lightning.py", "script/test_trainer.py"),
     *(f"parallel/test_{name}.py" for name in ("complex", "expert_layouts", "experts", "pipeline")),
-    *("parallel/test_torch_utilities.py", "parallel/test_trial.py", "transfer/test_faults_collectives.py"),
+    *("parallel/test_torch_utilities.py", "parallel/test_probe_optimizer.py", "transfer/test_faults_collectives.py"),
 )
 
 

@@ -20,7 +20,7 @@ from meshwise.equivalence.proof import Proof as Proof
 from meshwise.job.job import EpochEnd as EpochEnd
 from meshwise.job.job import Job as Job
 from meshwise.job.options import RunOptions as RunOptions
-from meshwise.machine.bench import Bench as Bench
+from meshwise.machine.measure.result import Bench as Bench
 from meshwise.parallel.deferred import deferred as deferred
 from meshwise.parallel.load import Loaded as Loaded
 from meshwise.parallel.load import load_weights as load_weights

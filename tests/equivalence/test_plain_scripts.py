@@ -23,7 +23,7 @@ from rich.console import Console
 
 from meshwise.api.check import check_options
 from meshwise.api.check_options import CheckOptions
-from meshwise.autograd.loss_scale import scale_of
+from meshwise.autograd.loss_graph import scale_of
 from meshwise.equivalence.plain.findings import PlainProof
 from meshwise.equivalence.plain.judge import judge
 from meshwise.equivalence.plain.record import Follow, Pass, Record, Step

@@ -8,8 +8,7 @@ import json
 import pytest
 from rich.console import Console
 
-from meshwise.machine.bench import Bench, Stop, bench_of, merged, only_devices
-from meshwise.machine.measure.result import DeviceResult, PathResult
+from meshwise.machine.measure.result import Bench, DeviceResult, PathResult, Stop, bench_of, merged, only_devices
 from meshwise.machine.views.bench import bench_dict, bench_text, done_text
 from meshwise.machine.words import machine_from_words
 from meshwise.spec.machine import Device, Host, Machine, Matmul, link_between

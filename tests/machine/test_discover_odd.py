@@ -1,7 +1,7 @@
 """Discovery on machines that lack something, hide something or are set up badly: unknown stays unknown, and is said.
 
 Tests machine/discovery/nvml.py, machine/discovery/sysfs.py, machine/discovery/topology.py,
-machine/discovery/found.py.
+machine/discovery/topology.py.
 """
 
 from __future__ import annotations

@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 from machine.machines import machines
 
 from meshwise.machine.catalog import part
-from meshwise.machine.file.read import FROM_FILE, machine_from_toml
-from meshwise.machine.file.write import machine_to_toml
+from meshwise.machine.machine_file import FROM_FILE, machine_from_toml, machine_to_toml
 from meshwise.machine.words import machine_from_words
 from meshwise.spec.errors import UsageError
 from meshwise.spec.json_values import json_value

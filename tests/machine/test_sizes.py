@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwise.machine.measure.sizes import SHARE_OF_MEMORY, fitting, read_sizes
+from meshwise.machine.measure.result import SHARE_OF_MEMORY, fitting, read_sizes
 from meshwise.spec.errors import UsageError
 
 

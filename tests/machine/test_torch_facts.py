@@ -12,7 +12,7 @@ import torch
 
 from meshwise.machine.discovery import torch_facts
 from meshwise.machine.discovery.discover import discover
-from meshwise.machine.discovery.found import Accelerator, Between, Found
+from meshwise.machine.discovery.topology import Accelerator, Between, Found
 from meshwise.machine.discovery.torch_facts import read_torch
 from meshwise.spec.machine import Machine, link_between
 from tests.machine.simulated.fake_nvml import FakeNvml, NVMLError_DriverNotLoaded

@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional
 
+from meshwise.compat.sharding import local_of
 from meshwise.equivalence.one_device import one_device
 from meshwise.equivalence.programs import watch_job
 from meshwise.equivalence.proof import prove
@@ -29,7 +30,6 @@ from meshwise.job.job import Job
 from meshwise.job.loop import run_job
 from meshwise.job.options import RunOptions
 from meshwise.parallel.blocks import repeated_blocks
-from meshwise.parallel.buckets import local
 from meshwise.parallel.deferred import constructed, take_fakes
 from meshwise.parallel.fits import check_for_scripts
 from meshwise.parallel.load import load_weights
@@ -44,7 +44,7 @@ from meshwise.spec.plan_settings import plan_on
 from meshwise.spec.schedules import SCHEDULES
 from meshwise.spec.world import World
 from meshwise.splits.axis import MeshAxis, SplitPart
-from meshwise.splits.hidden import form_of
+from meshwise.splits.tensor import form_of
 from meshwise.transfer import stages
 from meshwise.transfer.stages import Pipe
 
@@ -266,7 +266,7 @@ def trained(made: Job, plan: Plan, folder: Path, resume: Path | None, epochs: in
     held: list[int] = []
 
     def look(end: Any) -> None:
-        parts = [local(p).untyped_storage() for p in end.model.parameters()]
+        parts = [local_of(p).untyped_storage() for p in end.model.parameters()]
         own = {part.data_ptr(): part.nbytes() for part in parts}
         held.append(sum(own.values()))
 

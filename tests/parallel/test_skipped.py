@@ -1,5 +1,5 @@
 """Modules that a rank may skip, under shard: found in the source (parallel/skipped.py), and right; what is not found is
-refused before a rank waits (parallel/gather_order.py)."""
+refused before a rank waits (parallel/shard_refusals.py)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import meshwise as mw
-from meshwise.parallel import gather_order
+from meshwise.parallel import shard_refusals
 from meshwise.parallel.skipped import may_be_skipped
 from meshwise.process.session import default_engine, end_sessions
 from meshwise.spec.plan import Plan
@@ -314,7 +314,7 @@ def test_a_skipped_layer_that_nobody_could_see_is_refused_at_once(pool: Any) -> 
 
 def test_one_that_is_skipped_later_is_refused_by_a_rank_that_skips_it(pool: Any) -> None:
     def case() -> None:
-        with patch.object(gather_order, "GRACE", 1.0):
+        with patch.object(shard_refusals, "GRACE", 1.0):
             trained(Plan(shard=2), lambda: Hidden(True))
 
     with pytest.raises(CaseFailed, match=r"\d blocks, but the forwards of other ranks do not.*list named experts"):

@@ -1,6 +1,6 @@
 """Models whose weights are split over worker processes: what lies packed, what is saved and loaded, and copies.
 
-Tests parallel/tensor.py, splits/packing.py, transfer/sharded.py.
+Tests parallel/tensor.py, parallel/layout.py, transfer/sharded.py.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a race is told like: both lines, the streams by name, what to write. Of races/stacks.py too."""
+"""What a race is told like: both lines, the streams by name, what to write. Of races/finding.py too."""
 
 from __future__ import annotations
 
@@ -6,15 +6,14 @@ from pathlib import Path
 from typing import Any
 
 from meshwise.races.checker import Checker, Race, Touch
-from meshwise.races.finding import Finding, LaneNames, Tensor, find
+from meshwise.races.finding import Finding, LaneNames, Line, Stack, Tensor, find, stack
 from meshwise.races.memory import region_of
 from meshwise.races.order import HOST, Lane
-from meshwise.races.stacks import Line, Stack, stack
 from meshwise.spec.user_code import OURS
 
 DEFAULT, SIDE, OTHER = Lane("cuda:1", 0), Lane("cuda:1", 70), Lane("cuda:0", 0)
 TRAIN, EVAL, EARLY = (Stack((Line(str(Path.cwd() / "train.py"), line, "main"),)) for line in (88, 90, 3))
-COPIES = Stack((Line(f"{OURS}transfer/staging.py", 50, "staged"), *EVAL.lines))
+COPIES = Stack((Line(f"{OURS}transfer/path.py", 50, "staged"), *EVAL.lines))
 
 
 def told(*program: Any) -> Finding:
@@ -36,12 +35,12 @@ def on(lane: Lane, where: Stack, writes: bool) -> Any:
 def test_a_missing_wait_is_told_with_both_lines() -> None:
     finding = told(on(DEFAULT, TRAIN, True), on(SIDE, COPIES, False))
     assert finding.text.splitlines() == [
-        "meshwise/transfer/staging.py:50: stream 1 of cuda:1 reads what the default stream wrote at train.py:88, "
+        "meshwise/transfer/path.py:50: stream 1 of cuda:1 reads what the default stream wrote at train.py:88, "
         "without waiting for it.",
         "    Call stream.wait_stream(other) before it, where stream is stream 1 of cuda:1 and other is the default "
         "stream.",
         "    weights: float32 [4, 4], by add",
-        "    reads at meshwise/transfer/staging.py:50 staged < train.py:90 main",
+        "    reads at meshwise/transfer/path.py:50 staged < train.py:90 main",
         "    wrote at train.py:88 main (copy_)",
     ]
 

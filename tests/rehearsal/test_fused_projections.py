@@ -1,7 +1,7 @@
 """A projection that holds queries, keys and values in one weight is cut in the rehearsal as in the run, in every layout
 that models have: what a rank computes and sends is what a run's rank 0 does.
 
-Of splits/packing.py and parallel/layout.py too.
+Of parallel/layout.py and parallel/layout.py too.
 """
 
 import contextlib

@@ -3,7 +3,7 @@
 Ranks are threads, so that no process starts. What has no rule is gathered, and right as well.
 
 Tests splits/along.py, splits/axis.py, splits/crossing.py, splits/elementwise.py,
-parallel/layout.py, splits/losses.py, splits/packing.py, splits/products.py,
+parallel/layout.py, splits/losses.py, parallel/layout.py, splits/products.py,
 splits/rule.py, splits/rules.py, splits/shapes.py, splits/tensor.py,
 compat/torch_function.py.
 """

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from meshwise.spec.errors import TransferError, UsageError
 from meshwise.spec.machine import Device, Link, Machine
 from meshwise.spec.timings import fitted
-from meshwise.transfer import staging
+from meshwise.transfer import path as paths
 from meshwise.transfer.checksum import BLOCK_BYTES
 from meshwise.transfer.comm_log import comm_log
 from meshwise.transfer.copy import copy, to
@@ -129,9 +129,9 @@ def test_any_view_equals_torchs_copy(shape: list[int], data: st.DataObject, dtyp
 
 
 def test_the_staged_path_takes_several_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(staging, "SMALLEST", 1000)
+    monkeypatch.setattr(paths, "SMALLEST", 1000)
     src = torch.randn(50_001)
-    assert staging.chunk_bytes(src.nbytes) == src.nbytes // staging.PARTS
+    assert paths.chunk_bytes(src.nbytes) == src.nbytes // paths.PARTS
     with virtual_devices(2) as devices:
         devices.places.set(src, 0)
         dst = to(src, "cpu:1", path="staged", verify=True)

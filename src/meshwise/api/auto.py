@@ -16,9 +16,9 @@ from meshwise.api.machines import find_machine
 from meshwise.api.plan import Plans, plan_options
 from meshwise.api.plan_options import PlanOptions
 from meshwise.job.options import AUTO_OF_A_SCRIPT, PlanText, RunOptions
-from meshwise.machine.bench import only_devices
 from meshwise.machine.find import find_devices
 from meshwise.machine.measure.processes import device_names
+from meshwise.machine.measure.result import only_devices
 from meshwise.rehearsal.estimate import Estimate
 from meshwise.rehearsal.views.explain_text import runner_up_sentences
 from meshwise.rehearsal.views.plan_text import plans_text

@@ -15,13 +15,23 @@ import torch
 
 from meshwise.api.machines import find_machine
 from meshwise.machine.allowance import allowed_cores
-from meshwise.machine.bench import Bench, Stop, bench_of, merged, only_devices
 from meshwise.machine.find import accelerators, find_devices
 from meshwise.machine.measure.copies import keep_busy, measure_in_process
 from meshwise.machine.measure.processes import device_names, measure_alone, measure_hosts, measure_processes
-from meshwise.machine.measure.result import SILENT, DeviceResult, PathResult
+from meshwise.machine.measure.result import (
+    DEFAULT,
+    SILENT,
+    Bench,
+    DeviceResult,
+    PathResult,
+    Stop,
+    bench_of,
+    fitting,
+    merged,
+    only_devices,
+    read_sizes,
+)
 from meshwise.machine.measure.result import Progress as Progress
-from meshwise.machine.measure.sizes import DEFAULT, fitting, read_sizes
 from meshwise.machine.memory import free_bytes
 from meshwise.machine.views.bench import bench_text
 from meshwise.spec.devices import WorkerSlot, has_streams, parse_devices

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from meshwise.machine.discovery.discover import discover
 from meshwise.machine.discovery.torch_facts import read_torch
-from meshwise.machine.file.read import machine_from_toml
+from meshwise.machine.machine_file import machine_from_toml
 from meshwise.machine.views.devices import devices_text
 from meshwise.machine.words import machine_from_words
 from meshwise.spec.errors import UsageError

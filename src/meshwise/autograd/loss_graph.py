@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwise.spec.user_code import user_frame
+from meshwise.compat.dispatch import without_interception
 
 NONE, MEAN, SUM = 0, 1, 2  # aten/src/ATen/core/Reduction.h
 KNOWN = {
@@ -179,7 +179,7 @@ def uneven_mean(loss: Tensor, samples: int) -> str:
                 return "class_weights[y].sum()"
             counted = float(node._saved_total_weight)
             if weights is None and counted % max(samples, 1) and node._saved_target.numel() >= samples:  # of all rows
-                return _count(node._saved_target, counted, signed(ignored))
+                return f"(y != {signed(ignored)}).sum()" if counted < node._saved_target.numel() else "y.numel()"
         if kind == "DivBackward0" and _is_divided_sum(node, samples):
             return "…"
         if (kind in KNOWN or kind == "MeanBackward0") and _is_mean_of_some(node, samples):
@@ -208,24 +208,6 @@ def is_of_items(loss: Tensor, rows: int) -> bool:
     """Return whether `loss` has a mean cross entropy over something else than rows: the cross entropy has class
     weights, or its number of targets is not `rows`."""
     return any(targets != rows or weighed for _, targets, weighed in cross_entropy_means(loss))
-
-
-def _count(target: Tensor, counted: float, ignored: int) -> str:
-    """Return source code that counts the targets of a cross entropy, without the ignored targets."""
-    frame = user_frame()
-    own = {} if frame is None else dict(frame.f_locals)
-    tensors = {name: value for name, value in own.items() if isinstance(value, Tensor) and value.numel()}
-    same = [n for n, t in tensors.items() if t.numel() == target.numel() and t.data_ptr() == target.data_ptr()]
-    name = same[0] if same else "y"
-    if counted < target.numel():
-        return f"({name} != {ignored}).sum()"
-    for each, value in own.items():
-        if isinstance(value, list | tuple) and all(isinstance(n, int) for n in value) and sum(value) == counted:
-            return f"sum({each})"
-    for each, value in tensors.items():
-        if each not in same and value.dtype in (torch.bool, torch.int64, torch.int32) and int(value.sum()) == counted:
-            return f"{each}.sum()"
-    return f"{name}.numel()"
 
 
 def signed(number: int) -> int:
@@ -299,3 +281,23 @@ def node_under_way() -> int | None:
     backward."""
     node = torch._C._current_autograd_node()
     return None if node is None else int(node._sequence_nr())
+
+
+def scale_of(loss: Tensor) -> float:
+    """Return the factor by which the program has scaled a loss to get `loss`, e.g. 1/16 for `loss / 4 / 4`.
+
+    Only multiplications and divisions by plain numbers at the end of the computation count.
+    """
+    node, scale = loss.grad_fn, 1.0
+    while node is not None and node.name() in FACTORS:
+        above = [each for each, _ in node.next_functions]
+        if above.count(None) != 1:
+            break
+        number = node._saved_other if above[1] is None else node._saved_self  # type: ignore[attr-defined]
+        if number is None or number.numel() != 1 or (node.name() == "DivBackward0" and above[0] is None):
+            break
+        with without_interception():  # which would be given a plain number
+            by = float(number)
+        scale = scale / by if node.name() == "DivBackward0" else scale * by
+        node = above[0] or above[1]
+    return scale

@@ -23,7 +23,7 @@ from rich.console import Console
 from meshwise import api
 from meshwise.commands.command_line import from_dataclass
 from meshwise.machine import views
-from meshwise.machine.file.write import machine_to_toml, toml_writer
+from meshwise.machine.machine_file import machine_to_toml, toml_writer
 from meshwise.records.files import write_text
 from meshwise.spec.devices import IN_WORDS
 from meshwise.spec.errors import UsageError

@@ -38,7 +38,7 @@ from meshwise.engine.loops import Loops
 from meshwise.engine.phases import Phases
 from meshwise.engine.program import Program
 from meshwise.engine.seeds import ModelStream, StepDraws
-from meshwise.parallel.own_draws import OF_DRAWS
+from meshwise.parallel.rng_notes import OF_DRAWS
 from meshwise.spec.dtypes import Dtypes
 from meshwise.spec.plan import Plan
 from meshwise.spec.world import World

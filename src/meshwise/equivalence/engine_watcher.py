@@ -43,7 +43,7 @@ from meshwise.spec.errors import UsageError
 from meshwise.spec.plan import Plan
 from meshwise.spec.user_code import user_place
 from meshwise.spec.world import World
-from meshwise.transfer.agreement import wait_for_all
+from meshwise.transfer.reading import wait_for_all
 from meshwise.transfer.collectives import gather_objects
 from meshwise.workers import heartbeat
 from meshwise.workers.verb_log import came_to

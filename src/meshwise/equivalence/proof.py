@@ -16,7 +16,7 @@ from meshwise.equivalence.doubts import NO_ROUNDING, OTHER_STEPS, kept_coarser, 
 from meshwise.equivalence.noise import noise_of
 from meshwise.equivalence.shown import ALONE, shown_otherwise
 from meshwise.equivalence.trace import CheckSpec, Trace
-from meshwise.parallel.own_draws import OF_DRAWS
+from meshwise.parallel.rng_notes import OF_DRAWS
 from meshwise.parallel.tensor import UNDIVIDED
 from meshwise.spec.plan import Plan
 

@@ -19,7 +19,7 @@ from meshwise.data.order import BatchSlice
 from meshwise.engine.engine import Engine
 from meshwise.engine.weighing import check_reduction
 from meshwise.spec.user_code import user_place
-from meshwise.transfer.foreign import Foreign
+from meshwise.transfer.traced import Foreign
 
 BACKWARDS = 9  # a program may have several losses, and none becomes another one later
 COUPLING = 5  # of them; the first is passed by, since nothing is known of what was called before it

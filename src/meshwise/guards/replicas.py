@@ -29,7 +29,7 @@ from meshwise.engine.engine import Engine
 from meshwise.engine.loops import LoopRead
 from meshwise.engine.program import Program
 from meshwise.spec.user_code import user_place
-from meshwise.transfer.agreement import wait_for_all
+from meshwise.transfer.reading import wait_for_all
 
 Settings: TypeAlias = tuple[tuple[str, str, Any], ...]
 """Tuples of (name of the value, description of the object that has it, value)."""

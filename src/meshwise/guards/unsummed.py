@@ -27,7 +27,7 @@ from meshwise.compat import compiling
 from meshwise.engine.engine import Engine
 from meshwise.engine.loops import LoopRead
 from meshwise.spec.user_code import frame_in
-from meshwise.transfer.foreign import Foreign
+from meshwise.transfer.traced import Foreign
 
 MISSING = (
     "{place}: this loop evaluates a model, but nothing sums its results over the ranks, so each rank has the results "

@@ -14,7 +14,8 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
-from meshwise.machine.file.tables import FIGURES, read_table
+from meshwise.machine.file_keys import FIGURES, read_table
+from meshwise.spec.machine import DEVICE, HOST, NODE, Link, Machine
 from meshwise.spec.quantity import read_quantity
 
 NOT_CONFIRMED = " (from memory, not confirmed)"
@@ -252,3 +253,42 @@ def _link(entry: Mapping[str, Any], key: str, origins: Mapping[str, str], where:
     return PartLink(
         link["kind"], bandwidth, link.get("generation"), link.get("width"), link.get("mesh", False), origins[key]
     )
+
+
+def nominal_of(link: Link) -> tuple[float | None, int | None]:
+    """Return (bytes/s one way, generation) that the parts at both ends of a link support, even if the link was found
+    slower. None if unknown."""
+    rate = link.bandwidth or nominal_rate(link.kind, link.full_generation, link.full_width)
+    return rate, link.full_generation
+
+
+def expected_collective(machine: Machine, kind: str, ranks: int) -> tuple[float | None, float | None]:
+    """Return the bus bandwidth that a collective on one host should reach, and its nominal bandwidth, in bytes/s. The
+    devices form a ring, and the slowest link of the ring limits the rate. The result is the nominal rate of this link,
+    times the share of the nominal rate that was reached in the catalog's measurements. None if unknown.
+
+    kind: the collective, such as `all-reduce`.
+    """
+    on_one_host = sum(device.host == 0 for device in machine.devices)
+    found = [
+        (*_ring(machine, link, ranks), link.kind)
+        for link in machine.links
+        if HOST not in (link.source, link.target) and not link.source.startswith(NODE) and link.kind != "process"
+    ]
+    rates = [(rate, generation, link) for rate, generation, link in found if rate is not None]
+    if not rates or len(rates) < len(found) or not 1 < ranks <= on_one_host:
+        return None, None
+    rate, generation, link = min(rates, key=lambda known: known[0])
+    share = reached(link, generation, kind) or reached(link, generation, "all-reduce")
+    return None if share is None else rate * share, rate
+
+
+def _ring(machine: Machine, link: Link, ranks: int) -> tuple[float | None, int | None]:
+    """Return (bytes/s, generation) of a ring over such links. In a mesh, several rings run at once."""
+    rate, generation = nominal_of(link)
+    names = {device.part for device in machine.devices if link.source in (device.name, DEVICE)}
+    end = part(names.pop()) if len(names) == 1 else None
+    own = None if end is None else end.link_of(link.kind)
+    if own is not None and own.mesh:
+        return min(own.bandwidth, own.pair * max(ranks - 1, link.width or 1)), generation
+    return rate, generation

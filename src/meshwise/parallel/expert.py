@@ -22,7 +22,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -38,25 +38,9 @@ from meshwise.spec.words import some
 from meshwise.transfer import collectives
 
 
-class ExpertAxis(Protocol):
-    """The ranks over which experts are divided, with the collectives between them."""
-
-    @property
-    def size(self) -> int: ...
-
-    @property
-    def rank(self) -> int: ...
-
-    def all_gather(self, tensor: Tensor) -> Tensor:
-        """Gather `tensor` from every rank, stacked in rank order."""
-
-    def exchange(self, sent: Sequence[Tensor], taken: Sequence[Tensor]) -> None:
-        """Send `sent[r]` to rank r and receive `taken[r]` from rank r. Each of these tensors may have no rows."""
-
-
 @dataclass(frozen=True)
-class ExpertMeshAxis:
-    """The ranks of the mesh axis over which experts are divided.
+class ExpertAxis:
+    """The ranks of the mesh axis over which experts are divided, with the collectives between them.
 
     group: the process group of all ranks that differ from this rank only on this axis. Together they hold all experts.
     """
@@ -66,9 +50,11 @@ class ExpertMeshAxis:
     group: collectives.Group
 
     def all_gather(self, tensor: Tensor) -> Tensor:
+        """Gather `tensor` from every rank, stacked in rank order."""
         return collectives.all_gather(tensor, self.group, of="tokens of experts")
 
     def exchange(self, sent: Sequence[Tensor], taken: Sequence[Tensor]) -> None:
+        """Send `sent[r]` to rank r and receive `taken[r]` from rank r. Each of these tensors may have no rows."""
         taken[self.rank].copy_(sent[self.rank])
         sends = [(rows, r) for r, rows in enumerate(sent) if r != self.rank and len(rows)]
         receives = [(rows, r) for r, rows in enumerate(taken) if r != self.rank and len(rows)]
@@ -195,7 +181,7 @@ def _apply(setup: Setup) -> None:
     mesh = make_mesh(setup.plan, setup.world)
     others = mesh[tuple(name for name in mesh.mesh_dim_names or () if name in ("data", "shard"))]
     along = mesh[AXIS]
-    axis = ExpertMeshAxis(along.size(), along.get_local_rank(), along.get_group())
+    axis = ExpertAxis(along.size(), along.get_local_rank(), along.get_group())
     divided, names = 0, []
     for name, module, count in list(_experts(setup.model)):
         for own, p in list(parameters_in(module).items()):

@@ -20,11 +20,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from meshwise.compat.modules import step_without_hooks
-from meshwise.compat.sharding import with_local
-from meshwise.parallel.buckets import buckets_of, local
-from meshwise.parallel.step_hooks import Order, has_closure, subscribe
+from meshwise.compat.sharding import local_of, with_local
+from meshwise.parallel.probe_optimizer import unlike_by_parameters
+from meshwise.parallel.step_hooks import Order, buckets_of, has_closure, subscribe
 from meshwise.parallel.technique import Technique
-from meshwise.parallel.trial import unlike_by_parameters
 from meshwise.spec.errors import PlanError
 from meshwise.spec.plan import Plan
 from meshwise.spec.world import World
@@ -111,7 +110,7 @@ class OffloadedState:
             entry = optimizer.state.get(p, {})
             for key, value in entry.items() if isinstance(entry, dict) else ():
                 if _travels(value):
-                    device = local(p).device
+                    device = local_of(p).device
                     entry[key] = _sent(value)
         if device is not None and device.type != "cpu":
             torch.accelerator.current_stream(device).synchronize()  # what is read on the host has arrived
@@ -123,15 +122,15 @@ def _travels(value: Any) -> bool:
 
 
 def _sent(value: Tensor) -> Tensor:
-    part = local(value).detach()
+    part = local_of(value).detach()
     on_gpu = part.device.type != "cpu"
     host = torch.empty_like(part, device="cpu", pin_memory=on_gpu)
     return with_local(value, host.copy_(part, non_blocking=on_gpu))
 
 
 def _fetched(value: Tensor, parameter: Tensor) -> Tensor:
-    part = local(value)
-    there = torch.empty_like(part, device=local(parameter).device)
+    part = local_of(value)
+    there = torch.empty_like(part, device=local_of(parameter).device)
     return with_local(value, there.copy_(part, non_blocking=True))
 
 

@@ -23,8 +23,7 @@ from meshwise.compat.torch_function import on_parts
 from meshwise.compat.tree import map_kind, map_tensors, tensors_in
 from meshwise.parallel.schedule import Action
 from meshwise.spec.errors import PlanError
-from meshwise.splits.hidden import Form, Hidden, form_of
-from meshwise.splits.tensor import split_again
+from meshwise.splits.tensor import Form, Hidden, form_of, split_again
 from meshwise.transfer import collectives, stages
 from meshwise.transfer.stages import Pipe
 

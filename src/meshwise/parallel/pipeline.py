@@ -27,14 +27,13 @@ from torch.optim import Optimizer
 
 from meshwise.compat.modules import put_forward, takes_hooks
 from meshwise.parallel.blocks import repeated_blocks
-from meshwise.parallel.holding import Holding, let_go, own_state
+from meshwise.parallel.holding import Holding, StageWrites, let_go, own_state, refused
 from meshwise.parallel.passing import Pass, Passing
+from meshwise.parallel.probe_optimizer import unlike_by_parameters
 from meshwise.parallel.reduction import reached_parameters
 from meshwise.parallel.schedule import CHUNKS, Action, forwards, orders, stage_ranges
-from meshwise.parallel.stage_writes import StageWrites, refused
 from meshwise.parallel.step_hooks import needs_closure
 from meshwise.parallel.technique import Setup, Technique
-from meshwise.parallel.trial import unlike_by_parameters
 from meshwise.spec.errors import MeshwiseError, PlanError
 from meshwise.spec.plan import Plan
 from meshwise.spec.units import bytes_text

@@ -34,11 +34,10 @@ from meshwise.compat import sharding
 from meshwise.compat.modules import generates_together, hooks_at_forward, put_around_methods, put_forward
 from meshwise.compat.reducer import default_store
 from meshwise.compat.whole_values import plain_loss, read_whole
-from meshwise.parallel.gather_order import FIRST, GRACE, GatherOrder
 from meshwise.parallel.mesh import WITHIN_SAMPLES, make_mesh, mesh_of_stage
 from meshwise.parallel.rebind import register_model_load_hooks, register_optimizer_load_hook
 from meshwise.parallel.reduction import SKIPPED
-from meshwise.parallel.shard_refusals import check_steps_on_parts, meet_without_forward
+from meshwise.parallel.shard_refusals import FIRST, GRACE, GatherOrder, check_steps_on_parts, meet_without_forward
 from meshwise.parallel.shard_units import (
     called_by_all,
     check_can_be_sharded,
@@ -56,8 +55,7 @@ from meshwise.spec.plan import Plan
 from meshwise.spec.words import some
 from meshwise.spec.world import World
 from meshwise.transfer import collectives, stages
-from meshwise.transfer.agreement import agree
-from meshwise.transfer.reading import look_out, meet, someone_is_past, together
+from meshwise.transfer.reading import agree, look_out, meet, someone_is_past, together
 
 _made = itertools.count()  # every rank shards its models in the same order
 

@@ -18,16 +18,17 @@ import functools
 import inspect
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
-from torch import nn, optim
+from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from meshwise.compat.modules import call_first, call_last
+from meshwise.compat.sharding import local_of
 
 BY_NUMBERS: set[Any] = {optim.Adadelta, optim.Adagrad, optim.Adam, optim.AdamW, optim.Adamax, optim.ASGD, optim.NAdam}
 BY_NUMBERS |= {optim.RAdam, optim.RMSprop, optim.SGD, optim.SparseAdam}
@@ -99,6 +100,21 @@ def subscribe(
 def held_parameters(optimizer: Optimizer) -> list[nn.Parameter]:
     """Return the parameters of an optimizer, group by group."""
     return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def buckets_of(tensors: Sequence[Tensor], most: int) -> list[list[Tensor]]:
+    """Group adjacent tensors of the same dtype and device into buckets. A bucket has at most `most` bytes on this rank,
+    except that a tensor larger than `most` has a bucket of its own."""
+    buckets: list[list[Tensor]] = []
+    size = 0
+    for t in tensors:
+        size += local_of(t).nbytes
+        last = buckets[-1] if buckets else []
+        if not last or size > most or (last[0].dtype, last[0].device) != (t.dtype, t.device):
+            buckets.append([])
+            size = local_of(t).nbytes
+        buckets[-1].append(t)
+    return buckets
 
 
 def needs_closure(optimizer: Optimizer) -> bool:

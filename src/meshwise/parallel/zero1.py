@@ -22,11 +22,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from meshwise.compat.modules import after_method, takes_hooks
-from meshwise.parallel.buckets import buckets_of
 from meshwise.parallel.holding import is_absent
-from meshwise.parallel.step_hooks import Order, has_closure, held_parameters, subscribe
+from meshwise.parallel.probe_optimizer import unlike_by_parameters
+from meshwise.parallel.step_hooks import Order, buckets_of, has_closure, held_parameters, subscribe
 from meshwise.parallel.technique import Technique
-from meshwise.parallel.trial import unlike_by_parameters
 from meshwise.spec.errors import PlanError
 from meshwise.spec.plan import Plan
 from meshwise.spec.world import World

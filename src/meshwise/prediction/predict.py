@@ -32,7 +32,7 @@ from meshwise.job.run import Data, make_engine, open_data, read_parts
 from meshwise.parallel.deferred import constructed
 from meshwise.parallel.fits import check_fits
 from meshwise.parallel.load import load_weights
-from meshwise.parallel.own_draws import OF_DRAWS
+from meshwise.parallel.rng_notes import OF_DRAWS
 from meshwise.prediction.options import PredictOptions
 from meshwise.prediction.parts import (
     Outputs,

@@ -18,8 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from meshwise.machine.catalog import part, reached
-from meshwise.machine.expected import expected_collective, nominal_of
+from meshwise.machine.catalog import expected_collective, nominal_of, part, reached
 from meshwise.rehearsal.constants import BASE, FIGURES, HOP, IN_NETWORK, LL, LL128, NEVER, PROTOCOL, SIMPLE
 from meshwise.rehearsal.price import CATALOG, COMMUNICATION, MEASURED, MODEL, Priced, priced
 from meshwise.rehearsal.work import CollectiveOperation

@@ -9,7 +9,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from meshwise.machine.views.links import kind_text
+from meshwise.machine.views.devices import kind_text
 from meshwise.rehearsal.breakdown import RankStep, slowest_rank
 from meshwise.rehearsal.estimate import Estimate
 from meshwise.rehearsal.play import Done

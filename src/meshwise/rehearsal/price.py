@@ -18,8 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from meshwise.machine.catalog import CatalogPart, achievable, part, reached
-from meshwise.machine.expected import nominal_of
+from meshwise.machine.catalog import CatalogPart, achievable, nominal_of, part, reached
 from meshwise.rehearsal.constants import FIGURES, TILES
 from meshwise.rehearsal.operators import Product, product_of, sort_of
 from meshwise.rehearsal.work import Copy, Operation

@@ -50,7 +50,7 @@ from meshwise.spec.errors import MeshwiseError, UsageError
 from meshwise.spec.plan import Plan
 from meshwise.spec.user_code import name_line
 from meshwise.spec.world import World
-from meshwise.splits.hidden import one_stage_on
+from meshwise.splits.tensor import one_stage_on
 from meshwise.timeline.recorder import make_current
 from meshwise.transfer import stages
 from meshwise.workers.gate import StepGate

@@ -31,7 +31,7 @@ from meshwise.engine import steps
 from meshwise.engine.engine import IN_LOSS, Engine
 from meshwise.engine.seeds import draw_alike
 from meshwise.guards.same_data import samplers_of
-from meshwise.parallel.own_draws import OF_DRAWS
+from meshwise.parallel.rng_notes import OF_DRAWS
 from meshwise.process.plan_choice import choose_plan
 from meshwise.process.session import default_engine, engines
 from meshwise.script.distributed_loader import DistributedLoader

@@ -28,7 +28,7 @@ from meshwise.spec.errors import CheckpointError, UsageError
 from meshwise.spec.units import plural
 from meshwise.spec.words import error_text
 from meshwise.spec.world import World
-from meshwise.transfer.agreement import wait_for_all
+from meshwise.transfer.reading import wait_for_all
 from meshwise.workers.join import rank_context
 from meshwise.workers.verb_log import came_to
 

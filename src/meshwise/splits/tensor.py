@@ -14,13 +14,20 @@ Tested in tests/splits/test_split_rules.py, tests/parallel/test_split_context.py
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
 
 from meshwise.compat.dispatch import over
+from meshwise.compat.reducer import version
+from meshwise.compat.torch_function import on_parts
+from meshwise.compat.tree import map_kind, map_tensors
+from meshwise.spec.errors import UsageError
+from meshwise.spec.user_code import user_place
 from meshwise.splits.axis import SplitPart
 
 LEVELS = ("data", "context", "tensor")
@@ -160,3 +167,90 @@ def whole_shape(tensor: Tensor) -> torch.Size:
     if is_split(tensor):
         shape[tensor.part.dim] = tensor.part.length
     return torch.Size(shape)
+
+
+@dataclass(frozen=True)
+class Form:
+    """The form of one tensor that a stage sends to the next. parts: how it is split over ranks. Empty for a whole
+    tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    trained: bool
+    parts: tuple[SplitPart, ...]
+
+
+@dataclass(frozen=True)
+class Hidden:
+    """The output of a block that is sent to the next stage.
+
+    form: the structure of the output, with a `Form` in place of each tensor.
+    carried: further values that are sent along.
+    before: the forms of the outputs of earlier blocks, by block number.
+    """
+
+    form: Any
+    carried: list[Any]
+    before: dict[int, Any]
+
+    @property
+    def tensors(self) -> list[Form]:
+        return list(forms_in(self.form))
+
+
+def one_stage_on(hidden: Hidden) -> Hidden:
+    """Return what the third stage of a pipeline sends, if the second sends `hidden`, and both do the same."""
+    own = len(hidden.before) // 2
+    more = {number + own: form for number, form in hidden.before.items() if number >= own}
+    return replace(hidden, before=hidden.before | more)
+
+
+def form_of(given: Any) -> Any:
+    """Return what a block gives with a `Form` in place of each tensor."""
+    with on_parts():
+        return map_tensors(lambda t: Form(tuple(t.shape), t.dtype, t.requires_grad, parts_of(t)), given)
+
+
+def forms_in(tree: Any) -> Iterator[Form]:
+    """Return the forms in the result of `form_of`, in order."""
+    found: list[Form] = []
+    map_kind(Form, found.append, tree)
+    return iter(found)
+
+
+VIEWS = "select chunk split unbind narrow tensor_split __iter__ diagonal hsplit vsplit"
+_VIEWS = {*VIEWS.split()}
+KEPT, MOST = 1 << 20, 64  # bytes, up to which a copy is held as long as its batch; copies of a batch that are noted
+BASIC = (int, slice, type(None), type(Ellipsis))
+
+
+def gives_view(name: str, args: Any) -> bool:
+    """Return whether an operator gives a view of its first argument on one device."""
+    if name != "__getitem__":
+        return name in _VIEWS
+    index = args[1] if isinstance(args[1], tuple) else (args[1],)
+    return all(isinstance(each, BASIC) for each in index)
+
+
+def note_copies(batch: SplitTensor, made: Any) -> None:
+    """Note the results of such an operator that hold no memory of the batch."""
+    with on_parts():
+        memory = batch.untyped_storage().data_ptr()
+        for each in made if isinstance(made, (tuple, list)) else (made,):
+            if isinstance(each, Tensor) and each.untyped_storage().data_ptr() != memory:
+                size = each.numel() * each.element_size()
+                held: Any = (lambda each=each: each) if size <= KEPT else weakref.ref(each)
+                noted = batch.__dict__.setdefault("copies", [])
+                noted += [(held, version(each))] if len(noted) < MOST else []
+
+
+def check_copies(batch: SplitTensor) -> None:
+    """Raise UsageError if the program has written into such a copy of this batch."""
+    if not (noted := batch.__dict__.get("copies")):
+        return
+    with on_parts():
+        if any((each := held()) is not None and version(each) != before for held, before in noted):
+            raise UsageError(
+                f'{user_place()}: the program has written into rows that it took out of this batch. With view="whole" '
+                "they are copies, so the batch keeps its values. Write into the batch: x[2] = 0, not x[2].zero_()."
+            )

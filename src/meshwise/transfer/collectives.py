@@ -37,8 +37,7 @@ from meshwise.spec.devices import has_streams
 from meshwise.spec.errors import UsageError, check_known
 from meshwise.timeline.recorder import current
 from meshwise.timeline.spans import collective_name
-from meshwise.transfer import foreign
-from meshwise.transfer.comm_log import OPEN
+from meshwise.transfer.comm_log import OPEN, Stopwatch
 from meshwise.transfer.groups import DIVIDING, key_of
 from meshwise.transfer.groups import device_of as device_of
 from meshwise.transfer.groups import divide_among as divide_among
@@ -49,8 +48,7 @@ from meshwise.transfer.groups import group_key as group_key
 from meshwise.transfer.groups import group_of as group_of
 from meshwise.transfer.groups import ranks_of as ranks_of
 from meshwise.transfer.groups import world_size as world_size
-from meshwise.transfer.looked_at import EVERYONE, Ends, begin_looked_at, log, ours
-from meshwise.transfer.stopwatch import Stopwatch
+from meshwise.transfer.traced import COUNTERS, EVERYONE, Ends, begin_traced, log, ours
 from meshwise.workers import heartbeat
 from meshwise.workers.heartbeat import PEERS, enter, leave
 
@@ -86,7 +84,7 @@ def mean_now(tensor: Tensor, *, of: str = "") -> None:
     long as the sum of a small tensor.
     """
     group, name, recorder = DIVIDING[0] or dist.group.WORLD, collective_name("all-reduce", of), current()
-    if group is None or foreign.OPEN or OPEN or has_streams(tensor.device) or tensor.dtype not in backend.PLAIN:
+    if group is None or COUNTERS or OPEN or has_streams(tensor.device) or tensor.dtype not in backend.PLAIN:
         begin_mean(tensor, of=of).wait()
         return
     key, beat = key_of(DIVIDING[0]), heartbeat.beat
@@ -120,8 +118,8 @@ def _begin_sum(tensor: Tensor, of: str, *, mean: bool) -> Future[Tensor]:
         done.value()  # raises what went wrong
         return tensor
 
-    if foreign.OPEN or OPEN or tensor.dtype not in backend.PLAIN or not tensor.is_contiguous():
-        return begin_looked_at(tensor, group).then(ended)
+    if COUNTERS or OPEN or tensor.dtype not in backend.PLAIN or not tensor.is_contiguous():
+        return begin_traced(tensor, group).then(ended)
     work = dist.all_reduce(tensor.detach(), group=group, async_op=True)
     assert work is not None  # this rank is a member of the group
     future: Future[Tensor] = work.get_future().then(ended)

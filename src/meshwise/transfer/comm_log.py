@@ -11,14 +11,17 @@ when the log is read, after the block, so nothing waits within the block; inside
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import overload
 
+import torch
+
+from meshwise.spec.devices import has_streams
 from meshwise.spec.units import bytes_text, seconds_text
 from meshwise.terminal.table import table_lines
-from meshwise.transfer.stopwatch import Seconds
 
 
 @dataclass(frozen=True)
@@ -131,3 +134,35 @@ def _row(move: Transfer) -> tuple[str, ...]:
     rate = f"{move.bytes / move.seconds / 1e9:.2f} GB/s" if move.seconds > 0 else ""
     ends = move.operation, move.source, move.target
     return *ends, bytes_text(move.bytes), move.path, seconds_text(move.seconds), rate
+
+
+Seconds = float | Callable[[], float]
+"""Seconds, or a function that waits until they are known and returns them."""
+
+
+class Stopwatch:
+    """A timer that starts when it is created.
+
+    device: a device with streams, on which `stream` (by default the current stream) is timed. For None, or a device
+        without streams, the host's clock is used.
+    """
+
+    def __init__(self, device: torch.device | None, stream: torch.Stream | None = None) -> None:
+        timed = device is not None and has_streams(device)
+        self._events = [torch.Event(device, enable_timing=True) for _ in range(2)] if timed else []
+        for event in self._events[:1]:
+            event.record(stream)
+        self._start = time.perf_counter()
+
+    def stop(self, stream: torch.Stream | None = None) -> Seconds:
+        """Return the seconds since the start. On a device with streams, return a function that waits for `stream` and
+        returns the seconds."""
+        if not self._events:
+            return time.perf_counter() - self._start
+        self._events[1].record(stream)
+        return self._elapsed
+
+    def _elapsed(self) -> float:
+        start, end = self._events
+        end.synchronize()
+        return float(start.elapsed_time(end)) / 1e3

@@ -25,12 +25,10 @@ from meshwise.spec.machine import Machine
 from meshwise.spec.units import bytes_text
 from meshwise.transfer import interop
 from meshwise.transfer.checksum import first_difference
-from meshwise.transfer.comm_log import OPEN, note
+from meshwise.transfer.comm_log import OPEN, Seconds, Stopwatch, note
 from meshwise.transfer.devices import OPEN_DEVICES, as_device, device_of, empty_like, name_of, open_devices, plainly
 from meshwise.transfer.overlap import overlapping, repeats, torchs_check_is_sure
-from meshwise.transfer.path import AUTO, STAGED, choose
-from meshwise.transfer.staging import staged
-from meshwise.transfer.stopwatch import Seconds, Stopwatch
+from meshwise.transfer.path import AUTO, STAGED, choose, staged
 
 # This torch knows no two devices between which a path would have to be chosen.
 _ONE_MEMORY = torch.version.cuda is None and torch.version.hip is None

@@ -17,12 +17,11 @@ from torch import Tensor
 
 from meshwise.spec.errors import UsageError, check_known
 from meshwise.spec.machine import Machine
-from meshwise.transfer.comm_log import note
+from meshwise.transfer.comm_log import Stopwatch, note
 from meshwise.transfer.copy import CopyOptions, move, moved_to
 from meshwise.transfer.devices import as_device, device_of, empty_like, name_of, plainly
 from meshwise.transfer.interop import from_array
 from meshwise.transfer.overlap import overlapping, repeats
-from meshwise.transfer.stopwatch import Stopwatch
 
 Device = str | torch.device | int
 
@@ -128,16 +127,8 @@ _OPERATIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-_NCCL_DTYPES = {
-    torch.float16,
-    torch.bfloat16,
-    torch.float32,
-    torch.float64,
-    torch.uint8,
-    torch.int8,
-    torch.int32,
-    torch.int64,
-}
+_NCCL_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_NCCL_DTYPES += (torch.uint8, torch.int8, torch.int32, torch.int64)
 
 
 def _reduce_slices(

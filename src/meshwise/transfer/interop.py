@@ -18,8 +18,7 @@ from torch import Tensor
 
 from meshwise.spec.errors import UsageError
 from meshwise.spec.machine import HOST
-from meshwise.transfer.comm_log import note
-from meshwise.transfer.stopwatch import Stopwatch
+from meshwise.transfer.comm_log import Stopwatch, note
 
 
 def is_array(value: Any) -> bool:

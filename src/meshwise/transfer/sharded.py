@@ -17,8 +17,9 @@ from torch.nn import functional
 
 from meshwise.compat import sharding
 from meshwise.compat.whole_values import whole
-from meshwise.transfer import collectives, foreign
+from meshwise.transfer import collectives
 from meshwise.transfer.reading import together
+from meshwise.transfer.traced import ours
 
 BUCKET = 25 << 20  # bytes of whole tensors that are gathered in one collective
 Box = tuple[tuple[int, int], ...]
@@ -29,7 +30,7 @@ def full_tensor(tensor: Tensor) -> Tensor:
     """Return the whole tensor. The shards of a DTensor are gathered from all ranks, which must all call this."""
     if not isinstance(tensor, DTensor):
         return tensor
-    with together(), foreign.ours():
+    with together(), ours():
         return whole(tensor)
 
 

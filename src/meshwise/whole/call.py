@@ -34,9 +34,8 @@ from meshwise.engine.engine import Engine
 from meshwise.engine.seeds import seed_generators, set_states, states
 from meshwise.spec.errors import UsageError
 from meshwise.splits.axis import SplitPart
-from meshwise.splits.copies import check_copies
 from meshwise.splits.crossing import enter
-from meshwise.splits.tensor import SplitTensor, split
+from meshwise.splits.tensor import SplitTensor, check_copies, split
 from meshwise.transfer import collectives
 from meshwise.transfer.splitmix import mixed
 from meshwise.whole.axis import DataAxis

@@ -14,9 +14,8 @@ from meshwise.compat.tree import map_kind
 from meshwise.spec.errors import UsageError
 from meshwise.spec.user_code import OURS, user_place
 from meshwise.splits import rules, sums
-from meshwise.splits.copies import check_copies, gives_view, note_copies
 from meshwise.splits.crossing import gather
-from meshwise.splits.tensor import SplitTensor, dispatch_with, level
+from meshwise.splits.tensor import SplitTensor, check_copies, dispatch_with, gives_view, level, note_copies
 from meshwise.splits.term import Term, heard, resolved
 
 KEEP = """flatten view reshape squeeze unsqueeze transpose permute contiguous float double log_softmax softmax sigmoid

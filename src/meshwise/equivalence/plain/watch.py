@@ -21,7 +21,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from meshwise.autograd.loss_scale import scale_of
+from meshwise.autograd.loss_graph import scale_of
 from meshwise.compat import program_calls
 from meshwise.compat.modules import gradient_hooks
 from meshwise.engine.seeds import seed_all

@@ -16,11 +16,10 @@ from typing import Any
 
 from meshwise.machine.allowance import bound_cores
 from meshwise.machine.catalog import nominal
-from meshwise.machine.discovery.found import Accelerator, Found
 from meshwise.machine.discovery.host_facts import host_facts, node_sockets
 from meshwise.machine.discovery.nvml import read_nvidia
 from meshwise.machine.discovery.sysfs import node_cores
-from meshwise.machine.discovery.topology import and_more, device_links, host_links, link_warnings
+from meshwise.machine.discovery.topology import Accelerator, Found, and_more, device_links, host_links, link_warnings
 from meshwise.machine.discovery.torch_facts import as_torch_sees
 from meshwise.spec.machine import HOST, Device, Host, Link, Machine
 

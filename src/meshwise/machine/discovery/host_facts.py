@@ -19,12 +19,13 @@ from pathlib import Path
 import psutil
 
 from meshwise.machine.allowance import bound_cores, cpu_quota, memory_limit
-from meshwise.machine.discovery.found import Sockets
 from meshwise.machine.discovery.sysfs import node_cores
 from meshwise.spec.machine import Host, Machine
 from meshwise.spec.units import bytes_text, plural
 from meshwise.workers.control_groups import read_text
 
+Sockets = Mapping[int | None, int | None]
+"""The processor socket of each NUMA node, or None if unknown."""
 SHM = Path("/dev/shm")
 SHARED_MEMORY = 2**30
 """The bytes of /dev/shm that NCCL and data loaders need at least. NCCL's guide asks for `--shm-size=1g`."""

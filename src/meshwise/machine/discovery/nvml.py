@@ -15,8 +15,9 @@ from itertools import permutations
 from pathlib import Path
 from typing import Any
 
-from meshwise.machine.discovery.found import Accelerator, Between, Found, Sockets
+from meshwise.machine.discovery.host_facts import Sockets
 from meshwise.machine.discovery.sysfs import displays, pci_facts
+from meshwise.machine.discovery.topology import Accelerator, Between, Found
 
 INSTALL = "pip install nvidia-ml-py"
 VENDOR, NAMELESS = "0x10de", "NVIDIA device"

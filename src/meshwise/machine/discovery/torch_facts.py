@@ -15,9 +15,8 @@ from itertools import permutations
 from types import SimpleNamespace
 from typing import Any
 
-from meshwise.machine.discovery.found import Accelerator, Between, Found
 from meshwise.machine.discovery.sysfs import address_of
-from meshwise.machine.discovery.topology import and_more
+from meshwise.machine.discovery.topology import Accelerator, Between, Found, and_more
 from meshwise.machine.find import accelerators
 
 LEAST_WHOLE = 0.85

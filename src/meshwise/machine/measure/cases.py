@@ -2,7 +2,7 @@
 
 A case runs inside a rank: what to call repeatedly, and how to see that every byte arrived.
 
-The data depend on the round, the rank and the part of the tensor that it is (transfer/pattern.py), so that permuted,
+The data depend on the round, the rank and the part of the tensor that it is (transfer/checksum.py), so that permuted,
 swapped, stale, missing and zeroed parts all differ. Sums are of small whole numbers, exact in float32.
 
 Tested in tests/machine/test_processes.py.
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from meshwise.compat.collectives import Group
 from meshwise.transfer import collectives
-from meshwise.transfer.pattern import fill, fill_terms, first_difference, first_wrong_sum
+from meshwise.transfer.checksum import fill, fill_terms, first_wrong_byte, first_wrong_sum
 
 ACK = 8
 """The bytes with which the target of a copy answers."""
@@ -181,7 +181,7 @@ def _of_parts(
 
     def wrong(number: int) -> str | None:
         for pair, tensor in incoming.items():
-            at = first_difference(tensor, member.key(number, *pair))
+            at = first_wrong_byte(tensor, member.key(number, *pair))
             if at is not None:
                 return f"on rank {member.rank}, the data of rank {pair[0]} is wrong from byte {at}"
         return None

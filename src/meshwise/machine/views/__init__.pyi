@@ -1,3 +1,2 @@
 from meshwise.machine.views import bench as bench
 from meshwise.machine.views import devices as devices
-from meshwise.machine.views import links as links

@@ -17,8 +17,7 @@ from typing import Any
 from rich.console import RenderableType
 from rich.text import Text
 
-from meshwise.machine.bench import COPY, Bench
-from meshwise.machine.measure.result import DeviceResult, PathResult
+from meshwise.machine.measure.result import COPY, Bench, DeviceResult, PathResult
 from meshwise.machine.views.devices import devices_dict
 from meshwise.spec.bandwidth import DEFINITIONS, algorithm_bandwidth, bus_bandwidth
 from meshwise.spec.json_values import json_value

@@ -24,7 +24,7 @@ def show(*tensors: torch.Tensor) -> None:
 
 def staged_copy() -> None:
     """Between two devices through the host, chunk by chunk."""
-    from meshwise.transfer.staging import staged
+    from meshwise.transfer.path import staged
 
     source, target = numbers(), torch.zeros(1 << 20, device="cuda:1")
     for step in range(3):
@@ -38,7 +38,7 @@ def staged_copy() -> None:
 
 def staged_copy_in_pieces() -> None:
     """The same of many small tensors, that come and go, with other work on both devices."""
-    from meshwise.transfer.staging import staged
+    from meshwise.transfer.path import staged
 
     for size in (1 << 18, 1 << 19, 1 << 21, 1 << 18):
         source, target = numbers(size) + 1, torch.empty(size, device="cuda:1")

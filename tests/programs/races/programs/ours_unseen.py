@@ -55,7 +55,7 @@ def verified_copy() -> None:
 
 def staged_from_a_side_stream() -> None:
     """Through the host, of what a side stream made, whose memory goes back to that stream at once."""
-    from meshwise.transfer.staging import staged
+    from meshwise.transfer.path import staged
 
     making, main = torch.cuda.Stream(), torch.cuda.current_stream()
     target = torch.zeros(SIZE, device="cuda:1")

@@ -17,8 +17,8 @@ from torch.optim import Optimizer
 from meshwise.compat.fake import FakeTensors
 from meshwise.job.job import Job
 from meshwise.parallel.offload_state import OffloadedState
+from meshwise.parallel.probe_optimizer import unlike_by_parameters
 from meshwise.parallel.shard_refusals import check_steps_on_parts
-from meshwise.parallel.trial import unlike_by_parameters
 from meshwise.parallel.zero1 import DividedOptimizer
 from meshwise.rehearsal.trace import trace
 from meshwise.spec.errors import PlanError

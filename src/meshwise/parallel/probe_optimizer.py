@@ -24,9 +24,9 @@ from meshwise.compat.dispatch import is_rehearsed, real_values, rehearsing
 from meshwise.compat.modules import is_hooks, step_without_hooks
 from meshwise.compat.sharding import local_of
 from meshwise.parallel.step_hooks import is_by_numbers
-from meshwise.transfer import foreign
 from meshwise.transfer.reading import together
 from meshwise.transfer.sharded import full_tensor
+from meshwise.transfer.traced import ours
 
 STEPS, MOST_STEPS, ROWS = 8, 128, 31
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
@@ -72,7 +72,7 @@ def _unlike(optimizer: optim.Optimizer, place: Place, every: int = 1) -> str:
         try:
             with real_values(), torch.random.fork_rng(), torch.enable_grad():
                 whole = _stepped(optimizer, dtype, _whole)[::every]
-                with together(), foreign.ours():
+                with together(), ours():
                     other = _stepped(optimizer, dtype, place, every)[::every]
                 pairs = [(a.flatten(), full_tensor(b).flatten()) for a, b in zip(whole, other, strict=True)]
                 far = max(float((a[: len(b)] - b).abs().max() / a.abs().max().clamp(min=1)) for a, b in pairs)

@@ -2,7 +2,7 @@
 
 The notes name the draws for which each rank uses different numbers.
 
-Tested in tests/parallel/test_draws_note.py.
+Tested in tests/parallel/test_rng_notes.py.
 """
 
 from __future__ import annotations

@@ -1,13 +1,15 @@
-"""Log a collective in each open `comm_log`, and mark it as meshwise's.
+"""Trace meshwise's own collectives, and find those of the program.
 
-Code that counts the program's own collectives then leaves it out.
+Backends count all collectives that begin, whoever calls them. While a `Foreign` counter is open, meshwise counts how
+many of these are its own; while none is open, its collectives only look at the empty list `COUNTERS`.
 
 Tested in tests/transfer/test_comm_log.py.
 """
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 import torch.distributed as dist
@@ -16,10 +18,8 @@ from torch.futures import Future
 
 from meshwise.compat import collectives as backend
 from meshwise.compat.collectives import Group
-from meshwise.transfer import foreign
-from meshwise.transfer.comm_log import OPEN, note
+from meshwise.transfer.comm_log import OPEN, Seconds, Stopwatch, note
 from meshwise.transfer.groups import dividing
-from meshwise.transfer.stopwatch import Seconds, Stopwatch
 
 Ends = tuple[int | None, int | None]
 """The sending and the receiving rank, numbered within the group. None means all ranks of the group."""
@@ -27,13 +27,40 @@ EVERYONE: Ends = (None, None)
 _NOTHING = nullcontext()
 
 
-def ours() -> AbstractContextManager[None]:
-    """Return a context manager for the collectives that meshwise itself calls.
+COUNTERS: list[Foreign] = []
 
-    The counter `Foreign` counts only the collectives of the user's program. It skips the collectives inside this
-    context manager.
+
+class Foreign:
+    """A counter of the collectives that begin between its creation and the call of `close`.
+
+    ours: how many of these collectives meshwise has called.
     """
-    return foreign.ours() if foreign.OPEN else _NOTHING
+
+    def __init__(self) -> None:
+        self.ours = 0
+        self._begun = backend.begun()
+        COUNTERS.append(self)
+
+    def close(self) -> bool:
+        """Stop counting. Return whether the program itself has called a collective since the counter was created."""
+        COUNTERS.remove(self)
+        return backend.begun() - self._begun > self.ours
+
+
+def ours() -> AbstractContextManager[None]:
+    """Return a context manager for the collectives that meshwise itself calls. It must not be nested."""
+    return _ours() if COUNTERS else _NOTHING
+
+
+@contextmanager
+def _ours() -> Iterator[None]:
+    before = backend.begun()
+    try:
+        yield
+    finally:
+        count = backend.begun() - before
+        for counter in COUNTERS:
+            counter.ours += count
 
 
 def log(kind: str, size: int, device: torch.device, group: Group, seconds: Seconds, ends: Ends = EVERYONE) -> None:
@@ -49,7 +76,7 @@ def log(kind: str, size: int, device: torch.device, group: Group, seconds: Secon
     note(kind, source, target, size, backend.backend_of(device, group), seconds)
 
 
-def begin_looked_at(tensor: Tensor, group: Group) -> Future[object]:
+def begin_traced(tensor: Tensor, group: Group) -> Future[object]:
     """Begin to sum a tensor over the group, and return the future."""
     watch, took = Stopwatch(tensor.device) if OPEN else None, list[Seconds]()
     with ours():

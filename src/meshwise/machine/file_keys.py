@@ -116,26 +116,10 @@ def one_or_each(read: Read) -> Read:
     return lambda value, where: [read(one, where) for one in value] if isinstance(value, list) else read(value, where)
 
 
-def tables(value: Any, where: str) -> list[Table]:
-    """Accept a list of tables."""
-    if not isinstance(value, list) or not all(isinstance(entry, dict) for entry in value):
-        raise wrong(value, where, "a list of tables. Write its name in double brackets above the keys of each")
-    return value
-
-
-def limit(value: Any, where: str) -> Any:
-    """Accept a limit, which is a count, a number of bytes with its unit, or `inf` for no limit."""
-    if isinstance(value, str):
-        return read_quantity(value, "bytes", where)
-    if value != math.inf:
-        number(-float(LARGEST), LARGEST)(value, where)
-    return value
-
-
-def seconds(value: Any, where: str) -> float:
-    """Accept seconds as a number, or with their unit."""
-    plain = read_quantity(value, "seconds", where) if isinstance(value, str) else value
-    return float(number(SHORTEST, LONGEST)(plain, where))
+def amount(unit: str, least: float, most: float) -> Read:
+    """Return a function that accepts a number, or a text with its unit."""
+    plain = number(least, most)
+    return lambda value, where: plain(read_quantity(value, unit, where) if isinstance(value, str) else value, where)
 
 
 ENDS = '["host -> cuda:0", "cuda:0 <-> cuda:1"]'
@@ -145,6 +129,7 @@ table = of_type(dict, "a table: keys and values below its name in brackets")
 count, lanes = or_unknown(number(0, LARGEST)), or_unknown(number(1, 1024))
 many = or_unknown(number(1, MOST_DEVICES))
 memory = or_unknown(lambda value, where: int(read_quantity(value, "bytes", where)))
+tables = list_of(table, "tables. Write its name in double brackets above the keys of each")
 rate, duration = or_unknown(quantity("bytes/s")), or_unknown(quantity("seconds"))
 
 
@@ -201,7 +186,7 @@ HOST: Known = {
     **dict.fromkeys(("name", "processor"), text),
     **dict.fromkeys(("cores", "cores_present", "sockets", "numa_nodes"), count),
     **dict.fromkeys(("memory", "memory_present"), memory),
-    "limits": table_of(limit),
+    "limits": table_of(amount("bytes", -float(LARGEST), math.inf)),
 }
 FIGURES: Known = {
     "memory": memory,
@@ -243,7 +228,7 @@ COLUMNS = ("seconds", "p95", "p99", "in_step")
 FIT: Known = {"latency": duration, "bandwidth": rate, "residual": number(0.0, 1e9)}
 TIMINGS: Known = {
     "bytes": list_of(number(1, LARGEST), "sizes in bytes"),
-    **dict.fromkeys(COLUMNS, list_of(seconds, "seconds, one for each size")),
+    **dict.fromkeys(COLUMNS, list_of(amount("seconds", SHORTEST, LONGEST), "seconds, one for each size")),
     "fit": table,
 }
 COLLECTIVE: Known = {"kind": text, "ranks": number(1, LARGEST), "backend": text, **TIMINGS}

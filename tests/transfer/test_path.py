@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshwise.transfer import staging
+from meshwise.transfer import path
 
 Node = tuple[str, int]
 """(stream, position in it)"""
@@ -102,9 +102,9 @@ def graph(monkeypatch: pytest.MonkeyPatch) -> Iterator[Graph]:
     monkeypatch.setattr(
         Tensor, "record_stream", lambda self, stream: found.work.setdefault(f"keeps {stream.name}", ("", 0))
     )
-    monkeypatch.setattr(staging, "_make_buffers", buffers)
-    monkeypatch.setattr(staging, "SMALLEST", 100)
-    monkeypatch.setattr(staging, "_lane", cache(staging._lane.__wrapped__))
+    monkeypatch.setattr(path, "_make_buffers", buffers)
+    monkeypatch.setattr(path, "SMALLEST", 100)
+    monkeypatch.setattr(path, "_lane", cache(path._lane.__wrapped__))
     yield found
 
 
@@ -112,7 +112,7 @@ def test_the_legs_of_a_staged_copy_are_in_order_and_overlap(graph: Graph) -> Non
     written, used = graph.push("source"), graph.push("target")
     src = torch.randint(0, 256, (1000,), dtype=torch.uint8)
     dst = torch.zeros_like(src)
-    staging._stream_legs(dst, src)
+    path._stream_legs(dst, src)
     assert torch.equal(dst, src)
     read, overwrite = graph.push("target"), graph.push("source")
 
@@ -137,7 +137,7 @@ def test_the_legs_of_a_staged_copy_are_in_order_and_overlap(graph: Graph) -> Non
 def test_a_second_copy_waits_for_the_first_ones_buffers(graph: Graph) -> None:
     for _ in range(2):
         src = torch.randint(0, 256, (300,), dtype=torch.uint8)
-        staging._stream_legs(torch.zeros_like(src), src)
+        path._stream_legs(torch.zeros_like(src), src)
     # The first copy's three chunks went through buffers 0, 1 and 0; the second begins with 0 and 1 again.
     assert graph.before(graph.work["back 2"], graph.work["out 3"])
     assert graph.before(graph.work["back 1"], graph.work["out 4"])
@@ -145,4 +145,4 @@ def test_a_second_copy_waits_for_the_first_ones_buffers(graph: Graph) -> None:
 
 @pytest.mark.parametrize(("size", "chunk"), [(10, 1 << 20), (1 << 25, 1 << 20), (1 << 28, 1 << 23), (1 << 34, 1 << 25)])
 def test_chunks_are_a_share_of_the_copy_within_limits(size: int, chunk: int) -> None:
-    assert staging.chunk_bytes(size) == chunk
+    assert path.chunk_bytes(size) == chunk

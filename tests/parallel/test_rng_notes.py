@@ -1,4 +1,4 @@
-"""A model that draws random numbers in its forward is said to, as one with dropout is. Of parallel/own_draws.py."""
+"""A model that draws random numbers in its forward is said to, as one with dropout is. Of parallel/rng_notes.py."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwise.parallel.apply import apply
-from meshwise.parallel.own_draws import DRAWS_NOTE, DROPOUT_NOTE
+from meshwise.parallel.rng_notes import DRAWS_NOTE, DROPOUT_NOTE
 from meshwise.spec.plan import Plan
 from meshwise.spec.world import World
 from meshwise.transfer import collectives

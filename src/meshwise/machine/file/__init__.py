@@ -1,1 +1,0 @@
-"""Read and write the machine file: a machine as editable TOML."""
