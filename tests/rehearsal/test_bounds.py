@@ -8,9 +8,9 @@ from torch import nn
 
 from meshwise.job.job import Job
 from meshwise.machine.words import machine_from_words
-from meshwise.rehearsal.bounds import Bounds
 from meshwise.rehearsal.estimator import rehearser
-from meshwise.rehearsal.from_few import Tracer
+from meshwise.rehearsal.search import Bounds
+from meshwise.rehearsal.tracer import Tracer
 from meshwise.spec.plan import Plan
 
 PARAMETERS = 4 * 1024 * 1024

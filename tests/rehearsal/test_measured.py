@@ -1,6 +1,6 @@
 """Operators are measured by calling them as they were called, once, and remembered for this processor.
 
-Of rehearsal/calls.py too.
+Of rehearsal/timing.py too.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from rehearsal.works import work
 from meshwise.machine.allowance import allowed_cores
 from meshwise.machine.words import machine_from_words
 from meshwise.rehearsal import measured, timing
-from meshwise.rehearsal.calls import bytes_of, call_of, made
 from meshwise.rehearsal.measured import OperatorTimes, prices_here
 from meshwise.rehearsal.memory import memory_curve, with_inside
 from meshwise.rehearsal.price import MEASURED, kernel_seconds
 from meshwise.rehearsal.prices import Prices, missing
+from meshwise.rehearsal.timing import bytes_of, call_of, made
 from meshwise.rehearsal.work import CollectiveOperation, Launch, Operation
 from meshwise.spec.machine import Machine
 

@@ -1,6 +1,6 @@
 """What memory goes to: each byte of the peak is in a category, in a sort of tensors, and in a phase.
 
-Of rehearsal/views/memory_text.py too.
+Of rehearsal/views/explain_text.py too.
 """
 
 from rehearsal.works import computes, work
@@ -8,8 +8,8 @@ from rehearsal.works import computes, work
 from meshwise.api.machines import find_machine
 from meshwise.jobs.registry import find_job
 from meshwise.rehearsal.estimator import rehearser
-from meshwise.rehearsal.memory_parts import BEFORE, Tensors, memory_parts
-from meshwise.rehearsal.views.memory_text import memory_lines
+from meshwise.rehearsal.memory import BEFORE, Tensors, memory_parts
+from meshwise.rehearsal.views.explain_text import memory_lines
 from meshwise.rehearsal.work import Allocate, Free, Work
 from meshwise.spec.plan import Plan
 

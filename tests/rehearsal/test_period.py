@@ -10,17 +10,15 @@ import torch
 from meshwise.jobs.gpt import Gpt, GptSize
 from meshwise.jobs.registry import find_job
 from meshwise.machine.words import machine_from_words
-from meshwise.rehearsal.breakdown import breakdown
-from meshwise.rehearsal.costs import Cost
 from meshwise.rehearsal.estimator import memory_of, rehearser
-from meshwise.rehearsal.from_few import Tracer
-from meshwise.rehearsal.growth import Unlike
+from meshwise.rehearsal.event_loop import Done, Item
+from meshwise.rehearsal.explain import breakdown
+from meshwise.rehearsal.insertions import NotExtrapolable
 from meshwise.rehearsal.memory import memory_curve
-from meshwise.rehearsal.period import around, period_of, within_period
-from meshwise.rehearsal.play import Done, Item
 from meshwise.rehearsal.price import Priced
 from meshwise.rehearsal.prices import Prices
-from meshwise.rehearsal.simulate import simulate
+from meshwise.rehearsal.simulate import Cost, around, period_of, simulate, within_period
+from meshwise.rehearsal.tracer import Tracer
 from meshwise.rehearsal.work import Launch, Operation
 from meshwise.spec.plan import Plan
 
@@ -65,7 +63,7 @@ def test_what_is_left_out_changes_no_figure(plan):
 def test_microbatches_that_follow_each_other_unevenly_are_all_simulated(monkeypatch):
     def uneven(works, *others, **more):
         if works[0].left_out:
-            raise Unlike("unevenly")
+            raise NotExtrapolable("unevenly")
         return simulate(works, *others, **more)
 
     monkeypatch.setattr("meshwise.rehearsal.estimator.simulate", uneven)
@@ -112,7 +110,7 @@ def test_a_period_is_the_time_from_one_microbatch_to_the_next():
     costs, items, done = simulated([1.0, 2.0, 3.5, 5.0, 6.5, 8.0, 9.5])
     left_out = range(4, 5)
     assert around(costs, left_out) == (2, 3, 5, 6)
-    with pytest.raises(Unlike, match="unevenly"):
+    with pytest.raises(NotExtrapolable, match="unevenly"):
         period_of({0: items}, done, {0: (2, 3, 5, 6)})
     assert period_of({0: items}, done, {0: (2, 3, 4, 5)}) == 1.5
     assert [one.end - one.start for one in within_period(done, left_out, 1.5)] == [1.0]
@@ -120,5 +118,5 @@ def test_a_period_is_the_time_from_one_microbatch_to_the_next():
 
 def test_microbatches_for_which_a_host_is_too_slow_are_not_left_out():
     _, items, done = simulated([1.0, 2.0, 3.0, 4.0], host=1.1)
-    with pytest.raises(Unlike, match="a host launches slower"):
+    with pytest.raises(NotExtrapolable, match="a host launches slower"):
         period_of({0: items}, done, {0: (0, 1, 2, 3)})

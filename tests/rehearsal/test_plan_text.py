@@ -7,7 +7,7 @@ import json
 from dataclasses import replace
 
 from meshwise.api.plan import Plans
-from meshwise.rehearsal.likely import Guess
+from meshwise.rehearsal.closed_form import Guess
 from meshwise.rehearsal.search import Refused, Search
 from meshwise.rehearsal.views.plan_dict import plans_dict
 from meshwise.rehearsal.views.plan_text import plans_text, worth_showing

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from rehearsal.works import FREE, Given, computes, gathers, receives, sends, work
 
-from meshwise.rehearsal.predicted import predicted_timeline
+from meshwise.rehearsal.prediction import predicted_timeline
 from meshwise.rehearsal.simulate import simulate
 from meshwise.rehearsal.work import Copy, Launch
 from meshwise.timeline.analyse import report_of

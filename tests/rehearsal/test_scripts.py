@@ -15,8 +15,7 @@ from torch.utils.data import DataLoader
 from meshwise.job.job import Job
 from meshwise.jobs.script import run_script_file
 from meshwise.machine.words import machine_from_words
-from meshwise.rehearsal.memory import memory_curve
-from meshwise.rehearsal.memory_parts import memory_parts
+from meshwise.rehearsal.memory import memory_curve, memory_parts
 from meshwise.rehearsal.scripts import Script, known_script, trace_script
 from meshwise.rehearsal.trace import trace
 from meshwise.rehearsal.work import Launch, Operation

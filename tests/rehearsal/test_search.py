@@ -1,15 +1,14 @@
 """The search: the fastest plan that fits is first; refusals have a reason; what saves memory is tried and priced.
 
-Of rehearsal/edits.py too.
+Of rehearsal/estimate.py too.
 """
 
 from dataclasses import replace
 
 import pytest
 
-from meshwise.rehearsal.edits import edits
-from meshwise.rehearsal.estimate import Estimate, MemoryEstimate, Range
-from meshwise.rehearsal.likely import Guess
+from meshwise.rehearsal.closed_form import Guess
+from meshwise.rehearsal.estimate import Estimate, MemoryEstimate, Range, edits
 from meshwise.rehearsal.places import OutOfTime
 from meshwise.rehearsal.search import SLOWER, Known, search
 from meshwise.spec.errors import PlanError

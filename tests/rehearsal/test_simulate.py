@@ -1,6 +1,6 @@
 """A step is played as streams, hosts and groups allow, and its time is told apart by kind; counted by hand.
 
-Of rehearsal/play.py, rehearsal/costs.py, rehearsal/prices.py and rehearsal/breakdown.py too.
+Of rehearsal/event_loop.py, rehearsal/simulate.py, rehearsal/prices.py and rehearsal/explain.py too.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import pytest
 from rehearsal.works import FREE, Given, computes, gathers, receives, sends, work
 
 from meshwise.machine.words import machine_from_words
-from meshwise.rehearsal.breakdown import KINDS, breakdown
+from meshwise.rehearsal.explain import KINDS, breakdown
 from meshwise.rehearsal.prices import Overlap, Prices, missing, overlap_of
 from meshwise.rehearsal.simulate import Step, simulate
 from meshwise.rehearsal.work import Copy, Event, Launch, Operation, Work

@@ -19,18 +19,16 @@ from meshwise.job.run import open_data
 from meshwise.jobs.registry import find_job
 from meshwise.jobs.script import run_script_file
 from meshwise.process.scratch_files import scratch_files
-from meshwise.rehearsal.bounds import Bounds
 from meshwise.rehearsal.candidates import Space, candidates, savers
+from meshwise.rehearsal.closed_form import ClosedForm, small_traces
 from meshwise.rehearsal.estimate import FITS, UNKNOWN, Estimate
 from meshwise.rehearsal.estimator import Rehearsed, kind_of, rehearser, works_of
 from meshwise.rehearsal.explain import Explanation, explain
-from meshwise.rehearsal.from_few import Tracer
-from meshwise.rehearsal.likely import Likely
-from meshwise.rehearsal.memory_parts import MemoryParts, memory_parts
+from meshwise.rehearsal.memory import MemoryParts, memory_parts
 from meshwise.rehearsal.prediction import prediction
 from meshwise.rehearsal.scripts import Script, known_script
-from meshwise.rehearsal.search import Known, Search, search
-from meshwise.rehearsal.small_traces import small_traces
+from meshwise.rehearsal.search import Bounds, Known, Search, search
+from meshwise.rehearsal.tracer import Tracer
 from meshwise.rehearsal.views.plan_page import plan_page
 from meshwise.rehearsal.views.plan_text import plans_text
 from meshwise.spec.errors import PlanError, UsageError
@@ -204,7 +202,7 @@ def _searched(
         )
     small = (small_traces(program, machine),) if isinstance(program, Tracer) and kind_of(machine) == "gpu" else ()
     bounds = Bounds(program.model, machine, options.cap)
-    likely = Likely(program.model, machine, program.batch_size, *small)
+    likely = ClosedForm(program.model, machine, program.batch_size, *small)
 
     @functools.cache
     def estimate(plan: Plan) -> Estimate:

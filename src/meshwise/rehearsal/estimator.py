@@ -11,17 +11,17 @@ from dataclasses import dataclass, replace
 
 from meshwise.job.job import Job
 from meshwise.rehearsal.allocator import device_total, reserved_on
-from meshwise.rehearsal.breakdown import breakdown, slowest_rank
 from meshwise.rehearsal.constants import FIGURES
 from meshwise.rehearsal.estimate import Estimate, MemoryEstimate, Range
-from meshwise.rehearsal.from_few import Tracer
-from meshwise.rehearsal.growth import Unlike
+from meshwise.rehearsal.explain import breakdown, slowest_rank
+from meshwise.rehearsal.insertions import NotExtrapolable
 from meshwise.rehearsal.measured import prices_here
 from meshwise.rehearsal.memory import memory_curve, with_inside
 from meshwise.rehearsal.prices import Prices, missing, speed_of
 from meshwise.rehearsal.scripts import Script, trace_script
 from meshwise.rehearsal.simulate import Step, simulate
 from meshwise.rehearsal.trace import Extent, Trace
+from meshwise.rehearsal.tracer import Tracer
 from meshwise.rehearsal.work import Operation, Work
 from meshwise.spec.garbage import no_collections
 from meshwise.spec.machine import Machine
@@ -102,7 +102,7 @@ def rehearser(
         try:
             try:
                 step = simulate(steps, prices, interval=interval, merged=short)
-            except Unlike:  # it matters for times that microbatches are left out
+            except NotExtrapolable:  # it matters for times that microbatches are left out
                 steps = [each.step for each in traced(plan, "launches")]
                 step = simulate(steps, prices, interval=interval, merged=short)
         except ValueError as error:  # the ranks that were traced wait for each other

@@ -1,27 +1,145 @@
-"""Store a plan's predicted times, to compare a run with them.
+"""Convert a plan's predicted step to a timeline and to stored figures.
 
-The kinds of time are those of a report.
+The Gantt chart and the report are the same as for a measured run. The stored figures are compared with a run.
 
-Tested in tests/rehearsal/test_prediction.py.
+The main lane has the phases, the forward and backward of each microbatch, and the receives that a pipeline stage waits
+for. The communication lane has the collectives on other streams. The blocks lane has the modules on the main stream.
+
+Tested in tests/rehearsal/test_prediction.py and tests/rehearsal/test_predicted.py.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
-from meshwise.rehearsal.breakdown import slowest_rank
 from meshwise.rehearsal.estimator import Rehearsed
+from meshwise.rehearsal.event_loop import Done
+from meshwise.rehearsal.explain import slowest_rank
 from meshwise.rehearsal.memory import memory_curve
-from meshwise.rehearsal.predicted import predicted_timeline
 from meshwise.rehearsal.price import MEASURED
-from meshwise.rehearsal.work import CATEGORIES, Launch
+from meshwise.rehearsal.simulate import Step
+from meshwise.rehearsal.work import CATEGORIES, MAIN, CollectiveOperation, Copy, Launch
+from meshwise.spec.machine import Machine
 from meshwise.spec.prediction import Prediction
 from meshwise.spec.units import percent_text
-from meshwise.timeline.spans import KINDS, Timeline
+from meshwise.timeline.spans import (
+    KIND,
+    KINDS,
+    LANE,
+    NO_COLLECTIVE,
+    SPAN,
+    Rank,
+    RunSession,
+    Timeline,
+    collective_name,
+    stage_name,
+)
 from meshwise.timeline.step_table import step_table_of
+
+Row = tuple[int, int, int, str, int, int, int, int, int]
+"""A row of the table of spans (SPAN), but with the span's name instead of the index of the name."""
+OF = {"all-reduce": "gradients", "reduce-scatter": "gradients", "all-gather": "parameters"}
+"""The data that each kind of collective usually carries, for names in the report such as `all-gather of parameters`."""
+
+
+def predicted_timeline(
+    step: Step, machine: Machine, stages: Mapping[int, int] | None = None, facts: Mapping[str, Any] | None = None
+) -> Timeline:
+    """Return a simulated step as a timeline with one step."""
+    collectives: dict[Any, int] = {}
+    own = {rank: None if stages is None else stages.get(rank) for rank in step.ranks}
+    rows = [row for rank, stage in own.items() for row in _rows(step, rank, stage, collectives)]
+    names = ("", *dict.fromkeys(row[3] for row in rows if row[3]))
+    numbers = {name: number for number, name in enumerate(names)}
+    rows.sort(key=lambda row: (row[0], row[5]))
+    spans = np.array([(*row[:3], numbers[row[3]], *row[4:]) for row in rows], SPAN)
+    ranks = tuple(
+        Rank(rank, machine.devices[rank].name, str(machine.devices[rank].host), _ns(step.seconds), True)
+        for rank in step.ranks
+    )
+    session = RunSession(0, _ns(step.seconds), "finished")
+    told = {"world": len(machine.devices), **(facts or {})}
+    return Timeline(spans, names, ranks=ranks, sessions=(session,), facts=told, source="predicted")
+
+
+def _rows(step: Step, rank: int, stage: int | None, collectives: dict[Any, int]) -> Iterator[Row]:
+    """Yield the spans of a rank."""
+    done = step.done[rank]
+    main = [one for one in done if one.launch.stream == MAIN and not isinstance(one.launch.what, CollectiveOperation)]
+    yield from _phases(rank, main, stage)
+    yield from _blocks(rank, main)
+    counts: dict[tuple[str, tuple[int, ...]], int] = {}
+    for one in done:
+        what = one.launch.what
+        if isinstance(what, Copy):
+            yield _row(rank, "transfer", "host", "", one, what.size, NO_COLLECTIVE)
+        elif isinstance(what, CollectiveOperation):
+            own = what.kind, what.ranks
+            counts[own] = counts.get(own, 0) + 1
+            number = collectives.setdefault((*own, counts[own]), len(collectives))
+            yield _communication(rank, one, what, number, main)
+
+
+def _communication(rank: int, one: Done, what: CollectiveOperation, number: int, main: Sequence[Done]) -> Row:
+    """Return the span of a collective."""
+    if what.kind in ("send", "receive"):
+        name = collective_name(what.kind, "gradients" if one.launch.phase == "backward" else "activations")
+        if what.kind == "receive":
+            last = bisect_left(main, one.end, key=lambda computed: computed.start) - 1
+            free = main[last].end if last >= 0 else 0.0
+            if free < one.end:
+                waited = replace(one, ready=max(one.ready, free))
+                return _row(rank, "communication", "main", name, waited, what.size, NO_COLLECTIVE)
+        return _row(rank, "communication", "communication", name, one, what.size, NO_COLLECTIVE)
+    lane = "main" if one.launch.stream == MAIN else "communication"
+    name = collective_name(what.kind, OF.get(what.kind, ""))
+    return _row(rank, "communication", lane, name, one, what.size, number)
+
+
+def _row(rank: int, kind: str, lane: str, name: str, one: Done, size: int, collective: int) -> Row:
+    return rank, KIND[kind], LANE[lane], name, 1, _ns(one.ready), _ns(one.end), size, collective
+
+
+def _phases(rank: int, main: Sequence[Done], stage: int | None) -> Iterator[Row]:
+    """Yield a span for each run of consecutive launches in the same phase of the same microbatch, such as a forward."""
+    for first, last in _runs([(one.launch.phase, one.launch.microbatch) for one in main]):
+        launch = main[first].launch
+        if launch.phase not in KIND:
+            continue
+        name = ""
+        if stage is not None and launch.phase in ("forward", "backward"):
+            name = stage_name(stage, max(launch.microbatch, 0))
+        yield _span(rank, launch.phase, "main", name, main[first], main[last])
+
+
+def _blocks(rank: int, main: Sequence[Done]) -> Iterator[Row]:
+    for first, last in _runs([(one.launch.phase, one.launch.microbatch, one.launch.module) for one in main]):
+        launch = main[first].launch
+        if launch.module and launch.phase in ("forward", "backward"):
+            yield _span(rank, launch.phase, "blocks", launch.module, main[first], main[last])
+
+
+def _span(rank: int, kind: str, lane: str, name: str, first: Done, last: Done) -> Row:
+    return rank, KIND[kind], LANE[lane], name, 1, _ns(first.start), _ns(last.end), 0, NO_COLLECTIVE
+
+
+def _runs(keys: Sequence[Any]) -> Iterator[tuple[int, int]]:
+    """Yield the first and last index of each sequence of equal keys."""
+    first = 0
+    for place in range(1, len(keys) + 1):
+        if place == len(keys) or keys[place] != keys[first]:
+            yield first, place - 1
+            first = place
+
+
+def _ns(seconds: float) -> int:
+    return round(seconds * 1e9)
 
 
 def prediction(whole: Rehearsed, job: str) -> Prediction:

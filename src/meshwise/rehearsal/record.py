@@ -26,10 +26,10 @@ from meshwise.compat.fake import Call, sums_in_place
 from meshwise.compat.fake_values import may_differ
 from meshwise.compat.profiling import flops_of
 from meshwise.compat.tree import tensors_in
-from meshwise.rehearsal.beside import Beside
-from meshwise.rehearsal.calls import call_of
+from meshwise.rehearsal.async_collectives import AsyncCollectives
 from meshwise.rehearsal.operators import MATMULS
 from meshwise.rehearsal.places import Places
+from meshwise.rehearsal.timing import call_of
 from meshwise.rehearsal.work import MAIN, PHASES, Allocate, CollectiveOperation, Copy, Event, Free, Launch, Operation
 
 DTYPES = {
@@ -67,7 +67,7 @@ class Record:
         self.device = device
         self.events: list[Event] = []
         self.places = Places()
-        self.beside = Beside()
+        self.collectives = AsyncCollectives()
         self.reads_values = False
         self._numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._alive: dict[int, Allocate] = {}
@@ -146,19 +146,19 @@ class Record:
         """Record a collective."""
         what, own = _collective(moved), self._stream
         if what is None:  # a barrier; a wait for one
-            self.beside.wait(moved.work, own, self._storages(values))
+            self.collectives.wait(moved.work, own, self._storages(values))
             return
         self._buffers(what, moved)
-        stream = self.beside.stream_of(what) if moved.beside else own
+        stream = self.collectives.stream_of(what) if moved.beside else own
         if stream != own and self.device != "cpu":
-            self.beside.wait_for(fake_device.last_of(own), stream)
+            self.collectives.wait_for(fake_device.last_of(own), stream)
         place = self._launch(what, stream, self._awaited(values))
         if stream != own:
-            self.beside.begin(place, self._storages(values), moved.work)
+            self.collectives.begin(place, self._storages(values), moved.work)
 
     def waits(self, work: Any) -> None:
         """Record that the program waits for the collective with the handle `work`."""
-        self.beside.wait(work, self._stream, ())
+        self.collectives.wait(work, self._stream, ())
 
     @property
     def _stream(self) -> str:
@@ -169,7 +169,7 @@ class Record:
         return self._names.setdefault(stream, f"stream {len(self._names)}") if stream.startswith("stream ") else stream
 
     def _awaited(self, values: Any) -> Iterable[int]:
-        return self._storages(values) if self.beside.running else ()
+        return self._storages(values) if self.collectives.running else ()
 
     def _storages(self, values: Any) -> Iterable[int]:
         found = (self._numbers.get(tensor.untyped_storage()) for tensor in tensors_in(values))
@@ -178,7 +178,7 @@ class Record:
     def _launch(self, what: Operation | CollectiveOperation | Copy, stream: str, storages: Iterable[int]) -> int:
         """Record a launch, and return its index. storages: the numbers of the storages that it reads or writes."""
         place = len(self.events)
-        after = self.beside.after(stream, storages) | set(fake_device.launched(stream, place))
+        after = self.collectives.after(stream, storages) | set(fake_device.launched(stream, place))
         where = self.places.now()
         self.events.append(Launch(what, self._named(stream), self.phase, *where, tuple(sorted(after))))
         return place
@@ -242,7 +242,7 @@ class Record:
         """Return the memory in use now and the events recorded so far. Then start a new list of events, with indices
         from 0."""
         events, self.events = self.events, []
-        self.beside = Beside()
+        self.collectives = AsyncCollectives()
         fake_device.begin_record()
         return tuple(self._told(self._alive.values())), tuple(self._told(events))
 

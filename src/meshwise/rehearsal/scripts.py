@@ -33,12 +33,12 @@ from meshwise.parallel.fits import check_for_scripts
 from meshwise.process.session import apart
 from meshwise.rehearsal.as_worker import as_a_worker
 from meshwise.rehearsal.fakes.cuda import cuda_by_name
-from meshwise.rehearsal.from_few import Facts
 from meshwise.rehearsal.memory import memory_curve
 from meshwise.rehearsal.places import Places
 from meshwise.rehearsal.record import Record
 from meshwise.rehearsal.shorter import Forward
 from meshwise.rehearsal.trace import STEPS, Trace, kinds_of_ranks, refused, rehearsal, state_of
+from meshwise.rehearsal.tracer import Facts
 from meshwise.rehearsal.work import CATEGORIES, Operation, Work
 from meshwise.spec.errors import MeshwiseError, UsageError
 from meshwise.spec.plan import Plan

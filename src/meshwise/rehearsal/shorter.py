@@ -32,7 +32,7 @@ from meshwise.compat.profiling import flops_of
 from meshwise.compat.tree import tensors_in
 from meshwise.job.job import Job
 from meshwise.parallel.blocks import blocks_of, repeated_blocks
-from meshwise.rehearsal.growth import Unlike
+from meshwise.rehearsal.insertions import NotExtrapolable
 
 LONGEST_GROUP = 6
 _OWN_NUMBER = re.compile(r"idx|index|number|layer_id")
@@ -89,13 +89,13 @@ class Forward:
     blocks: int = 0
 
 
-class Heard:
+class ForwardRecorder:
     """Records a forward pass: the operators of each block, with their inputs, and the FLOPs and bytes of all
     operators."""
 
     def __init__(self) -> None:
         self.done: dict[str, list[object]] = defaultdict(list)
-        self.forward_comes_to = Forward()
+        self.totals = Forward()
         self._inside: list[str] = []
         self._made = 0  # in this block, so far
 
@@ -111,7 +111,7 @@ class Heard:
         return out
 
     def _add(self, flops: int, made: int) -> None:
-        all_of_it = self.forward_comes_to
+        all_of_it = self.totals
         all_of_it.flops, all_of_it.operators = all_of_it.flops + flops, all_of_it.operators + 1
         if not self._inside:
             all_of_it.outside += made
@@ -123,8 +123,8 @@ class Heard:
     def _enters(self, name: str, block: nn.Module, args: Any) -> None:
         self._inside.append(name)
         self._made = 0
-        self.forward_comes_to.blocks += 1
-        self.forward_comes_to.inputs += next((t.nbytes for t in tensors_in(args)), 0)
+        self.totals.blocks += 1
+        self.totals.inputs += next((t.nbytes for t in tensors_in(args)), 0)
 
     def forward(self, model: nn.Module, call: Callable[[], Any]) -> None:
         """Call `call()`, and record what it does in the blocks of `model`."""
@@ -197,7 +197,7 @@ def _plain(value: Any) -> object:
         return type(value), tuple(map(_plain, value))
     if isinstance(value, nn.Module):
         return type(value)
-    return id(value)  # one object for all, such as a configuration, or it is not alike
+    return id(value)  # by identity: a configuration that all share is equal, anything else is not
 
 
 def shortened(job: Job, stretch: Stretch, count: int) -> Job:
@@ -262,8 +262,8 @@ class _Given:
         self._before: tuple[object, ...] = ()
 
     def check(self, after: int, tensor: Tensor, references: int) -> None:
-        """Raise Unlike if, since the previous skipped block, the model ran an operator or kept a reference to a tensor.
-        The trace of the shorter model would lack this work.
+        """Raise NotExtrapolable if, since the previous skipped block, the model ran an operator or kept a reference to
+        a tensor. The trace of the shorter model would lack this work.
 
         after: how many skipped blocks come directly before this block. If 0, the call only prepares the next check.
         tensor: the input of the block.
@@ -271,14 +271,16 @@ class _Given:
         """
         now = id(tensor), references, calls_so_far()
         if after and now != self._before:
-            raise Unlike("after a block and before the next block, the model runs an operator or keeps a tensor")
+            raise NotExtrapolable(
+                "after a block and before the next block, the model runs an operator or keeps a tensor"
+            )
         self._before = now
 
     def note(self, block: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
         first = next(tensors_in((args, kwargs)), None)
         given, rest = (out[0], out[1:]) if isinstance(out, tuple) and out else (out, None)
         if first is None or not isinstance(given, Tensor) or any(True for _ in tensors_in(rest)):
-            raise Unlike(f"{type(block).__name__} must take at least one tensor and return exactly one tensor")
+            raise NotExtrapolable(f"{type(block).__name__} must take at least one tensor and return exactly one tensor")
         if (given.shape, given.dtype, given.requires_grad) != (first.shape, first.dtype, given.requires_grad):
-            raise Unlike(f"{type(block).__name__} returns a tensor with another shape or dtype than its input")
+            raise NotExtrapolable(f"{type(block).__name__} returns a tensor with another shape or dtype than its input")
         self.rest = rest

@@ -102,9 +102,9 @@ def trace(
 
     kind: the kind of device, `gpu` or `cpu`.
     speeds: one value for each rank. Ranks with equal devices have equal values. By default, all devices are equal.
-    marked: whether to mark where the forwards and backwards of microbatches begin, for microbatches.py.
+    marked: whether to mark where the forwards and backwards of microbatches begin, for repeat_microbatches.py.
     more: whether to trace a third step with one more microbatch.
-    third: if four stages stand for more (few_stages.py), whether to trace the third, which does what the second does:
+    third: if four stages stand for more (shrink.py), whether to trace the third, which does what the second does:
         then without the step of `more`. None for any other plan.
     """
     mail: stages.Mail = {}

@@ -26,7 +26,7 @@ class Operation:
     shapes, dtypes: the shapes and dtypes of the tensor arguments, in order. A dtype is written like `bf16`.
     flops: the number of floating-point operations. Causal attention counts half as many as full attention.
     read, written: the bytes that the operator reads and writes.
-    call: on a CPU, the call as text (calls.py), so that it can be measured.
+    call: on a CPU, the call as text (timing.py), so that it can be measured.
     layout: `channels_last` if the images of a convolution have this layout.
     """
 
@@ -114,7 +114,7 @@ class Free:
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """Where a piece of a step begins, in traces that are to be composed (microbatches.py).
+    """Where a piece of a step begins, in traces that are to be composed (repeat_microbatches.py).
 
     piece: `input`, `forward` or `backward` of microbatch `number`, or `rest`.
     """

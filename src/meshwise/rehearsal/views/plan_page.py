@@ -15,12 +15,10 @@ from numpy.typing import NDArray
 
 from meshwise.rehearsal.estimator import Rehearsed
 from meshwise.rehearsal.explain import explain
-from meshwise.rehearsal.memory import Curve, memory_curve, with_inside
-from meshwise.rehearsal.memory_parts import memory_parts
+from meshwise.rehearsal.memory import Curve, memory_curve, memory_parts, with_inside
 from meshwise.rehearsal.prediction import timeline_of
 from meshwise.rehearsal.simulate import Step
-from meshwise.rehearsal.views.explain_text import costly_columns, limit_sentences, runner_up_sentences
-from meshwise.rehearsal.views.memory_text import largest_columns
+from meshwise.rehearsal.views.explain_text import costly_columns, largest_columns, limit_sentences, runner_up_sentences
 from meshwise.rehearsal.views.plan_text import plan_columns, sentences, titles
 from meshwise.rehearsal.work import CATEGORIES, Launch
 from meshwise.spec.units import bytes_text

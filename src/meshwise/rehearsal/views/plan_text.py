@@ -12,10 +12,8 @@ from typing import Any
 
 from rich.text import Text
 
-from meshwise.rehearsal.edits import edits
-from meshwise.rehearsal.estimate import FITS, TOO_CLOSE, TOO_LARGE, Estimate
-from meshwise.rehearsal.views.explain_text import explain_lines
-from meshwise.rehearsal.views.memory_text import memory_lines
+from meshwise.rehearsal.estimate import FITS, TOO_CLOSE, TOO_LARGE, Estimate, edits
+from meshwise.rehearsal.views.explain_text import explain_lines, memory_lines
 from meshwise.spec.plan import AXES, Plan
 from meshwise.spec.plan_settings import setting_text, settings_text
 from meshwise.spec.units import bytes_text, percent_text, plural, rate_text, seconds_text

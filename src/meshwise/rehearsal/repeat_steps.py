@@ -3,7 +3,7 @@
 The pieces follow each other in the order of the pipeline's schedule. After the last backward, all microbatches may be
 visited one after the other.
 
-Tested in tests/rehearsal/test_replay.py.
+Tested in tests/rehearsal/test_extrapolate.py.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from meshwise.rehearsal.growth import Unlike
-from meshwise.rehearsal.pieces import (
+from meshwise.rehearsal.insertions import NotExtrapolable
+from meshwise.rehearsal.repeat_pieces import (
     ACTIONS,
     REST,
     STEP,
@@ -116,7 +116,7 @@ class Composing:
         numbers = range(2, short - 1) if 2 <= number < count - 1 else (number if number < 2 else short - 1,)
         found = [like for n in numbers if (like := piece._replace(number=n)) in self._pieces.entries]
         if not found:
-            raise Unlike(f"the shorter step has no {piece.name} of microbatch {piece.number}")
+            raise NotExtrapolable(f"the shorter step has no {piece.name} of microbatch {piece.number}")
         follows = sort_of(self._action_before(piece), count)
         sorts = {like: sort_of(self._pieces.before.get(like), short) for like in found}
         return max(found, key=lambda like: (sorts[like] == follows, sorts[like][0] == follows[0], like.number))
@@ -134,7 +134,7 @@ class Composing:
             if before is not None and before.name == ref.place.piece.name:
                 same = self._pieces.left[self._like(before)][ref.kind]
                 if len(same) < ref.back:
-                    raise Unlike(f"the {before.name} of microbatch {before.number} has left less allocated")
+                    raise NotExtrapolable(f"the {before.name} of microbatch {before.number} has left less allocated")
                 return before, same[-ref.back]
             ref = ref.place
         if isinstance(ref, Last):
@@ -158,9 +158,9 @@ class Composing:
             if number in self._left_out and ref.name in ACTIONS:
                 number = self._left_out[0] - 1
             elif number in self._left_out and piece.name in ACTIONS:
-                raise Unlike(f"a {piece.name} refers to another microbatch's input")
+                raise NotExtrapolable(f"a {piece.name} refers to another microbatch's input")
         else:
-            raise Unlike(f"the {piece.name} of microbatch {own} refers to microbatch {target}")
+            raise NotExtrapolable(f"the {piece.name} of microbatch {own} refers to microbatch {target}")
         return ref._replace(number=number)
 
     def _write_rest(self, piece: Piece) -> None:
@@ -196,7 +196,7 @@ class Composing:
             return
         name, number, last = ref.piece.name, ref.piece.number, self._counts[ref.piece.section] - 1
         if number == 2 and not any(isinstance(each, Place) and each.piece[1:] == (name, 1) for each in refers):
-            raise Unlike(f"an event refers to the {name} of microbatch {number} alone")
+            raise NotExtrapolable(f"an event refers to the {name} of microbatch {number} alone")
         # Number 2 of the shorter trace stands for all between the second and the last; those beside it for none.
         like = {0: (0,), 1: (1,), 2: range(2, last), self._pieces.count - 1: (last,)}
         for other in like.get(number, ()):
@@ -245,7 +245,7 @@ class Composing:
             self._events.append(moved)
             return
         if not isinstance(event, Allocate | Free):
-            raise Unlike("a mark")
+            raise NotExtrapolable("a mark")
         if refers:
             target, number = refers[0]
             storage = -1 if isinstance(target, str) else self._storages[target].get(number, -1)
@@ -253,7 +253,7 @@ class Composing:
             storage, self._next = self._next, self._next + 1
             self._storages[piece][at] = storage
         if storage < 0 or (storage in self._alive) is isinstance(event, Allocate):
-            raise Unlike("the longer step would allocate or free the same storage twice")
+            raise NotExtrapolable("the longer step would allocate or free the same storage twice")
         if isinstance(event, Allocate):
             self._alive.add(storage)
             self._events.append(Allocate(storage, event.size, event.category, event.on_host, event.stream))
@@ -264,7 +264,7 @@ class Composing:
     def _launched(self, of: Piece | str, at: int) -> int:
         found = self._last.get(of) if isinstance(of, str) else self._launches[of].get(at)
         if found is None:
-            raise Unlike("an event of the longer step would wait for a launch that is not there")
+            raise NotExtrapolable("an event of the longer step would wait for a launch that is not there")
         return found
 
 

@@ -5,7 +5,7 @@ If the blocks are alike, the result equals a trace of the whole model.
 Two models that differ by one block on each pipeline stage are traced. The trace of the real model is extrapolated from
 them. If that cannot be exact, all blocks are traced.
 
-Tested in tests/rehearsal/test_replay.py.
+Tested in tests/rehearsal/test_extrapolate.py.
 """
 
 from __future__ import annotations
@@ -29,13 +29,18 @@ from meshwise.job.job import Job
 from meshwise.job.run import open_data
 from meshwise.parallel.batch_norm import normalises
 from meshwise.parallel.schedule import CHUNKS
-from meshwise.rehearsal.few_blocks import blocks_axis, depth_of
-from meshwise.rehearsal.few_stages import (
+from meshwise.rehearsal.extrapolate import MICROBATCHES, lengthened
+from meshwise.rehearsal.insertions import NotExtrapolable
+from meshwise.rehearsal.repeat_microbatches import LEAST, Composer, Growth, composer, growth_of, with_fewer, with_more
+from meshwise.rehearsal.shorter import Forward, ForwardRecorder, Stretch, shortened, stretch_of
+from meshwise.rehearsal.shrink import (
     FEW_STAGES,
     Actions,
     Stages,
     actions_of,
+    blocks_axis,
     check_third,
+    depth_of,
     fills_once,
     stage_of,
     with_all_stages,
@@ -43,10 +48,6 @@ from meshwise.rehearsal.few_stages import (
     with_left_out,
     without_third,
 )
-from meshwise.rehearsal.growth import Unlike
-from meshwise.rehearsal.microbatches import LEAST, Composer, Growth, composer, growth_of, with_fewer, with_more
-from meshwise.rehearsal.replay import MICROBATCHES, lengthened
-from meshwise.rehearsal.shorter import Forward, Heard, Stretch, shortened, stretch_of
 from meshwise.rehearsal.trace import STEPS, Extent, Trace, trace
 from meshwise.spec.errors import MeshwiseError, UsageError
 from meshwise.spec.plan import Plan
@@ -117,7 +118,7 @@ class Tracer:
             runs = min(runs, LEAST + plan.pipeline + AROUND)
         if few is not None and self._reads_alike(plan):
             for stages in dict.fromkeys((self._few_stages(plan, speeds), None)):
-                with contextlib.suppress(MeshwiseError, Unlike):  # others may have other values
+                with contextlib.suppress(MeshwiseError, NotExtrapolable):  # others may have other values
                     return self._of_few(plan, kind, speeds, few, stages, runs, extent)
         return self._replayed(_Asked(self.job, plan, kind, speeds))[0]
 
@@ -133,7 +134,9 @@ class Tracer:
     ) -> list[Trace]:
         """Trace a plan with `few` microbatches and, if `stages` is given, few pipeline stages."""
         if stages is None and fills_once(plan):
-            raise Unlike("the last forward of the first stage follows a forward, of few microbatches a backward")
+            raise NotExtrapolable(
+                "the last forward of the first stage follows a forward, of few microbatches a backward"
+            )
         traced, composes = plan if stages is None else stages.few, plan.pipeline > 1
         rows = self.batch_size // plan.accumulate // plan.data * traced.data
         sort = None if stages is None else (kind, stages.sort)
@@ -147,7 +150,7 @@ class Tracer:
         blocks = None if stages is None else stages.blocks * FEW_STAGES
         found, least, groups = self._replayed(short, blocks)
         if any(each.reads_values for each in found):
-            raise Unlike("what runs may depend on the values of a batch")
+            raise NotExtrapolable("what runs may depend on the values of a batch")
         if not composes:
             pairs = zip(found, self._replayed(long, blocks)[0], strict=True)
             return [lengthened(*two, plan.accumulate - few, MICROBATCHES) for two in pairs]
@@ -177,7 +180,7 @@ class Tracer:
     ) -> list[Growth]:
         """Return what grows with the number of microbatches on each rank, by a further step with one more, or else by a
         trace with one more."""
-        with contextlib.suppress(Unlike):
+        with contextlib.suppress(NotExtrapolable):
             return [growth_of(each, with_more(each), own) for each, own in zip(least, actions, strict=True)]
         return [growth_of(*three) for three in zip(least, longer(), actions, strict=True)]
 
@@ -202,7 +205,7 @@ class Tracer:
         if stretch is not None:
             depth = depth_of(asked.plan, stretch if blocks is None else stretch.beginning(blocks), blocks is not None)
         if stretch is not None and depth is not None:
-            with contextlib.suppress(MeshwiseError, Unlike):  # what the whole model says is what counts
+            with contextlib.suppress(MeshwiseError, NotExtrapolable):  # what the whole model says is what counts
                 least = depth.few * depth.stages
                 short, long = self._traced(asked, least), self._traced(asked, least + depth.stages, False)
                 axis, buckets = blocks_axis(stretch), "optimizer" in asked.plan.offload
@@ -248,7 +251,7 @@ class Tracer:
     def model(self) -> Facts:
         """Facts about the job's model. They are found by building the model and running one forward pass on fake
         tensors. Raises UsageError if the model cannot be built on fake tensors."""
-        heard = Heard()
+        heard = ForwardRecorder()
         with FakeTensors(heard.on_operator, stands_for_real=True), fake_without_values():
             try:
                 model = self.job.model()
@@ -269,7 +272,7 @@ class Tracer:
             trained = sum(size for size, learns in sizes if learns)
             wide = sum(p.numel() for p in model.parameters() if p.dtype == torch.float32)
             norms, size = any(map(normalises, model.modules())), sum(size for size, _ in sizes)
-            return Facts(stretch, norms, size, trained, wide, heard.forward_comes_to)
+            return Facts(stretch, norms, size, trained, wide, heard.totals)
 
 
 def microbatches_of(plan: Plan) -> int | None:

@@ -11,13 +11,13 @@ from meshwise.job.job import Job
 from meshwise.jobs.gpt import Gpt, GptSize
 from meshwise.jobs.registry import find_job
 from meshwise.parallel.schedule import orders
-from meshwise.rehearsal import from_few
-from meshwise.rehearsal.few_blocks import FEW, depth_of
-from meshwise.rehearsal.from_few import Tracer, microbatches_of
-from meshwise.rehearsal.growth import Insertions, Unlike, grown
-from meshwise.rehearsal.microbatches import LEAST, composer, growth_of, with_more
+from meshwise.rehearsal import tracer
+from meshwise.rehearsal.insertions import Insertions, NotExtrapolable, grown
+from meshwise.rehearsal.repeat_microbatches import LEAST, composer, growth_of, with_more
 from meshwise.rehearsal.shorter import Stretch
+from meshwise.rehearsal.shrink import FEW, depth_of
 from meshwise.rehearsal.trace import trace
+from meshwise.rehearsal.tracer import Tracer, microbatches_of
 from meshwise.rehearsal.work import Allocate, Launch, Operation
 from meshwise.spec.errors import PlanError
 from meshwise.spec.plan import Plan
@@ -142,7 +142,7 @@ def both(monkeypatch, job, plan, kind="gpu"):
         asked.append(own)
         return trace(job, own, *others)
 
-    monkeypatch.setattr(from_few, "trace", traced)
+    monkeypatch.setattr(tracer, "trace", traced)
     found = Tracer(job)(plan, kind)
     return found, whole, asked
 
@@ -170,7 +170,7 @@ def test_pieces_are_found_where_they_repeat():
 
 @pytest.mark.parametrize(("short", "long"), [([1, 2], [1, 3, 2]), ([1, 2, 3], [1, 2]), ([1, 1, 2], [1, 1, 3])])
 def test_what_does_not_repeat_is_no_piece(short, long):
-    with pytest.raises(Unlike):
+    with pytest.raises(NotExtrapolable):
         pieces(short, long)
 
 
@@ -178,7 +178,7 @@ def test_what_grows_grows_on_by_as_much():
     assert grown(10, 14, 5) == 30
     assert grown((1, (2, 3), (2, 3), 4), (1, (2, 3), (2, 3), (2, 3), 4), 3) == (1, *((2, 3),) * 5, 4)
     assert grown((1, *((2, 3),) * 5, 4), (1, *((2, 3),) * 6, 4), -3) == (1, *((2, 3),) * 2, 4)
-    with pytest.raises(Unlike):
+    with pytest.raises(NotExtrapolable):
         grown(((2, 3),) * 2, ((2, 3),) * 3, -3)
     one = Operation("aten.stack", ((), ()), ("fp32",) * 2, 0, 8, 8, '["aten.stack", [[{"a": 1}, {"a": 1}]]]')
     more = Operation(
@@ -188,7 +188,7 @@ def test_what_grows_grows_on_by_as_much():
     assert (most.shapes, most.read) == (((),) * 12, 48)
     assert most.call.count("a") == 14
     for short, long in (("a", "b"), (1, "a"), ((1, 2), (1, 5, 2)), ({"a": 1}, {"b": 1})):
-        with pytest.raises(Unlike):
+        with pytest.raises(NotExtrapolable):
             grown(short, long, 3)
 
 
@@ -322,14 +322,14 @@ def test_a_step_that_is_not_made_of_its_microbatches_is_not_composed():
     both = trace(replace(job, batch_size=LEAST), replace(plan, accumulate=LEAST), "gpu", (), True, True)[0]
     other = composer(both, growth_of(both, with_more(both), actions))(actions(16))
     assert told(other) == told(found)  # a third step of one more microbatch says the same
-    with pytest.raises(Unlike):
+    with pytest.raises(NotExtrapolable):
         with_more(replace(both, more=replace(both.more, held=both.more.held[:-1])))
     more = next(event for event in long.step.events if isinstance(event, Launch) and event.microbatch == 2)
     events = list(long.step.events)
     events.insert(events.index(more), replace(more, after=()))  # what only one microbatch does
     changed = replace(long, step=replace(long.step, events=tuple(events)))
     for one, other in ((short, changed), (short, short)):
-        with pytest.raises(Unlike):
+        with pytest.raises(NotExtrapolable):
             growth_of(one, other, actions)
 
 

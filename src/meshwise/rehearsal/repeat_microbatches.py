@@ -1,9 +1,10 @@
 """Compose a step of many microbatches from a trace of few.
 
 All microbatches but the first two and the last run the same operators after the same action, so a step of any number
-of them is put together from the pieces of a step of few (pieces.py, composing.py). Anything else raises Unlike.
+of them is put together from the pieces of a step of few (repeat_pieces.py, repeat_steps.py). Anything else raises
+NotExtrapolable.
 
-Tested in tests/rehearsal/test_replay.py.
+Tested in tests/rehearsal/test_extrapolate.py.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from meshwise.rehearsal.composing import Composing
-from meshwise.rehearsal.growth import Unlike
-from meshwise.rehearsal.pieces import (
+from meshwise.rehearsal.extrapolate import grown_event
+from meshwise.rehearsal.insertions import NotExtrapolable
+from meshwise.rehearsal.repeat_pieces import (
     FIRST,
     HELD,
     REST,
@@ -30,7 +31,7 @@ from meshwise.rehearsal.pieces import (
     kind_of,
     sections_of,
 )
-from meshwise.rehearsal.replay import grown_event
+from meshwise.rehearsal.repeat_steps import Composing
 from meshwise.rehearsal.trace import Trace
 from meshwise.rehearsal.work import Allocate, Event, Free, Launch, Mark, Work
 
@@ -45,10 +46,10 @@ def composer(short: Trace, growth: Growth) -> Composer:
     """Return a function that returns the trace of a step of many microbatches."""
     pieces = cut(short, {})
     if pieces.count < LEAST:
-        raise Unlike(f"a trace of {pieces.count} microbatches")
+        raise NotExtrapolable(f"a trace of {pieces.count} microbatches")
     grows = {place: kind for place, kind in pieces.kinds({kind.name for kind in growth}) if kind in growth}
     if growth.keys() - set(grows.values()):
-        raise Unlike("an event that grows with the number of microbatches is not in the trace")
+        raise NotExtrapolable("an event that grows with the number of microbatches is not in the trace")
     growing = {place: growth[kind] for place, kind in grows.items()}
     for at, entry in enumerate(pieces.entries[Piece(HELD, REST, 0)] if growing else ()):
         if (ref := next(iter(entry.refers), None)) in growing:
@@ -79,11 +80,11 @@ def growth_of(short: Trace, long: Trace, orders: Callable[[int], Sequence[Order]
     pieces = cut(short, {})
     actions, first = (orders(_microbatches(work)) for work in (long.step, long.first))
     if count_of(actions) != pieces.count + 1:
-        raise Unlike(f"traces of {pieces.count} and {count_of(actions)} microbatches")
+        raise NotExtrapolable(f"traces of {pieces.count} and {count_of(actions)} microbatches")
     composing = Composing(pieces, (first, actions))
     pairs = list(_pairs(composing.sections(), long))
     if len(pairs) != len(composing.written):
-        raise Unlike("a step of one more microbatch has other events than what is composed of its pieces")
+        raise NotExtrapolable("a step of one more microbatch has other events than what is composed of its pieces")
     kinds = {id(pieces.at(place)): kind for place, kind in pieces.kinds()}
     growth: dict[Kind, tuple[Event, Event]] = {}
     same: set[Kind] = set()
@@ -92,12 +93,12 @@ def growth_of(short: Trace, long: Trace, orders: Callable[[int], Sequence[Order]
         if event == traced:
             same.add(kind)
         elif _grown(event, growth.setdefault(kind, (event, traced)), 1) != traced:
-            raise Unlike("a step of one more microbatch is not what is composed of its pieces")
+            raise NotExtrapolable("a step of one more microbatch is not what is composed of its pieces")
     if same & growth.keys():
-        raise Unlike("some events of a kind grow with the number of microbatches, and others do not")
+        raise NotExtrapolable("some events of a kind grow with the number of microbatches, and others do not")
     begun = {kind._replace(section=FIRST): pair for kind, pair in growth.items() if kind.section == STEP}
     if not begun.keys() <= set(kinds.values()):
-        raise Unlike("an event that grows with the number of microbatches is not in the first step")
+        raise NotExtrapolable("an event that grows with the number of microbatches is not in the first step")
     return {**begun, **growth}
 
 
@@ -107,7 +108,7 @@ def with_fewer(growth: Growth, count: int, fewer: int) -> Growth:
     found: dict[Kind, tuple[Event, Event]] = {}
     for kind, (one, other) in growth.items():
         if kind.name != REST and 2 <= kind.number < count - 1:
-            raise Unlike("an event of a microbatch between others grows with their number")
+            raise NotExtrapolable("an event of a microbatch between others grows with their number")
         number = kind.number - fewer if kind.name != REST and kind.number == count - 1 else kind.number
         following = kinds.get(kind.following, kind.following)
         found[kind._replace(number=number, event=kinds[kind.event], following=following)] = (
@@ -125,7 +126,7 @@ def _microbatches(work: Work) -> int:
 def with_more(trace: Trace) -> Trace:
     """Return the trace of a step of one more microbatch, after a first step without it."""
     if trace.more is None:
-        raise Unlike("no step of one more microbatch was traced")
+        raise NotExtrapolable("no step of one more microbatch was traced")
     return replace(trace, step=_in_place_of(trace.step, trace.more))
 
 
@@ -140,14 +141,14 @@ def _in_place_of(step: Work, more: Work) -> Work:
         return event if number is None else replace(event, storage=number)
 
     if [of(one) for one in begins[1]] != begins[0]:
-        raise Unlike("a later step begins with other memory than the one before")
+        raise NotExtrapolable("a later step begins with other memory than the one before")
     return replace(more, held=step.held, events=tuple(map(of, more.events)))
 
 
 def check_equal(traced: Trace, made: Trace) -> None:
-    """Raise Unlike if the two differ in more than marks and the numbers of storages."""
+    """Raise NotExtrapolable if the two differ in more than marks and the numbers of storages."""
     if any(event != other for event, other in _pairs(sections_of(made), traced)):
-        raise Unlike("a step of few microbatches is not what is composed of its pieces")
+        raise NotExtrapolable("a step of few microbatches is not what is composed of its pieces")
 
 
 def _pairs(made: Sequence[Sequence[Any]], traced: Trace) -> Iterator[tuple[Any, Any]]:
@@ -171,4 +172,4 @@ def _grown(event: Event, pair: tuple[Event, Event], times: int) -> Event:
         return replace(event, what=found.what)
     if isinstance(event, Allocate) and isinstance(found, Allocate):
         return replace(event, size=found.size)
-    raise Unlike("an event has a counterpart of another kind in a step of one more microbatch")
+    raise NotExtrapolable("an event has a counterpart of another kind in a step of one more microbatch")

@@ -9,10 +9,9 @@ import torch
 from meshwise.job.job import Job
 from meshwise.jobs.gpt import Gpt, GptSize, token_loss
 from meshwise.machine.words import machine_from_words
+from meshwise.rehearsal.closed_form import ClosedForm, Kind, small_traces
 from meshwise.rehearsal.estimator import rehearser
-from meshwise.rehearsal.from_few import Tracer
-from meshwise.rehearsal.likely import Likely
-from meshwise.rehearsal.small_traces import Kind, small_traces
+from meshwise.rehearsal.tracer import Tracer
 from meshwise.spec.plan import Plan
 
 SIZE = GptSize(8, 2048, 16, 16, 8192, vocabulary=1000)
@@ -33,7 +32,7 @@ def job():
 
 @pytest.fixture(scope="module")
 def likely():
-    return Likely(Tracer(job()).model, MACHINE, 32)
+    return ClosedForm(Tracer(job()).model, MACHINE, 32)
 
 
 def test_a_forward_is_weighed_by_its_blocks(likely):
@@ -57,7 +56,7 @@ def test_memory_falls_and_time_rises_with_what_saves_memory(likely):
 
 
 def test_what_was_rehearsed_corrects_the_guesses_of_plans_like_it():
-    likely, plan = Likely(Tracer(job()).model, MACHINE, 32), Plan(shard=8, recompute="full")
+    likely, plan = ClosedForm(Tracer(job()).model, MACHINE, 32), Plan(shard=8, recompute="full")
     before, found = likely(replace(plan, recompute="none")), rehearser(job(), MACHINE)(plan).estimate
     likely.learn(found)
     assert likely(plan).memory == pytest.approx(found.memory.total.value)
@@ -81,7 +80,7 @@ def test_small_traces_tell_the_time_of_the_whole_model_and_other_splits():
         asked.append(kind)
         return small(kind)
 
-    likely, rehearse = Likely(program.model, MACHINE, 32, noted), rehearser(program, MACHINE)
+    likely, rehearse = ClosedForm(program.model, MACHINE, 32, noted), rehearser(program, MACHINE)
     guesses = [likely(plan) for plan in CHECKED]
     assert len(asked) == len(set(asked)) <= 6
     for plan, guess in zip(CHECKED, guesses, strict=True):
@@ -96,4 +95,4 @@ def test_without_alike_blocks_there_are_no_small_traces():
     plain = Job("plain", model, lambda model, batch: model(batch[0]).sum(), torch.optim.SGD, (tokens,), batch_size=8)
     program = Tracer(replace(plain, optimizer=functools.partial(torch.optim.SGD, lr=0.1)))
     assert small_traces(program, MACHINE)(Kind("fp32")) is None
-    assert Likely(program.model, MACHINE, 8, small_traces(program, MACHINE))(Plan(data=8)).seconds > 0
+    assert ClosedForm(program.model, MACHINE, 8, small_traces(program, MACHINE))(Plan(data=8)).seconds > 0

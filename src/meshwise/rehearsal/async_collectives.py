@@ -5,7 +5,7 @@ A collective overlaps with the stream that launched it until the program waits f
 On a GPU, collectives run on a stream of their process group, on a CPU in threads of gloo. Both run one collective after
 the other.
 
-Tested in tests/rehearsal/test_beside.py.
+Tested in tests/rehearsal/test_async_collectives.py.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 from meshwise.rehearsal.work import CollectiveOperation
 
 
-class Beside:
+class AsyncCollectives:
     """Keeps track of the asynchronous collectives of a step, to find out which later launches must wait for a
     collective."""
 

@@ -4,9 +4,9 @@ If the blocks or microbatches are alike, the extended trace equals the real one,
 by one block (or microbatch) are compared. The longer one repeats some pieces once more. These pieces are inserted again
 until there are as many as requested. An event refers to other events: to the allocation that it frees, and to the
 launches that it waits for. The references move with the pieces, by the same distance from one piece to the next. If
-something does not follow this rule, Unlike is raised, and the whole model is traced instead.
+something does not follow this rule, NotExtrapolable is raised, and the whole model is traced instead.
 
-Tested in tests/rehearsal/test_replay.py.
+Tested in tests/rehearsal/test_extrapolate.py.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from meshwise.rehearsal.growth import Insertion, Insertions, Unlike, grown
+from meshwise.rehearsal.insertions import Insertion, Insertions, NotExtrapolable, grown
 from meshwise.rehearsal.trace import Trace
 from meshwise.rehearsal.work import Allocate, CollectiveOperation, Event, Free, Launch, Mark, Operation
 
@@ -181,7 +181,9 @@ class _Longer:
             number = old + times * (number - old)
         if self.long.keys[place] != self.short.keys[before]:
             if self.buckets:
-                raise Unlike("a launch grows with the length of the trace, so that buckets would change at some length")
+                raise NotExtrapolable(
+                    "a launch grows with the length of the trace, so that buckets would change at some length"
+                )
             event = grown_event(self.short.events[before], event, times)
         return self._put(place, event, refers, number)
 
@@ -204,15 +206,15 @@ class _Longer:
                 rest.remove(old)
                 found.append(old + self.times * (new - old))
             else:
-                raise Unlike("waits")
+                raise NotExtrapolable("waits")
         if rest:
-            raise Unlike("waits")
+            raise NotExtrapolable("waits")
         return found
 
     def _fixed_refer(self, old: int, new: int) -> int:
         piece, moved = self.pieces.around(new), new - old
         if moved not in ((self.pieces.shift(new),) if piece is None else (piece.shift, piece.shift + piece.length)):
-            raise Unlike("an event refers to different events in the shorter and in the longer of two traces")
+            raise NotExtrapolable("an event refers to different events in the shorter and in the longer of two traces")
         return old + self.times * moved
 
     def _copies(self, piece: Insertion) -> Iterator[Event | None]:
@@ -227,9 +229,12 @@ class _Longer:
 
     def _ways(self, piece: Insertion, place: int) -> tuple[list[_Moved], _Moved | None]:
         """Return how the indices in a repeated event change between copies: the indices of entries that it refers to,
-        and the index of its block or microbatch (None without a block). Raises Unlike if a change is uneven."""
+        and the index of its block or microbatch (None without a block). Raises NotExtrapolable if a change is
+        uneven."""
         if isinstance(self.long.events[place], Mark | None):
-            raise Unlike("a run of repeated events extends into another part of the trace, such as the next step")
+            raise NotExtrapolable(
+                "a run of repeated events extends into another part of the trace, such as the next step"
+            )
         beside = [
             (other, way)
             for other, way in ((place - piece.length, -1), (place + piece.length, 1))
@@ -247,12 +252,12 @@ class _Longer:
             around = self.pieces.around(refer)
             length = around.length if around is not None else 0
             others = [(way, self.long.refers[other][which]) for other, way in beside]
-            if around is not None:  # of a copy at the end of its stretch what lies beside the other stretch
+            if around is not None:  # at the edge, use neighbors in the same run only
                 others = [(way, other) for way, other in others if self.pieces.around(other) is around]
             own = self._slope(others, refer, length)
             shift = self.pieces.shift(refer) if around is None else around.shift + (length if own < 0 else 0)
             if around is not None and not own:
-                raise Unlike("all copies of a repeated event refer to the same copy of another repeated event")
+                raise NotExtrapolable("all copies of a repeated event refer to the same copy of another repeated event")
             refers.append(_Moved(refer + (self.times - 1) * shift, own))
         return refers, at
 
@@ -261,7 +266,9 @@ class _Longer:
         slopes = {None if other is None else way * (other - value) for way, other in beside}
         slope = slopes.pop() if len(slopes) == 1 else None
         if slope is None or (length is not None and abs(slope) not in (0, length)):
-            raise Unlike("an index in a repeated event does not change by the same amount from each copy to the next")
+            raise NotExtrapolable(
+                "an index in a repeated event does not change by the same amount from each copy to the next"
+            )
         return slope
 
     def _put(
@@ -273,7 +280,7 @@ class _Longer:
             old = self.long.refers[place]
             of = [self.long.keys[each] for each in old] if len(old) == len(refers) else None
             if min(refers) < 0 or max(refers) >= len(keys) or (of and of != [keys[each] for each in refers]):
-                raise Unlike("a copy of a repeated event would refer to an event of another kind")
+                raise NotExtrapolable("a copy of a repeated event would refer to an event of another kind")
         keys.append(key)
         kind: type = type(event)
         if kind is Launch or kind is Mark or event is None:
@@ -287,7 +294,7 @@ class _Longer:
             storage, self.next = self.next, self.next + 1
         self.storages.append(storage)
         if (storage in self.alive) is (kind is Allocate):
-            raise Unlike("the extrapolated trace would allocate or free the same storage twice in a row")
+            raise NotExtrapolable("the extrapolated trace would allocate or free the same storage twice in a row")
         if isinstance(event, Allocate):
             self.alive.add(storage)
             return Allocate(storage, event.size, event.category, event.on_host, event.stream)
@@ -303,11 +310,11 @@ class _Longer:
 
 
 def grown_event(short: Event | None, long: Event, times: int) -> Event:
-    """Return an event whose sizes are extrapolated. Raises Unlike if they cannot be."""
+    """Return an event whose sizes are extrapolated. Raises NotExtrapolable if they cannot be."""
     if isinstance(short, Launch) and isinstance(long, Launch):
         what = grown(short.what, long.what, times)
         if isinstance(what, CollectiveOperation) and what.size > NUMBERS:
-            raise Unlike(f"a collective of more than {NUMBERS} bytes grows with the length of the trace")
+            raise NotExtrapolable(f"a collective of more than {NUMBERS} bytes grows with the length of the trace")
         return replace(long, what=what)
     if isinstance(short, Allocate) and isinstance(long, Allocate):
         return replace(long, size=grown(short.size, long.size, times))

@@ -4,9 +4,9 @@ The longer sequence contains some pieces of the shorter one once more. The resul
 still.
 
 The pieces are found by comparing the two sequences. A piece must directly follow an equal piece. If the two sequences
-differ in any other way, Unlike is raised.
+differ in any other way, NotExtrapolable is raised.
 
-Tested in tests/rehearsal/test_replay.py.
+Tested in tests/rehearsal/test_extrapolate.py.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ENOUGH = 64
 """The number of entries after which `_alike` stops comparing two sequences."""
 
 
-class Unlike(Exception):
+class NotExtrapolable(Exception):
     """Raised if a long trace cannot be extrapolated exactly from short traces. For example, the longer of two traces
     may have events that do not repeat other events, or the model may do something between its blocks.
     """
@@ -100,7 +100,7 @@ def _found(
         else:
             one, other = one + 1, other + 1
     if one < len(short):
-        raise Unlike("the shorter of two traces has events that the longer trace lacks")
+        raise NotExtrapolable("the shorter of two traces has events that the longer trace lacks")
     return found
 
 
@@ -120,7 +120,7 @@ def _put_in(
             if right[other + length] == left[one] and (not length or _repeats(long, other, length))
         ]
     if not options:
-        raise Unlike(f"entry {other} of {len(long)}")
+        raise NotExtrapolable(f"entry {other} of {len(long)}")
     return -max(options)[2]
 
 
@@ -157,7 +157,7 @@ def _widened(found: Sequence[tuple[int, int]], long: Sequence[int]) -> list[Inse
     pieces, shift = [], 0
     for place, length, first, end in stretches:
         if end < place + length:  # the next one begins in the midst of it
-            raise Unlike(f"two runs of repeated events overlap at event {place} of the trace")
+            raise NotExtrapolable(f"two runs of repeated events overlap at event {place} of the trace")
         at = max(first + (end - length - first) // 2, end - 2 * length)
         pieces.append(Insertion(at, length, first, end, shift))
         shift += length
@@ -168,7 +168,7 @@ def grown(short: Any, long: Any, times: int) -> Any:
     """Extrapolate a value linearly. For example, `grown(10, 12, 5)` returns 10 + 5 * (12 - 10) = 20.
 
     Lists, dicts, operators and collectives are extrapolated entry by entry. Entries that only the list `long` has occur
-    `times` times in the result. Raises Unlike if a value cannot be extrapolated.
+    `times` times in the result. Raises NotExtrapolable if a value cannot be extrapolated.
 
     short, long: the value in a step, and in a step with one more block or microbatch.
     times: how many blocks or microbatches to add to the step of `short`. A negative number takes some away.
@@ -194,7 +194,7 @@ def grown(short: Any, long: Any, times: int) -> Any:
         if len(short) == len(long):
             return type(long)(grown(one, other, times) for one, other in zip(short, long, strict=True))
         return type(long)(_longer(short, long, times))
-    raise Unlike(f"{short!r} in the shorter trace and {long!r} in the longer trace cannot be extrapolated")
+    raise NotExtrapolable(f"{short!r} in the shorter trace and {long!r} in the longer trace cannot be extrapolated")
 
 
 def _longer(short: Sequence[Any], long: Sequence[Any], times: int) -> list[Any]:
@@ -206,7 +206,7 @@ def _longer(short: Sequence[Any], long: Sequence[Any], times: int) -> list[Any]:
         if times < 0:
             gone = (1 - times) * piece.length
             if piece.first + gone > piece.end:
-                raise Unlike("a list does not repeat as often as it is to get shorter")
+                raise NotExtrapolable("a list does not repeat as often as it is to get shorter")
             found, done = [*found, *long[done : piece.end - gone]], piece.end
             continue
         found += [*long[done : piece.at], *(list(long[piece.at : piece.at + piece.length]) * times)]

@@ -1,9 +1,9 @@
-"""Trace deep pipelines with few stages.
+"""Choose how few blocks and pipeline stages to trace.
 
 The stages between the first and the last do the same, each on its own blocks and with its own neighbors. A pipeline of
 four stages is traced. Its trace of a stage is moved to the stages of the deeper pipeline that do the same.
 
-Tested in tests/rehearsal/test_replay.py.
+Tested in tests/rehearsal/test_extrapolate.py.
 """
 
 from __future__ import annotations
@@ -11,17 +11,81 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from meshwise.parallel.schedule import orders
-from meshwise.rehearsal.growth import Unlike
-from meshwise.rehearsal.microbatches import LEAST, Composer, Move, check_equal, composer
-from meshwise.rehearsal.pieces import Order
-from meshwise.rehearsal.replay import COUNT, GrowthAxis
+from meshwise.parallel.schedule import CHUNKS, orders
+from meshwise.rehearsal.extrapolate import COUNT, GrowthAxis
+from meshwise.rehearsal.insertions import NotExtrapolable
+from meshwise.rehearsal.repeat_microbatches import LEAST, Composer, Move, check_equal, composer
+from meshwise.rehearsal.repeat_pieces import Order
+from meshwise.rehearsal.shorter import Stretch
 from meshwise.rehearsal.trace import THIRD, Extent, Trace
 from meshwise.rehearsal.work import Allocate, CollectiveOperation, Launch, Work
 from meshwise.spec.plan import AXES, Plan
+
+FEW = 3
+"""How many groups of blocks per pipeline stage are traced, to extrapolate to all groups. The first and the last group
+are special, so a third group between them is traced, too. Under shard, a fourth group is traced, because a rank may
+hold three neighboring blocks in memory at once."""
+
+
+@dataclass(frozen=True)
+class Depth:
+    """The number of groups of blocks in a pipeline stage, for the real model and for a shorter model that is traced
+    instead.
+
+    A group is the shortest sequence of blocks that the model repeats, often a single block.
+
+    own: the number of groups per stage in the real model.
+    few: the number of groups per stage in the shorter model.
+    stages: the number of pipeline stages.
+    """
+
+    own: int
+    few: int
+    stages: int
+
+
+def depth_of(plan: Plan, stretch: Stretch, shared: bool = False) -> Depth | None:
+    """Return how many groups of blocks to trace, so that the others can be extrapolated."""
+    stages = plan.pipeline * CHUNKS.get(plan.schedule, 1) if plan.pipeline > 1 else 1
+    if (
+        isinstance(plan.recompute, tuple)
+        or plan.state_parts > 1  # whole parameters have owners: no two blocks are alike
+        or (stages > 1 and not (stretch.is_whole and stretch.group == 1 and stretch.count % stages == 0))
+    ):
+        return None
+    own, few = stretch.count // stages, FEW + (plan.shard > 1)
+    return Depth(own, few, stages) if own > (few if shared else 2 * few + 1) else None
+
+
+def blocks_axis(stretch: Stretch) -> GrowthAxis:
+    """Return a `GrowthAxis`, which finds the group of blocks to which a launch belongs."""
+    places = {name: place - stretch.start for place, name in enumerate(stretch.names)}
+
+    @functools.cache
+    def known(module: str) -> tuple[int, str]:
+        """Return (n, name): `module` is in block n of `stretch`, and `name` is the rest of its name, such as ".linear".
+        n is -1 if the module is outside of `stretch`."""
+        name = module
+        while name and name not in places:
+            name = name.rpartition(".")[0]
+        place = places.get(name, -1)
+        return (place, module[len(name) :]) if 0 <= place < stretch.count * stretch.group else (-1, module)
+
+    def read(launch: Launch) -> tuple[Hashable, int | None]:
+        place, rest = known(launch.module)
+        if place < 0:
+            return (launch.module, launch.microbatch), None
+        return (place % stretch.group, rest, launch.microbatch), place // stretch.group
+
+    def write(launch: Launch, number: int) -> tuple[str, int]:
+        place, rest = known(launch.module)
+        return stretch.names[stretch.start + number * stretch.group + place % stretch.group] + rest, launch.microbatch
+
+    return GrowthAxis(read, write)
+
 
 ELEMENT = 8  # bytes of a parameter's element at most
 Actions = Callable[[int], list[Order]]  # the actions of a stage in a step of so many microbatches
@@ -76,7 +140,9 @@ class Stages:
     def move(self, rank: int, stage: int, axis: GrowthAxis) -> Move:
         """Return what moves an event of a traced rank to a stage of the real pipeline that does the same.
 
-        axis: finds the group of blocks of a launch. Raises Unlike if a collective cannot be one of the real pipeline.
+        axis: finds the group of blocks of a launch.
+
+        Raises NotExtrapolable if a collective cannot be one of the real pipeline.
         """
         traced = self._stage(rank)
         by = (stage - traced) * self.blocks
@@ -117,7 +183,7 @@ class Stages:
         each = run[: len(run) // absent]
         known = run and all(run[-1] in work.held for work in (trace.first, trace.step))
         if not known or [one.size for one in run] != [one.size for one in each] * absent:
-            raise Unlike("the blocks of other stages leave unlike elements in memory")
+            raise NotExtrapolable("the blocks of other stages leave unlike elements in memory")
         used = [
             event.storage
             for work in (trace.first, trace.step)
@@ -141,7 +207,7 @@ class Stages:
         if first == old:
             return found
         if old.ranks != tuple(rank + few * copy for copy in range(self.few.data) for rank in first.ranks):
-            raise Unlike(f"a collective {old.kind} of some of the copies that the axis data makes")
+            raise NotExtrapolable(f"a collective {old.kind} of some of the copies that the axis data makes")
         return [rank + many * copy for copy in range(self.plan.data) for rank in found]
 
     def _of_copy(self, old: CollectiveOperation, traced: int, stage: int) -> Iterable[int]:
@@ -156,7 +222,7 @@ class Stages:
             return sorted(rank for number in range(self.plan.pipeline) for rank in self._at(first, number))
         if stages == {0, FEW_STAGES - 1}:
             return sorted(rank for number in (0, self.plan.pipeline - 1) for rank in self._at(first, number))
-        raise Unlike(f"a collective {old.kind} of the stages {sorted(stages)}")
+        raise NotExtrapolable(f"a collective {old.kind} of the stages {sorted(stages)}")
 
     def _stage(self, rank: int) -> int:
         return rank // self.apart % FEW_STAGES
@@ -177,7 +243,7 @@ def _runs(held: Sequence[Allocate]) -> list[list[Allocate]]:
 
 
 def check_third(found: Sequence[Trace], stages: Stages, count: int, axis: GrowthAxis) -> None:
-    """Raise Unlike if the third of FEW_STAGES stages does not do what the second does."""
+    """Raise NotExtrapolable if the third of FEW_STAGES stages does not do what the second does."""
     move = stages.move(found[1].step.rank, THIRD, axis)
     made = composer(found[1], {})(actions_of(stages.plan, THIRD)(count), range(0), move)
     check_equal(found[THIRD], stages.moved(made, THIRD))

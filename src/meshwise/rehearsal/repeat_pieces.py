@@ -4,7 +4,7 @@ A marked trace says where the forward and the backward of each microbatch begin.
 allocation that it frees, and to the launches that it waits for. A reference leads to the same microbatch, the one
 before, the first, the action before, or the last launch of a stream.
 
-Tested in tests/rehearsal/test_replay.py.
+Tested in tests/rehearsal/test_extrapolate.py.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable, Container, Hashable, Iterable, Iterator, M
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from meshwise.rehearsal.growth import Unlike
+from meshwise.rehearsal.insertions import NotExtrapolable
 from meshwise.rehearsal.trace import Trace
 from meshwise.rehearsal.work import Allocate, CollectiveOperation, Event, Free, Launch, Mark
 
@@ -25,7 +25,7 @@ Order = tuple[bool, int]  # an action: whether it is a forward, and its microbat
 
 
 class Kind(NamedTuple):
-    """What is the same at another depth: a piece's name, section and number, the kinds of an event and of the next
+    """A key that is stable across depths: a piece's name, section and number, the kinds of an event and of the next
     launch."""
 
     name: str
@@ -143,7 +143,7 @@ def sections_of(trace: Trace) -> Sequence[Sequence[Any]]:
 
 
 def cut(trace: Trace, known: dict[Any, Any]) -> Pieces:
-    """Cut a marked trace into pieces. Raises Unlike if a launch waits for what is no launch.
+    """Cut a marked trace into pieces. Raises NotExtrapolable if a launch waits for what is no launch.
 
     known: operators and collectives by themselves. Equal ones become one object, so that comparing them is quick.
     """
@@ -176,7 +176,7 @@ def cut(trace: Trace, known: dict[Any, Any]) -> Pieces:
                 for number in event.after:
                     target, launch = places[number], events[number]
                     if target is None or not isinstance(launch, Launch):
-                        raise Unlike("an event waits for what is no launch")
+                        raise NotExtrapolable("an event waits for what is no launch")
                     beside = target.piece.number != piece.number or target.piece.name == REST
                     newest = beside and piece.name != REST and last[launch.stream] == number and not _sends(launch)
                     refers.append(Last(launch.stream) if newest else _of_piece(pieces, piece, target))
