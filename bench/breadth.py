@@ -45,10 +45,10 @@ import tiny_models
 from torch.distributed.tensor import DTensor
 
 from meshwise.equivalence.causes import CauseKind
+from meshwise.equivalence.difference import LIMIT
 from meshwise.equivalence.one_device import one_device
 from meshwise.equivalence.programs import watch_job
 from meshwise.equivalence.proof import prove
-from meshwise.equivalence.tolerance import LIMIT
 from meshwise.equivalence.trace import CheckSpec, Trace
 from meshwise.job.job import Job
 from meshwise.parallel.shard_refusals import note_what_was_not_gathered

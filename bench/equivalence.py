@@ -31,7 +31,7 @@ from models_page import write_page
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from meshwise.api.check import uncompiled_plan
-from meshwise.equivalence.tolerance import LIMIT
+from meshwise.equivalence.difference import LIMIT
 from meshwise.spec.plan import Plan
 from tests.equivalence.jobs_to_check import checked, job_named
 from tests.equivalence.plans_to_check import NAMES, STEPS, Case, cases

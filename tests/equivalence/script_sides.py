@@ -14,10 +14,9 @@ from typing import Any
 
 import pytest
 
-from meshwise.equivalence.program_trace import ProgramTrace, trace_to_compare
 from meshwise.equivalence.programs import watch_script
 from meshwise.equivalence.proof import Proof, prove
-from meshwise.equivalence.trace import CheckSpec
+from meshwise.equivalence.trace import CheckSpec, ProgramTrace, trace_to_compare
 from meshwise.jobs.script import run_script_file
 from meshwise.process.plan_choice import PLAN_FILE
 from meshwise.process.scratch_files import scratch_files

@@ -1,7 +1,7 @@
 """Kinds of state that a check compares: batches, what a step or a resume leaves behind. Each bug has a right twin.
 
 Of equivalence/contents.py, equivalence/diagnose_kinds.py, equivalence/diagnose_updates.py and
-equivalence/open_exchanges.py.
+equivalence/exchanges.py.
 """
 
 from __future__ import annotations

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from meshwise.equivalence.difference import LIMIT
 from meshwise.equivalence.outputs import output_difference
 from meshwise.equivalence.sketches import sketches
-from meshwise.equivalence.tolerance import LIMIT
 from meshwise.equivalence.trace import Output
 
 ROUNDING = 7 * 5**4 * 2.0**-52

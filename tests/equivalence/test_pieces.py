@@ -23,11 +23,11 @@ from meshwise.data.keyed import KeyedDraws, Rows, by_reference, keyed_normal, ke
 from meshwise.data.order import epoch_order
 from meshwise.equivalence.causes import CauseKind
 from meshwise.equivalence.compare import compare
+from meshwise.equivalence.difference import LIMIT
 from meshwise.equivalence.noise import noise_of
 from meshwise.equivalence.one_device import one_device
 from meshwise.equivalence.proof import prove
 from meshwise.equivalence.sketches import sketches
-from meshwise.equivalence.tolerance import LIMIT
 from meshwise.equivalence.trace import Batches, CheckSpec, microbatches
 from meshwise.equivalence.upcast import called_in_float64, upcast
 from meshwise.spec.errors import UsageError

@@ -1,8 +1,8 @@
 """`meshwise check` of a script of DDP or accelerate as it is: its ranks beside one process, and its counts.
 
-Tests api/check_plain.py, compat/loaders.py, autograd/loss_scale.py, equivalence/views/check_text.py,
-equivalence/plain/counts.py, equivalence/plain/findings.py, equivalence/plain/judge.py, equivalence/plain/neutral.py,
-equivalence/plain/on_cpu.py, equivalence/plain/reads.py, equivalence/plain/record.py, equivalence/plain/schedule.py and
+Tests api/check_plain.py, compat/loaders.py, autograd/loss_graph.py, equivalence/views/check_text.py,
+equivalence/plain/counts.py, equivalence/proof.py, equivalence/plain/judge.py, equivalence/plain/neutral.py,
+equivalence/plain/neutral.py, equivalence/plain/reads.py, equivalence/plain/record.py, equivalence/plain/schedule.py and
 equivalence/plain/watch.py.
 The list that somebody planted who had not read them is tests/programs/others.
 """
@@ -24,11 +24,11 @@ from rich.console import Console
 from meshwise.api.check import check_options
 from meshwise.api.check_options import CheckOptions
 from meshwise.autograd.loss_graph import scale_of
-from meshwise.equivalence.plain.findings import PlainProof
 from meshwise.equivalence.plain.judge import judge
 from meshwise.equivalence.plain.record import Follow, Pass, Record, Step
 from meshwise.equivalence.plain.schedule import horizon_of, watch_ticks
 from meshwise.equivalence.plain.watch import watch_plain
+from meshwise.equivalence.proof import PlainProof
 from meshwise.equivalence.views.check_dict import check_dict
 from meshwise.equivalence.views.check_text import check_text
 from meshwise.spec.errors import UsageError

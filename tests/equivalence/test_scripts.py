@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from meshwise import cli
-from meshwise.equivalence.program_trace import trace_to_compare
+from meshwise.equivalence.trace import trace_to_compare
 from meshwise.process.session import end_sessions
 from meshwise.spec.errors import UsageError
 from meshwise.spec.plan import Plan

@@ -1,6 +1,6 @@
 """`meshwise check` of scripts as others write them: no fault where there is none, no fall, and the right cause.
 
-Of data/keyed.py, equivalence/engine_watcher.py, equivalence/model_tracer.py and equivalence/pairs.py.
+Of data/keyed.py, equivalence/engine_watcher.py, equivalence/model_tracer.py and equivalence/coupled_operators.py.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Tensor and sequence parallel by hand under plans whose ranks have the same samples: what is right is equal, and what
 is wrong is told with its cause and its line.
 
-Of equivalence/diagnose_by_hand.py, equivalence/diagnose_backward.py, equivalence/peers.py and
+Of equivalence/diagnose_by_hand.py, equivalence/diagnose_backward.py, equivalence/outputs.py and
 equivalence/compare_outputs.py.
 """
 

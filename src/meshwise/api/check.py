@@ -24,14 +24,12 @@ from meshwise.api.check_plain import names_accelerate, refuse_unjudged, watch
 from meshwise.compat.compiling import uncompile, unwrapped
 from meshwise.equivalence.one_device import one_device
 from meshwise.equivalence.passes import Passes, say_next_pass
-from meshwise.equivalence.plain.findings import PlainProof
 from meshwise.equivalence.plain.judge import judge
 from meshwise.equivalence.plain.reads import LATER_STEPS
 from meshwise.equivalence.plain.record import Follow, Record
-from meshwise.equivalence.program_trace import ProgramTrace, trace_to_compare
 from meshwise.equivalence.programs import watch_job, watch_script
-from meshwise.equivalence.proof import Proof, prove
-from meshwise.equivalence.trace import CheckSpec, Draws, Trace
+from meshwise.equivalence.proof import PlainProof, Proof, prove
+from meshwise.equivalence.trace import CheckSpec, Draws, ProgramTrace, Trace, trace_to_compare
 from meshwise.equivalence.views.check_text import check_text
 from meshwise.job.job import Job
 from meshwise.jobs.registry import find_job

@@ -18,9 +18,9 @@ from torch.optim import Optimizer
 from meshwise.compat.collectives import Group
 from meshwise.data.keyed import Rows
 from meshwise.data.order import BatchSlice
+from meshwise.equivalence.difference import apart, finite, precision_of
 from meshwise.equivalence.model_state import buffers_of, optimizer_state_of, parameters_of
 from meshwise.equivalence.sketches import sketch
-from meshwise.equivalence.tolerance import apart, finite, precision_of
 from meshwise.equivalence.trace import Contents, Divergence, Named, Output, StepTrace, Trace
 from meshwise.spec.world import World
 from meshwise.transfer import stages
@@ -267,7 +267,6 @@ def collect_run(trace: Trace) -> None:
     Collective."""
     trace.unkeyed = set().union(*gather_objects(trace.unkeyed))
     trace.random_modules = set().union(*gather_objects(trace.random_modules))
-    trace.evaluation_draws = max(gather_objects(trace.evaluation_draws))
     trace.rank_divergence |= numbers_diverge("evaluation", trace.evaluation, _alike())
     pipe = stages.pipe()
     if pipe is not None:

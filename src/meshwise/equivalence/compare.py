@@ -19,12 +19,10 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from meshwise.equivalence.compare_outputs import compared_outputs, of_samples
+from meshwise.equivalence.compare_outputs import Unseen, compared_outputs, left_out, of_samples
 from meshwise.equivalence.contents import compared_fields
-from meshwise.equivalence.difference import Difference, numbers, tensors
-from meshwise.equivalence.left_out import Unseen, left_out
+from meshwise.equivalence.difference import LIMIT, Difference, finite, numbers, tensors
 from meshwise.equivalence.noise import note_noise
-from meshwise.equivalence.tolerance import LIMIT, finite
 from meshwise.equivalence.trace import Divergence, Named, StepTrace, Trace
 
 MICROBATCHES = "number of microbatches"

@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 from meshwise.compat.tree import tensors_in
+from meshwise.equivalence.difference import LIMIT
 from meshwise.equivalence.outputs import rows_difference
 from meshwise.equivalence.sketches import row_sketches
-from meshwise.equivalence.tolerance import LIMIT
 from meshwise.equivalence.trace import Contents
 from meshwise.spec.user_code import place_of, user_place
 

@@ -17,11 +17,10 @@ import torch
 
 from meshwise.equivalence.causes import Cause
 from meshwise.equivalence.causes import CauseKind as K
+from meshwise.equivalence.difference import LIMIT
 from meshwise.equivalence.evidence import Evidence, is_inside, near, owner_of
-from meshwise.equivalence.outputs import divided_outputs, divided_rows, output_difference
-from meshwise.equivalence.peers import Groups, adds_up_to, peers_in
+from meshwise.equivalence.outputs import Groups, adds_up_to, divided_outputs, divided_rows, output_difference, peers_in
 from meshwise.equivalence.rank_weights import RankWeights, solve, weights_in
-from meshwise.equivalence.tolerance import LIMIT
 from meshwise.equivalence.trace import Output
 from meshwise.spec.words import some
 

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from meshwise.equivalence.causes import Cause
 from meshwise.equivalence.causes import CauseKind as K
+from meshwise.equivalence.difference import LIMIT
 from meshwise.equivalence.evidence import Evidence, near, owner_of
-from meshwise.equivalence.peers import Groups, peers_in
+from meshwise.equivalence.outputs import Groups, peers_in
 from meshwise.equivalence.rank_weights import solve
 from meshwise.equivalence.sketches import row_sketches
-from meshwise.equivalence.tolerance import LIMIT
 from meshwise.spec.words import some
 
 

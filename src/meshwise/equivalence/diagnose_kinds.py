@@ -1,6 +1,6 @@
 """Diagnose causes that one kind of state shows by itself.
 
-Such state is the contents of a batch, the buffers of a module, or a value that is not finite.
+Such state is the contents of a batch, the buffers of a module, a value that is not finite, or a metric.
 
 Tested in tests/equivalence/test_kinds.py.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 
 from meshwise.equivalence.causes import CauseKind as K
-from meshwise.equivalence.evidence import Evidence, Rule, owner_of, says
+from meshwise.equivalence.evidence import Evidence, Rule, near, owner_of, says
 from meshwise.spec.words import some
 
 # The contents of batches.
@@ -99,3 +99,40 @@ def not_finite(evidence: Evidence) -> str:
     where = evidence.first.name or "the model"
     losses = f"the loss is {plan.loss} under the plan and {one.loss:.6g} on one device"
     return f"{where} is the first value that is not finite under the plan; {losses}."
+
+
+COUNTED = (
+    "{name} is {both}: every rank has the value of all samples. Either the loop reads a DataLoader that was not passed "
+    "to mw.distribute (write loader = mw.distribute(loader) before it), or mw.sum or mw.mean has returned the value."
+)
+UNSUMMED = "without mw.sum"
+"""The label of an evaluation loop in a script that computes its metrics from the samples of one rank only."""
+
+
+def _is_not_summed(evidence: Evidence) -> bool:
+    return evidence.first.name.endswith(UNSUMMED)
+
+
+def _is_read_by_every_rank(evidence: Evidence) -> str:
+    """Return a sentence about a value that every rank has of all samples, so that `mw.sum` counts each sample once per
+    rank. Return an empty string if there is none."""
+    one, plan = (evidence.first.facts.get(side, math.nan) for side in ("one device", "the plan"))
+    again = near(plan, one * evidence.plan.devices) and evidence.first.name.startswith("mw.sum")
+    return COUNTED.format(name=evidence.first.name, both=evidence.both_numbers()) if again else ""
+
+
+EVALUATION_RULES: tuple[Rule, ...] = (
+    says(
+        K.MISSING_SUM,
+        "{name} had no mw.backward either, so each rank has the figure of its own samples.",
+        _is_not_summed,
+    ),
+    says(K.UNDISTRIBUTED, _is_read_by_every_rank),
+    says(K.PADDING, "{name}: {samples}.", Evidence.other_samples),
+    says(
+        K.EVALUATION,
+        "ranks have different values of {name}, which should be that of all samples.",
+        Evidence.ranks_differ,
+    ),
+    says(K.EVALUATION, "parameters and buffers are equal; {name} is {both}."),
+)

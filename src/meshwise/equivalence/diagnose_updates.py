@@ -11,8 +11,8 @@ import torch
 
 from meshwise.equivalence.causes import CauseKind as K
 from meshwise.equivalence.compare import MICROBATCHES
+from meshwise.equivalence.difference import precision_of
 from meshwise.equivalence.evidence import ROUNDING, Evidence, Rule, near, precision_lost, says
-from meshwise.equivalence.tolerance import precision_of
 from meshwise.equivalence.trace import Named, StepTrace, Trace
 from meshwise.spec.words import some
 

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from meshwise.equivalence.causes import Cause
 from meshwise.equivalence.causes import CauseKind as K
+from meshwise.equivalence.difference import LIMIT
 from meshwise.equivalence.evidence import Evidence, near
 from meshwise.equivalence.loss_numbers import Joined, Key, joined
 from meshwise.equivalence.rank_weights import RankWeights, shown, weights_in
-from meshwise.equivalence.tolerance import LIMIT
 from meshwise.spec.words import some
 
 SAY_SUM = "mw.backward(loss, reduction='sum'), or Job(reduction='sum')"

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from meshwise.equivalence.causes import Cause
 from meshwise.equivalence.causes import CauseKind as K
 from meshwise.equivalence.compare import Comparison
+from meshwise.equivalence.coupled_operators import taken_together
 from meshwise.equivalence.diagnose_by_hand import (
     counted_by_ranks,
     exchanges_by_hand,
@@ -20,9 +21,15 @@ from meshwise.equivalence.diagnose_by_hand import (
     ranks_have_parts,
     sum_by_hand_is_missing,
 )
-from meshwise.equivalence.diagnose_evaluation import EVALUATION_RULES
 from meshwise.equivalence.diagnose_gradients import GRADIENT_RULES
-from meshwise.equivalence.diagnose_kinds import CONTENTS_RULES, OF_BATCH, not_finite, open_exchange, own_statistics
+from meshwise.equivalence.diagnose_kinds import (
+    CONTENTS_RULES,
+    EVALUATION_RULES,
+    OF_BATCH,
+    not_finite,
+    open_exchange,
+    own_statistics,
+)
 from meshwise.equivalence.diagnose_updates import (
     UPDATE_RULES,
     accumulates_by_ranks,
@@ -42,8 +49,7 @@ from meshwise.equivalence.diagnose_weights import (
 )
 from meshwise.equivalence.difference import Difference
 from meshwise.equivalence.evidence import Evidence, Rule, is_inside, near, owner_of, says
-from meshwise.equivalence.pairs import taken_together
-from meshwise.equivalence.trace import StepTrace, Trace
+from meshwise.equivalence.trace import Trace
 from meshwise.spec.plan import Plan
 from meshwise.spec.words import some
 
@@ -139,31 +145,13 @@ def _reads_other_samples(evidence: Evidence) -> bool:
     return len(one) == len(plan) == len(set(plan)) and set(one) != set(plan)
 
 
-def _position_of_another_step(evidence: Evidence) -> str:
-    """Return a sentence about a step that reads the samples of another step, for example because the program resumed at
-    a wrong position in the data. Return an empty string if there is none."""
-    plan, here = _read_in(evidence.steps[1]), evidence.first.step
-    same = [n for n, step in enumerate(evidence.reference.steps, 1) if n != here and _read_in(step) == plan]
-    if not same:
-        return ""
-    where, does = ("ahead", "skips") if same[0] > here else ("back", "repeats")
-    return (
-        f"step {here} reads the samples of step {same[0]} of one device: the position in the data went {where}, as "
-        f"when a resumed run {does} samples."
-    )
-
-
-def _read_in(step: StepTrace) -> list[list[int]]:
-    return [sorted(index for part in ranks for index in part) for ranks in step.samples]
-
-
-def _pairs_samples(evidence: Evidence) -> str:
+def _couples_samples(evidence: Evidence) -> str:
     """Return a sentence if the loss cannot be computed separately for the samples of each rank. The sentence names an
     operator that combines several samples, or else a scalar that `not_a_mean` finds. Operators in modules with right
     outputs are ignored. Return an empty string if nothing is found."""
     one, plan = evidence.steps
     equal = {d.name for d in evidence.of_kind("module outputs")}
-    found = [each for each in taken_together(one.pairs, plan.pairs) if each.module not in equal]
+    found = [each for each in taken_together(one.coupled, plan.coupled) if each.module not in equal]
     if found:
         return f"{found[0].text}; the loss is {evidence.both_numbers()}.{evidence.or_padding()}"
     other = not_a_mean(evidence)
@@ -174,7 +162,7 @@ def _statistics_in_a_module(evidence: Evidence) -> Cause | None:
     """Name a module that computes across the samples of the batch, although each rank has only a part of them. Return
     None if there is none."""
     name, (one, plan) = evidence.first.name, evidence.steps
-    found = [each for each in taken_together(one.pairs, plan.pairs) if each.module == name]
+    found = [each for each in taken_together(one.coupled, plan.coupled) if each.module == name]
     if not found or evidence.exchanges_in(name):
         return None
     where = f"{evidence.where(name)} is the first whose outputs differ"
@@ -270,7 +258,6 @@ RULES: Mapping[str, tuple[Rule, ...]] = {
         says(K.BATCH_SIZE, accumulates_by_ranks),
         says(K.SKIPPED, other_microbatches),
         says(K.BATCH_SIZE, _is_of_a_share_of_the_batch),
-        says(K.DATA_ORDER, _position_of_another_step),
         says(K.DATA_ORDER, "{name} has the same number of samples, but other ones: {samples}.", _reads_other_samples),
         says(K.PADDING, "{name}: {samples}.", Evidence.other_samples),
         says(K.DATA_ORDER, "{name} has the same samples in another order."),
@@ -306,7 +293,7 @@ RULES: Mapping[str, tuple[Rule, ...]] = {
         by_weights,
         says(K.LOSS_WEIGHTING, cut_otherwise),
         says(K.LOSS, other_targets),
-        says(K.COUPLED, _pairs_samples, _outputs_are_equal),
+        says(K.COUPLED, _couples_samples, _outputs_are_equal),
         says(K.LOSS, "the loss is {both}."),
     ),
     "gradients": (says(K.RACE, open_exchange), *GRADIENT_RULES),

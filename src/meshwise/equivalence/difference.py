@@ -1,6 +1,6 @@
-"""Measure how much one item differs between both sides.
+"""Measure differences between both sides, and decide which are faults.
 
-An item is a number or a tensor with a name.
+What is compared is a number or a tensor with a name.
 
 Tested in tests/equivalence/test_planted.py.
 """
@@ -8,15 +8,52 @@ Tested in tests/equivalence/test_planted.py.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from meshwise.equivalence.tolerance import FLOOR, LIMIT, apart, finite, largest, ratio
 from meshwise.equivalence.trace import Named
+
+LIMIT = 1e-9
+FLOOR = 1e-3  # of the largest value of a kind: what is smaller is measured by it
+
+
+def ratio(difference: Tensor, scale: Tensor) -> float:
+    """Return the largest element of `difference / scale`. Return 0 if nothing differs."""
+    if not difference.numel() or not bool((difference != 0).any()):
+        return 0.0
+    return finite(float((difference / scale).max()))
+
+
+def largest(tensors: Iterable[Tensor]) -> float:
+    """Return the largest finite absolute value in the floating-point tensors. Return 0 if there is none."""
+    sizes = (t.abs().masked_fill(~t.isfinite(), 0.0) for t in tensors if t.is_floating_point())
+    return max((float(size.max()) for size in sizes if size.numel()), default=0.0)
+
+
+def apart(mine: Tensor, other: Tensor) -> Tensor:
+    """Return `mine - other` by element, with 0 where both are the same infinity or both are NaN."""
+    alike = (mine == other) | (mine.isnan() & other.isnan())
+    return (mine - other).masked_fill(alike, 0.0)
+
+
+def finite(value: float) -> float:
+    """Return the value, or infinity if it is NaN."""
+    return math.inf if math.isnan(value) else value
+
+
+def precision_of(tensor: Tensor) -> str:
+    """Return the lowest precision that holds every value of a float64 tensor exactly. Return an empty string if there
+    is none, or if all values are 0."""
+    if not tensor.is_floating_point() or not bool((tensor != 0).any()):
+        return ""
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        if torch.equal(tensor.to(dtype).double(), tensor):
+            return str(dtype).removeprefix("torch.")
+    return ""
 
 
 @dataclass(frozen=True)

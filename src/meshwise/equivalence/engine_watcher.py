@@ -26,16 +26,15 @@ from meshwise.engine.engine import Engine
 from meshwise.engine.loops import LoopRead
 from meshwise.equivalence import across_ranks
 from meshwise.equivalence.contents import Reading, reading_of
-from meshwise.equivalence.diagnose_evaluation import UNSUMMED
+from meshwise.equivalence.diagnose_kinds import UNSUMMED
+from meshwise.equivalence.exchanges import is_nan, say_nan
 from meshwise.equivalence.hints import Hints
 from meshwise.equivalence.model_state import gradients_of, learning_rates_of, local_sum, local_sums, scheduler_numbers
 from meshwise.equivalence.model_tracer import LooksOn, ModelTracer
 from meshwise.equivalence.noise import take_noise
-from meshwise.equivalence.open_exchanges import is_nan, say_nan
 from meshwise.equivalence.passes import say_step
-from meshwise.equivalence.program_trace import ProgramTrace
 from meshwise.equivalence.short_loops import ScriptEnds, ShortLoops
-from meshwise.equivalence.trace import CheckSpec, Draws, StepTrace
+from meshwise.equivalence.trace import CheckSpec, Draws, ProgramTrace, StepTrace
 from meshwise.equivalence.whole_view import RowDraws, own_rows
 from meshwise.job.job import Job
 from meshwise.parallel.tensor import UNDIVIDED
@@ -43,8 +42,8 @@ from meshwise.spec.errors import UsageError
 from meshwise.spec.plan import Plan
 from meshwise.spec.user_code import user_place
 from meshwise.spec.world import World
-from meshwise.transfer.reading import wait_for_all
 from meshwise.transfer.collectives import gather_objects
+from meshwise.transfer.reading import wait_for_all
 from meshwise.workers import heartbeat
 from meshwise.workers.verb_log import came_to
 

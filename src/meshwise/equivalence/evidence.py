@@ -15,10 +15,9 @@ from torch import Tensor
 
 from meshwise.equivalence.causes import Cause, CauseKind
 from meshwise.equivalence.compare import Comparison
-from meshwise.equivalence.difference import Difference
+from meshwise.equivalence.difference import Difference, largest, precision_of
 from meshwise.equivalence.exchanges import Exchange
 from meshwise.equivalence.noise import NOISE
-from meshwise.equivalence.tolerance import largest, precision_of
 from meshwise.equivalence.trace import StepTrace, Trace
 from meshwise.spec.plan import Plan
 from meshwise.spec.words import some

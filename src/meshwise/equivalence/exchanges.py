@@ -1,6 +1,9 @@
-"""Note which lines of a program call torch.distributed collectives.
+"""Note a program's own collectives, and NaN read before they ended.
 
-Collectives that meshwise itself calls while the program runs do not count.
+Collectives that meshwise itself calls while the program runs do not count. In a perturbed check, the buffer that a
+collective or a point-to-point transfer writes holds NaN until it has ended.
+
+Tested in tests/equivalence/test_kinds.py.
 """
 
 from __future__ import annotations
@@ -8,17 +11,21 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from meshwise.compat.dispatch import intercept_operators, operator_name
-from meshwise.spec.user_code import is_users, place
+from meshwise.compat.dispatch import gives_view, intercept_operators, operator_name
+from meshwise.compat.perturbed import open_exchanges
+from meshwise.compat.tree import tensors_in
+from meshwise.spec.user_code import is_users, place, user_place
+from meshwise.spec.words import some
 
 TORCH = str(Path(torch.__file__).parent) + os.sep
 DISTRIBUTED = TORCH + "distributed" + os.sep
@@ -112,3 +119,39 @@ def _ranks() -> tuple[int, ...]:
     group = None if frame is None else frame.f_locals["group"]
     known = frame is not None and (group is None or isinstance(group, dist.ProcessGroup))
     return tuple(sorted(dist.get_process_group_ranks(group))) if known else ()
+
+
+UNREAD = ("fill_", "empty", "new_empty", "empty_like", "empty_strided", "copy_")
+"""Operators that compute nothing, but copy, fill or allocate memory. NaN in their result is ignored."""
+
+
+def noting_nan(found: list[str], perturbed: bool) -> AbstractContextManager[Any]:
+    """Look inside the with block for operators that read a buffer before a collective or a transfer has written it. The
+    check fills the buffer with NaN until the collective or transfer has ended. So an operator that returns NaN before
+    this end has read too early. A sentence about the first such operator is appended to `found`.
+
+    perturbed: whether the check fills buffers with NaN. If False, nothing is watched.
+    """
+
+    def note(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result, name = operator(*args, **kwargs), operator_name(operator)
+        under_way = [] if found or name in UNREAD or gives_view(operator) else open_exchanges()
+        if under_way and any(is_nan(tensor) for tensor in tensors_in(result)):
+            say_nan(found, f"{name} at {user_place() or 'meshwise'} computed with", under_way)
+        return result
+
+    return intercept_operators(note) if perturbed else nullcontext()
+
+
+def say_nan(found: list[str], what: str, under_way: list[str]) -> None:
+    """Append to `found` a sentence that names the exchanges in flight when a value was NaN.
+
+    what: the beginning of the sentence, which names the operation that used the value.
+    under_way: the names of the exchanges.
+    """
+    found.append(f"nobody had waited for {some(under_way)} when {what} what it writes")
+
+
+def is_nan(tensor: Tensor) -> bool:
+    """Return whether a tensor contains NaN."""
+    return tensor.is_floating_point() and bool(tensor.detach().isnan().any())

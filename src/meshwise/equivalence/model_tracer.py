@@ -23,7 +23,8 @@ from meshwise.compat.tree import tensors_in
 from meshwise.data.generators import NUMPY
 from meshwise.data.keyed import KeyedDraws, Rows, by_reference, by_rows, on_one_device
 from meshwise.equivalence.contents import Reading, contents_of
-from meshwise.equivalence.exchanges import noting_exchanges
+from meshwise.equivalence.coupled_operators import noting_coupled
+from meshwise.equivalence.exchanges import noting_exchanges, noting_nan
 from meshwise.equivalence.loss_numbers import NotedNumbers
 from meshwise.equivalence.model_state import (
     buffers_of,
@@ -34,8 +35,6 @@ from meshwise.equivalence.model_state import (
     parameters_of,
     tied_in,
 )
-from meshwise.equivalence.open_exchanges import noting_nan
-from meshwise.equivalence.pairs import noting_pairs
 from meshwise.equivalence.sketches import pieces, sketches
 from meshwise.equivalence.trace import Draws, Named, Output, StepTrace, Trace
 from meshwise.equivalence.upcast import upcast
@@ -134,7 +133,7 @@ class ModelTracer:
         of_numpy = NUMPY.state()
         try:
             several = 0 if self._whole else rows.count
-            pairs = noting_pairs(several, self.step.pairs, lambda: self._running[-1] if self._running else None)
+            pairs = noting_coupled(several, self.step.coupled, lambda: self._running[-1] if self._running else None)
             of_modules = stages.carried(lambda: dict(self._calls), self._go_on)
             self._numbers = NotedNumbers()
             nan = noting_nan(self.step.nan_while_open, self._perturb)
@@ -154,7 +153,6 @@ class ModelTracer:
 
     def discard(self) -> None:
         """Forget the newest microbatch, because its forward pass had no backward pass."""
-        self.trace.evaluation_draws += len(self.draws.log)
         step, number = self._at
         self._at = step, number - 1
         self.step.outputs = [output for output in self.step.outputs if output.microbatch < number]
@@ -284,7 +282,6 @@ class ModelTracer:
             with upcast(self._upcast), draws.forward():
                 result = function(*args)
             self.trace.unkeyed |= draws.unkeyed
-            self.trace.evaluation_draws += len(draws.log)
             return result
 
         return evaluated

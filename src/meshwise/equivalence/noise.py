@@ -16,8 +16,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from meshwise.equivalence.difference import largest
 from meshwise.equivalence.model_state import named_parameters
-from meshwise.equivalence.tolerance import largest
 from meshwise.equivalence.trace import Named, Noise, Trace
 
 NOISE = 1e-8  # of the largest gradient

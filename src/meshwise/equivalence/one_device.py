@@ -8,7 +8,6 @@ training step, on any number of devices.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -27,7 +26,7 @@ from meshwise.equivalence.hints import noting_unused
 from meshwise.equivalence.model_tracer import ModelTracer
 from meshwise.equivalence.noise import take_noise
 from meshwise.equivalence.trace import Batches, CheckSpec, StepTrace, Trace, microbatches, test_samples
-from meshwise.equivalence.upcast import called_in_float64, plain_attention, upcast
+from meshwise.equivalence.upcast import called_in_float64, plain_attention
 from meshwise.job.job import Job
 from meshwise.job.run import Data, open_data, read_parts
 from meshwise.machine.memory import free_bytes
@@ -37,8 +36,6 @@ from meshwise.spec.errors import UsageError
 from meshwise.spec.units import bytes_text
 
 STATE = 2  # tensors of a parameter's size that an optimizer keeps; Adam's
-Means = dict[str, tuple[Tensor, Tensor]]
-"""Maps the name of a metric to its mean and the weight of that mean."""
 
 
 @dataclass(frozen=True)
@@ -174,36 +171,20 @@ def _evaluate(run: _Reference, data: Data | None) -> None:
     if data is None:
         return
     job, trace = run.job, run.tracer.trace
-    trace.evaluated, trace.evaluation_draws = [], 0
+    trace.evaluated = []
     order = torch.arange(test_samples(data.samples, job.batch_size))
     run.model.eval()
-    metrics = job.metrics or (lambda model, batch: {"loss": job.loss(model, batch)})
     parts = [BatchSlice(part, len(part), len(order)) for part in order.split(job.batch_size)]
-    sums: Means = {}
-    for part, means in _measured(run, run.tracer.keyed(metrics, [_all_rows(part) for part in parts]), data, parts):
-        trace.evaluated += part.indices.tolist()
-        for name, (mean, weight) in means.items():
-            total, weights = sums.get(name, (0.0, 0.0))
-            sums[name] = (total + mean * weight, weights + weight)
-    trace.evaluation = {name: float(total / weights) for name, (total, weights) in sums.items()}
-    trace.metric_sums = {name: (float(total), float(weights)) for name, (total, weights) in sums.items()}
-    ends = sorted({int(part.indices[at]) for part in parts for at in (0, -1)})
-    single = [BatchSlice(torch.tensor([index]), 1, len(order)) for index in ends]
-    for index, (_, means) in zip(ends, _measured(run, upcast(run.spec.in_float64)(metrics), data, single), strict=True):
-        for name, (mean, weight) in means.items():
-            trace.single_sample_metrics.setdefault(name, {})[index] = (float(mean), float(weight))
-
-
-def _measured(
-    run: _Reference, metrics: Callable[..., Any], data: Data, parts: list[BatchSlice]
-) -> Iterator[tuple[BatchSlice, Means]]:
-    """Yield the slice of each batch, with the mean and the weight of each metric."""
+    metrics = job.metrics or (lambda model, batch: {"loss": job.loss(model, batch)})
+    measure = run.tracer.keyed(metrics, [_all_rows(part) for part in parts])
+    summed = 1 if job.reduction == "sum" and not job.metrics else None
+    sums: dict[str, tuple[Any, Any]] = {}
     for batch, part in _batches(run, data, parts, 0):
         with torch.no_grad(), computing(run.device, run.spec.dtypes):
-            results = metrics(run.model, batch)
-        found = {}
+            results = measure(run.model, batch)
+        trace.evaluated += part.indices.tolist()
         for name, result in results.items():
-            summed = 1 if run.job.reduction == "sum" and not run.job.metrics else None
-            mean, weight = _weighed(result, part, f"metric '{name}' of job '{run.job.name}'", summed)
-            found[name] = (model_state.copied(mean), weight.cpu())
-        yield part, found
+            mean, weight = _weighed(result, part, f"metric '{name}' of job '{job.name}'", summed)
+            total, weights = sums.get(name, (0.0, 0.0))
+            sums[name] = (total + model_state.copied(mean) * weight.cpu(), weights + weight.cpu())
+    trace.evaluation = {name: float(total / weights) for name, (total, weights) in sums.items()}

@@ -24,9 +24,8 @@ from meshwise.engine.seeds import seed_all
 from meshwise.equivalence.across_ranks import slices_of_ranks
 from meshwise.equivalence.contents import reading_of
 from meshwise.equivalence.engine_watcher import EngineWatcher
-from meshwise.equivalence.program_trace import ProgramTrace
 from meshwise.equivalence.short_loops import ScriptEnds
-from meshwise.equivalence.trace import Batches, CheckSpec, Draws, test_samples
+from meshwise.equivalence.trace import Batches, CheckSpec, Draws, ProgramTrace, test_samples
 from meshwise.equivalence.upcast import called_in_float64, plain_attention, upcast
 from meshwise.guards.registry import attach
 from meshwise.job.evaluate import evaluate
@@ -217,12 +216,10 @@ def _evaluate(run: _Run, data: Data | None) -> None:
     trace, tracer = run.watcher.found.trace, run.watcher.tracer
     if data is None or trace is None or tracer is None:
         return
-    trace.evaluation_draws = 0
     slices = list(sequential_slices(test_samples(data.samples, job.batch_size), job.batch_size, engine.world))
     counted, rows = slices_of_ranks(slices, engine.world)
     batches = read_parts(data, slices, 0, engine.world.device)
     metrics = None if job.metrics is None else tracer.keyed(job.metrics, rows)
     keyed = replace(job, loss=tracer.keyed(job.loss, rows), metrics=metrics)
     trace.evaluation = evaluate(engine, keyed, run.state.model, batches)
-    trace.padding_ranks = {max(parts, key=len)[0]: parts.count([]) for parts in counted if any(parts)}
     trace.evaluated = [index for parts in counted for part in parts for index in part]

@@ -12,9 +12,9 @@ from enum import Enum
 from meshwise.equivalence.causes import Cause
 from meshwise.equivalence.compare import Comparison, compare
 from meshwise.equivalence.diagnosis import cause_of, module_of
-from meshwise.equivalence.doubts import NO_ROUNDING, OTHER_STEPS, kept_coarser, rounding_doubts, unproven
 from meshwise.equivalence.noise import noise_of
-from meshwise.equivalence.shown import ALONE, shown_otherwise
+from meshwise.equivalence.precision_warnings import NO_ROUNDING, OTHER_STEPS, kept_coarser, rounding_warnings, unproven
+from meshwise.equivalence.printed_numbers import ALONE, printed_otherwise
 from meshwise.equivalence.trace import CheckSpec, Trace
 from meshwise.parallel.rng_notes import OF_DRAWS
 from meshwise.parallel.tensor import UNDIVIDED
@@ -118,13 +118,13 @@ def prove(
             reference = again(replace(spec, noise=noise))
             comparison = compare(reference, actual)
             first = comparison.first
-    wrong, harmless = shown_otherwise(reference.shown, actual.shown, devices, rounded[0].shown if rounded else ())
+    wrong, harmless = printed_otherwise(reference.shown, actual.shown, devices, rounded[0].shown if rounded else ())
     same_steps = len(rounded) == 2 and all(len(trace.steps) == len(reference.steps) for trace in rounded)
     of_rounded = [compare(reference, trace) for trace in rounded] if same_steps else []
     looked = bool(of_rounded) or spec.plan.precision == "fp64"
     warnings = tuple(note for note in actual.notes if note.startswith(UNDIVIDED))
     alone = [f"{each} {ALONE}" for each in wrong]
-    doubts = (*unproven(reference), *alone, *rounding_doubts(of_rounded, spec.plan.dtypes))
+    doubts = (*unproven(reference), *alone, *rounding_warnings(of_rounded, spec.plan.dtypes))
     doubts += tuple(kept_coarser(rounded if same_steps else ()))
     return Proof(
         job,
@@ -159,3 +159,56 @@ def _rounding(rounded: Sequence[Comparison]) -> Iterator[Rounding]:
     for kind in ROUNDED:
         if kind in one and kind in plan:
             yield Rounding(kind, one[kind], plan[kind])
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One result of checking a script that does not use meshwise.
+
+    kind: a short name.
+    wrong: whether the script should be changed. False for a note, and for a difference that the script's author may
+        intend.
+    places: the source lines of the script.
+    evidence: a sentence on what was seen.
+    instead: a sentence on what to write instead. Empty if there is nothing to change.
+    """
+
+    kind: str
+    wrong: bool
+    places: tuple[str, ...]
+    evidence: str
+    instead: str = ""
+
+
+@dataclass(frozen=True)
+class PlainProof:
+    """The result of checking a script that does not use meshwise. It says whether the ranks compute the same as one
+    process on the same samples. It also says whether each sample is read once, and whether the schedule fits the number
+    of steps.
+
+    steps: how many steps were compared.
+    epochs: how many epochs the steps belong to.
+    largest: the largest difference of a gradient between the ranks and one process, relative to the largest gradient.
+    findings: all that the check found.
+    not_judged: sentences on what could not be judged.
+    """
+
+    script: str
+    devices: str
+    steps: int
+    epochs: int
+    largest: float
+    findings: tuple[Finding, ...]
+    not_judged: tuple[str, ...] = ()
+
+    @property
+    def verdict(self) -> Verdict:
+        """The verdict: different if a finding is wrong, doubtful if not everything could be judged, else equal."""
+        if any(finding.wrong for finding in self.findings):
+            return Verdict.DIFFERENT
+        return Verdict.DOUBTFUL if self.not_judged else Verdict.EQUAL
+
+    @property
+    def equal(self) -> bool:
+        """Whether the script passes the check: no finding asks for a change, and everything could be judged."""
+        return self.verdict is Verdict.EQUAL

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from meshwise.equivalence.difference import LIMIT, largest
 from meshwise.equivalence.noise import NOISE
 from meshwise.equivalence.sketches import pieces
-from meshwise.equivalence.tolerance import LIMIT, largest
 from meshwise.equivalence.trace import StepTrace
 
 ROUNDING = 100 * LIMIT  # of what is wanted: a start that differs by 1e-13 is magnified by a step

@@ -12,10 +12,11 @@ from torch import Tensor
 
 from meshwise.data.keyed import Draw
 from meshwise.data.order import BatchSlice, epoch_order
+from meshwise.equivalence.coupled_operators import Coupled
 from meshwise.equivalence.exchanges import Exchanges
 from meshwise.equivalence.loss_numbers import Numbers
-from meshwise.equivalence.pairs import Pairs
 from meshwise.spec.dtypes import Dtypes
+from meshwise.spec.errors import UsageError
 from meshwise.spec.plan import Plan
 from meshwise.spec.plan_settings import at_precision
 
@@ -139,7 +140,7 @@ class StepTrace:
     rng_mismatch: whether a backward pass drew random numbers that its forward pass did not draw.
     low_precision: parameter -> `float16` or `bfloat16`, if all values of the parameter on some rank fit into this dtype
         without rounding.
-    pairs: operators on rank 0 that may combine samples (see pairs.py).
+    coupled: operators on rank 0 that may combine samples (see coupled_operators.py).
     numbers: for each rank with samples, the sums and means from which the program computes the loss of the first
         microbatch (see loss_numbers.py).
     evaluating: the modules that were in evaluation mode in a forward pass of the step.
@@ -170,7 +171,7 @@ class StepTrace:
     standing: dict[int, float] = field(default_factory=dict)
     rng_mismatch: bool = False
     low_precision: dict[str, str] = field(default_factory=dict)
-    pairs: Pairs = field(default_factory=dict)
+    coupled: Coupled = field(default_factory=dict)
     numbers: list[Numbers] = field(default_factory=list)
     evaluating: set[str] = field(default_factory=set)
     nan_while_open: list[str] = field(default_factory=list)
@@ -192,11 +193,6 @@ class Trace:
     rank_divergence: how much ranks differ in values before the first step and in the evaluation.
     random_modules: modules that draw random numbers themselves.
     recomputed_modules: modules that run again in the backward pass.
-    evaluation_draws: the number of random draws in the evaluation.
-    metric_sums: metric -> (weighted sum over the samples, sum of the weights).
-    single_sample_metrics: metric -> sample -> (mean, weight) for that sample alone. Only the first and last sample of
-        each batch are measured.
-    padding_ranks: the first sample of an evaluated batch -> how many ranks had no sample of that batch.
     exchanges: the collectives that the program itself calls in forward passes on rank 0 (see exchanges.py).
     exchanges_backward: the collectives that the program itself calls in backward passes on rank 0.
     races: sentences on values that were used too early, before a collective or a stream was done with them. Empty if
@@ -221,10 +217,6 @@ class Trace:
     rank_divergence: Divergence = field(default_factory=dict)
     random_modules: set[str] = field(default_factory=set)
     recomputed_modules: tuple[str, ...] = ()
-    evaluation_draws: int = 0
-    metric_sums: dict[str, tuple[float, float]] = field(default_factory=dict)
-    single_sample_metrics: dict[str, dict[int, tuple[float, float]]] = field(default_factory=dict)
-    padding_ranks: dict[int, int] = field(default_factory=dict)
     exchanges: Exchanges = field(default_factory=dict)
     exchanges_backward: Exchanges = field(default_factory=dict)
     races: list[str] = field(default_factory=list)
@@ -276,3 +268,45 @@ def test_samples(count: int, batch_size: int) -> int:
     """Return how many test samples are evaluated: at most two batches and one more sample, so that some ranks get no
     sample of the last batch."""
     return min(count, 2 * batch_size + 1)
+
+
+@dataclass
+class ProgramTrace:
+    """The recorded run of a program in a check.
+
+    plan: the plan of the program's models. None if no model was given to `mw.distribute`.
+    trace: all that was recorded in the steps of the run. None if the program read no batches.
+    backwards: how many backward passes ran.
+    """
+
+    plan: Plan | None = None
+    trace: Trace | None = None
+    backwards: int = 0
+
+
+def trace_to_compare(found: ProgramTrace, script: str) -> Trace:
+    """Return the trace in `found`. Raise UsageError if the script made no steps, so that a check has nothing to
+    compare. The message says what to write in the script."""
+    if found.plan is None:
+        raise UsageError(
+            f"{script}: mw.distribute was given no model, so there is nothing to check. Write "
+            "model, optimizer, loader = mw.distribute(model, optimizer, loader) before the loop."
+        )
+    if found.trace is None:
+        raise UsageError(
+            f"{script}: no loop ran over a distributed loader. Give the DataLoader to mw.distribute too, and loop over "
+            "what it returns. Without a loader, call x = mw.split(x) in each step, or mw.split(x, whole=True) for what "
+            "has no rows."
+        )
+    if found.backwards == 0:
+        text = (
+            f"{script}: not judged. loss.backward() was never called (with view='rank': mw.backward(loss)). After "
+            "torch.autograd.grad, let an optimizer make the step."
+        )
+        raise UsageError("\n".join([text, *found.trace.hints]))  # what the source shows is known all the same
+    if not found.trace.steps:
+        raise UsageError(
+            f"{script}: no optimizer of the model made a step after {found.backwards} backwards. Give the "
+            "optimizer the parameters of the distributed model, and call optimizer.step()."
+        )
+    return found.trace

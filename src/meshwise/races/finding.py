@@ -1,15 +1,103 @@
-"""Describe a race: both accesses, their source lines, and the fix."""
+"""Describe a race: both accesses, their source lines, and the fix.
+
+Lines of the user's code, of libraries and of meshwise are named. Lines of torch and of Python itself are left out.
+"""
 
 from __future__ import annotations
 
+import functools
+import sys
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
 from typing import NamedTuple
 
 from meshwise.races.checker import Race
 from meshwise.races.memory import Access
 from meshwise.races.order import HOST, Lane
-from meshwise.races.stacks import Stack
+from meshwise.spec.user_code import OURS, is_users, place
+
+MOST_FRAMES = 100
+LEFT_OUT = (f"{OURS}races", f"{OURS}compat", f"{OURS}equivalence")
+MODES = {"__torch_function__", "_handled"}
+"""Functions through which meshwise runs each operator. A `Stack` leaves out the lines of meshwise inside them."""
+LIBRARIES = ("/site-packages/", "/dist-packages/")
+UNSEEN = "code that no line of Python is running"
+
+
+class Line(NamedTuple):
+    """A source line that was being executed."""
+
+    file: str
+    line: int
+    function: str
+
+    def __str__(self) -> str:
+        ours = Path(self.file).relative_to(Path(OURS).parent) if _is_ours(self.file) else self.file
+        return place(str(ours), self.line)
+
+
+class Stack(NamedTuple):
+    """The source lines that the program was executing when something happened, such as a read of memory. The innermost
+    line is first.
+
+    of: the name of the autograd node that was running, e.g. "MulBackward0", if a thread of autograd ran it. Such a
+        thread executes no Python lines, so `lines` are then the lines of the main thread, which called the backward.
+        Otherwise `of` is "".
+    """
+
+    lines: tuple[Line, ...]
+    of: str = ""
+
+    @property
+    def place(self) -> str:
+        """The innermost line of the stack that is in the user's code or in meshwise. If all lines are in libraries, the
+        innermost line of the stack."""
+        own = (line for line in self.lines if _is_ours(line.file) or is_users(line.file))
+        found = next(own, self.lines[0] if self.lines else None)
+        return UNSEEN if found is None else str(found)
+
+
+def stack(of: str = "") -> Stack:
+    """Return the source lines that this thread is executing. If it executes none, as a thread of autograd does, return
+    the lines of the main thread, together with `of`.
+
+    of: the name of the autograd node that this thread is running, e.g. "MulBackward0".
+    """
+    lines = _lines(sys._getframe(1))
+    if lines:
+        return Stack(lines)
+    return Stack(_lines(sys._current_frames().get(threading.main_thread().ident or 0)), of)
+
+
+def _lines(frame: FrameType | None) -> tuple[Line, ...]:
+    found = list[Line]()
+    for _ in range(MOST_FRAMES):
+        if frame is None:
+            break
+        file = frame.f_code.co_filename
+        if frame.f_code.co_name in MODES and not file.startswith(LEFT_OUT[0]):
+            found = [line for line in found if not _is_ours(line.file)]
+        if is_shown(file):
+            found.append(Line(file, frame.f_lineno, frame.f_code.co_qualname))
+        frame = frame.f_back
+    return tuple(found)
+
+
+def _is_ours(file: str) -> bool:
+    return file.startswith(OURS)
+
+
+@functools.cache
+def is_shown(file: str) -> bool:
+    """Return whether lines of this file are shown: all except those of torch, of Python and of the race detector."""
+    library = next((name for name in LIBRARIES if name in file), None)
+    if library is not None:
+        return not file.partition(library)[2].startswith("torch/")
+    return is_users(file) or (_is_ours(file) and not file.startswith(LEFT_OUT))
+
 
 INDENT = "\n    "
 
@@ -88,8 +176,8 @@ def find(race: Race, names: LaneNames, name: str = "") -> Finding:
         advice = _wait(race, here, there, before)
     details = (
         f"{name + ': ' if name else ''}{later.what}",
-        _lines(f"{act} at", later.where),
-        _lines(f"{did} at", earlier.where, f" ({earlier.what.operator})"),
+        _line_text(f"{act} at", later.where),
+        _line_text(f"{did} at", earlier.where, f" ({earlier.what.operator})"),
     )
     return Finding(sentence, advice, details)
 
@@ -108,6 +196,6 @@ def _place(access: Access) -> str:
     return stack.place + (f" ({stack.of})" if stack.of else "")
 
 
-def _lines(verb: str, stack: Stack, more: str = "") -> str:
+def _line_text(verb: str, stack: Stack, more: str = "") -> str:
     shown = " < ".join(f"{line} {line.function}" for line in stack.lines) or stack.place
     return f"{verb} {shown}{more}"

@@ -33,10 +33,9 @@ from meshwise.compat.dispatch import (
 from meshwise.compat.driver import is_capturing
 from meshwise.compat.torch_function import called
 from meshwise.races.checker import Checker, Race, Touch
-from meshwise.races.finding import Finding, LaneNames, Tensor, find
+from meshwise.races.finding import Finding, LaneNames, Tensor, find, is_shown, stack
 from meshwise.races.memory import region_of
 from meshwise.races.order import HOST, Lane
-from meshwise.races.stacks import is_shown, stack
 
 READ_BY_HOST = {"numpy", "__array__", "tolist", "__reduce_ex__"}
 PLAIN = (torch.Tensor, torch.nn.Parameter)

@@ -12,10 +12,10 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from decimal import Decimal
 
-from meshwise.equivalence.plain.findings import Finding
+from meshwise.equivalence.difference import LIMIT
 from meshwise.equivalence.plain.record import Pass, Record, Step
-from meshwise.equivalence.shown import numbers_apart, shown_otherwise
-from meshwise.equivalence.tolerance import LIMIT
+from meshwise.equivalence.printed_numbers import numbers_apart, printed_otherwise
+from meshwise.equivalence.proof import Finding
 
 ALONE = "in one process on all their samples."
 OF_ACCELERATE = "Use gather_for_metrics, or cut what is gathered to len(dataset)"
@@ -253,7 +253,7 @@ def shown(ranks: Sequence[Record], one: Record, devices: str, again: Record) -> 
     own = any(max(each) - min(each) > LIMIT * max(each) for each in used)
     for trains, wrong in ((False, True), (True, False)):
         sides = [[(line, text) for line, text, after in each.shown if after is trains] for each in (one, first, again)]
-        texts, _ = shown_otherwise(sides[0], sides[1], devices)
+        texts, _ = printed_otherwise(sides[0], sides[1], devices)
         for text in texts:
             line = text.partition(" shows ")[0]
             printed = [[other for place, other in side if place == line] for side in sides]

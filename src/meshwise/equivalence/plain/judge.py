@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshwise.equivalence.difference import LIMIT
 from meshwise.equivalence.plain import counts
-from meshwise.equivalence.plain.findings import Finding, PlainProof
 from meshwise.equivalence.plain.record import Record, Step
-from meshwise.equivalence.tolerance import LIMIT
+from meshwise.equivalence.proof import Finding, PlainProof
 
 MEANS = "DistributedDataParallel takes the mean over the ranks: the loss of a rank must be a mean."
 COUNTS = (

@@ -25,8 +25,7 @@ from meshwise.autograd.loss_graph import scale_of
 from meshwise.compat import program_calls
 from meshwise.compat.modules import gradient_hooks
 from meshwise.engine.seeds import seed_all
-from meshwise.equivalence.plain.neutral import NORMS, neutral
-from meshwise.equivalence.plain.on_cpu import on_cpu
+from meshwise.equivalence.plain.neutral import NORMS, neutral, on_cpu
 from meshwise.equivalence.plain.reads import LATER_STEPS, PASSES, Reads
 from meshwise.equivalence.plain.record import Follow, Record, Step
 from meshwise.equivalence.plain.schedule import TRAINER, watch_ticks

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from meshwise.equivalence.plain.findings import PlainProof
-from meshwise.equivalence.proof import Proof
-from meshwise.equivalence.tolerance import LIMIT
+from meshwise.equivalence.difference import LIMIT
+from meshwise.equivalence.proof import PlainProof, Proof
 from meshwise.spec.json_values import json_value
 from meshwise.spec.plan import changed
 

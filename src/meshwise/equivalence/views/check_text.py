@@ -14,10 +14,8 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from meshwise.equivalence.compare import Compared
-from meshwise.equivalence.difference import Difference
-from meshwise.equivalence.plain.findings import Finding, PlainProof
-from meshwise.equivalence.proof import Proof
-from meshwise.equivalence.tolerance import LIMIT
+from meshwise.equivalence.difference import LIMIT, Difference
+from meshwise.equivalence.proof import Finding, PlainProof, Proof
 from meshwise.spec.addresses import more
 from meshwise.spec.units import count_text, plural
 from meshwise.terminal.screen import Drawn, Screen, spaced
