@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,81 +22,71 @@ _own: dict[str, MeshAxis] = {}
 """The most recently made axis of each name, with this rank's position on the axis."""
 
 
-class Axis(Protocol):
-    """The ranks that hold the parts of a tensor, with the collectives between these ranks."""
+class Axis:
+    """The ranks that hold the parts of a tensor, with the collectives between these ranks.
 
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def size(self) -> int: ...
-
-    @property
-    def rank(self) -> int: ...
-
-    @property
-    def sequence(self) -> bool:
-        """Whether each rank gets only some positions (dim 1) of a sum over the ranks, instead of the whole sum."""
-
-    @property
-    def proves(self) -> bool:
-        """Whether the axis stands for ranks that do not exist, to prove that none of them is needed."""
-
-    @property
-    def gradient_scale(self) -> int:
-        """By how much the gradient of a part is larger than that of the whole tensor (see crossing.py)."""
-
-    def averages(self, whole: Tensor) -> bool:
-        """Whether the gradients that the ranks compute for this whole tensor are averaged after the backward."""
-
-    def unheard(self) -> AbstractContextManager[None]:
-        """Return a context manager for exchanges that do not make a model one that mixes rows: a batch norm's."""
-
-    def divides(self, whole: Tensor, dim: int) -> None:
-        """Note that each rank is about to take its part of a whole tensor along `dim`."""
-
-    def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
-        """Reduce `tensor` over the ranks, in place, and return it."""
-
-    def reduce_scatter(self, tensor: Tensor) -> Tensor:
-        """Sum `tensor` over the ranks, and return this rank's entry of the sum. The first dim has one entry for each
-        rank."""
-
-    def all_gather(self, tensor: Tensor) -> Tensor:
-        """Gather `tensor` from every rank, stacked in rank order."""
-
-    def pass_on(self, tensor: Tensor) -> Tensor:
-        """Send `tensor` to the next rank, and return the tensor of the rank before. All tensors have the same shape."""
-
-    def all_to_all(self, tensor: Tensor) -> Tensor:
-        """Send entry i of the first dim to rank i, and return the entries that the ranks sent to this rank, in rank
-        order."""
-
-    def meet(self, what: str) -> None:
-        """Wait until all ranks are about to exchange `what`."""
-
-
-@dataclass(frozen=True)
-class MeshAxis:
-    """A named axis of the device mesh. group: the process group of the ranks that differ from this rank only on this
-    axis."""
+    sequence: whether each rank gets only some positions (dim 1) of a sum over the ranks, instead of the whole sum.
+    proves: whether the axis stands for ranks that do not exist, to prove that none of them is needed.
+    gradient_scale: by how much the gradient of a part is larger than that of the whole tensor (see crossing.py).
+    group: the process group of the ranks.
+    """
 
     name: str
     size: int
     rank: int
     group: collectives.Group
     sequence: bool = False
-    gradient_scale: int = 1
     proves: bool = False
+    gradient_scale: int = 1
 
     def averages(self, whole: Tensor) -> bool:
+        """Return whether the gradients that the ranks compute for this whole tensor are averaged after the backward."""
         return False
 
     def unheard(self) -> AbstractContextManager[None]:
+        """Return a context manager for exchanges that do not make a model one that mixes rows: a batch norm's."""
         return nullcontext()
 
     def divides(self, whole: Tensor, dim: int) -> None:
-        pass
+        """Note that each rank is about to take its part of a whole tensor along `dim`."""
+
+    def meet(self, what: str) -> None:
+        """Wait until all ranks are about to exchange `what`."""
+        meet(what)
+
+    def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
+        """Reduce `tensor` over the ranks, in place, and return it."""
+        return collectives.all_reduce(tensor, op, self.group, of=self.name)
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        """Gather `tensor` from every rank, stacked in rank order."""
+        return collectives.all_gather(tensor, self.group, of=self.name)
+
+    def reduce_scatter(self, tensor: Tensor) -> Tensor:
+        """Sum `tensor` over the ranks, and return this rank's entry of its first dim, which has one for each rank."""
+        return collectives.reduce_scatter(tensor, group=self.group)[0]
+
+    def pass_on(self, tensor: Tensor) -> Tensor:
+        """Send `tensor` to the next rank, and return the tensor of the rank before. All tensors have the same shape."""
+        taken = torch.empty_like(tensor)
+        to, source = (self.rank + 1) % self.size, (self.rank - 1) % self.size
+        collectives.send_receive([(tensor, to)], [(taken, source)], self.group)
+        return taken
+
+    def all_to_all(self, tensor: Tensor) -> Tensor:
+        """Send entry i of the first dim to rank i, and return the entries sent to this rank, in rank order."""
+        return collectives.all_to_all(tensor, self.group)
+
+
+@dataclass(frozen=True)
+class MeshAxis(Axis):
+    """A named axis of the device mesh. group: the ranks that differ from this rank only on this axis."""
+
+    name: str
+    size: int
+    rank: int
+    group: collectives.Group
+    sequence: bool = False
 
     def __post_init__(self) -> None:
         _own[self.name] = self
@@ -112,30 +102,8 @@ class MeshAxis:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the axis by its name. If it is unpickled on another pipeline stage, the name refers to the axis of
-        that stage."""
+        """Pickle the axis by its name, which on another pipeline stage stands for that stage's axis."""
         return _axis_named, (self.name,)
-
-    def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
-        return collectives.all_reduce(tensor, op, self.group, of=self.name)
-
-    def all_gather(self, tensor: Tensor) -> Tensor:
-        return collectives.all_gather(tensor, self.group, of=self.name)
-
-    def reduce_scatter(self, tensor: Tensor) -> Tensor:
-        return collectives.reduce_scatter(tensor, group=self.group)[0]
-
-    def pass_on(self, tensor: Tensor) -> Tensor:
-        taken = torch.empty_like(tensor)
-        to, source = (self.rank + 1) % self.size, (self.rank - 1) % self.size
-        collectives.send_receive([(tensor, to)], [(taken, source)], self.group)
-        return taken
-
-    def all_to_all(self, tensor: Tensor) -> Tensor:
-        return collectives.all_to_all(tensor, self.group)
-
-    def meet(self, what: str) -> None:
-        meet(what)
 
 
 def _axis_named(name: str) -> MeshAxis:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from meshwise.compat.sharding import groups_of, sharded_modules
 from meshwise.spec.user_code import user_place
+from meshwise.splits.axis import Axis
 from meshwise.transfer import collectives
 from meshwise.workers.verb_log import came_to
 
@@ -24,14 +25,14 @@ class Crossing(Exception):
     """Raised in a proof by an operator that needs the rows of another rank."""
 
 
-class DataAxis:
+class DataAxis(Axis):
     """The ranks that hold the rows of a batch.
 
     Their exchanges have a group of their own, so that a rank that reads a value alone waits there, and does not get
     the bytes of another rank's gradients.
     """
 
-    name, sequence, proves = "data", False, False
+    name = "data"
 
     def __init__(self) -> None:
         own = collectives.ranks_of(None)
@@ -109,11 +110,11 @@ class DataAxis:
 
     def reduce_scatter(self, tensor: Tensor) -> Tensor:
         self._exchanges()
-        return collectives.reduce_scatter(tensor, group=self.group)[0]
+        return super().reduce_scatter(tensor)
 
     def all_to_all(self, tensor: Tensor) -> Tensor:
         self._exchanges()
-        return collectives.all_to_all(tensor, self.group)
+        return super().all_to_all(tensor)
 
     def pass_on(self, tensor: Tensor) -> Tensor:
         return self.all_gather(tensor)[(self.rank - 1) % self.size]
@@ -127,10 +128,10 @@ class DataAxis:
         """Wait for nobody: a rank that reads alone is found by its verb log."""
 
 
-class ProofAxis:
+class ProofAxis(Axis):
     """An axis of two ranks, of which only the first exists. Whatever needs the second raises `Crossing`."""
 
-    name, sequence, proves, size, rank, gradient_scale = "data", False, True, 2, 0, 1
+    name, proves, size, rank = "data", True, 2, 0
 
     def averages(self, whole: Tensor) -> bool:
         return True
@@ -138,9 +139,6 @@ class ProofAxis:
     def divides(self, whole: Tensor, dim: int) -> None:
         if not rows_alike(whole, dim):
             raise Crossing("makes a tensor whose rows differ, such as noise")
-
-    def unheard(self) -> AbstractContextManager[None]:
-        return nullcontext()
 
     def _raises(self, *_: Any) -> Any:
         raise Crossing("needs the rows of other ranks")
