@@ -144,19 +144,11 @@ class OfXpu(OfCuda):
     properties = SimpleNamespace(name="Some GPU", total_memory=80 * GIB)
 
 
-class OfMps(SimpleNamespace):
-    """As torch.mps is: it has no properties."""
-
-    def recommended_max_memory(self) -> int:
-        return 12 * GIB
-
-
 @pytest.mark.parametrize(
     ("kind", "module", "count", "expected"),
     [
         ("cuda", OfCuda(), 2, ("Some GPU", 80 * GIB, "0000:4e:00.0", "9.0")),
         ("xpu", OfXpu(), 2, ("Some GPU", 80 * GIB, "", "")),
-        ("mps", OfMps(), 1, ("Apple GPU", 12 * GIB, "", "")),
     ],
 )
 def test_devices_of_every_kind_are_read_by_what_their_module_tells(

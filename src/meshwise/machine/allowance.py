@@ -28,9 +28,7 @@ def allowed_cores() -> tuple[int, ...]:
 
 def bound_cores() -> tuple[int, ...]:
     """Return the cores that this process is bound to by its CPU affinity. The CPU quota is not considered."""
-    if hasattr(os, "sched_getaffinity"):
-        return tuple(sorted(os.sched_getaffinity(0)))
-    return tuple(range(os.cpu_count() or 1))
+    return tuple(sorted(os.sched_getaffinity(0)))
 
 
 def split_cores(cores: Sequence[int], workers: int) -> list[tuple[int, ...]]:

@@ -6,7 +6,6 @@ Tested in tests/machine/test_host_facts.py and tests/timeline.
 from __future__ import annotations
 
 import resource
-import sys
 
 import psutil
 import torch
@@ -40,8 +39,7 @@ def peak_bytes(device: str) -> int:
     torch's tensors are counted. On a CPU, it is the resident memory of the process."""
     if has_streams(device):
         return int(torch.get_device_module(device).max_memory_allocated(device))
-    unit = 1 if sys.platform == "darwin" else 1024  # getrusage(2): KiB on Linux, bytes on macOS
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def free_bytes(device: torch.device) -> int:

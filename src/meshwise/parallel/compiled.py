@@ -12,7 +12,6 @@ import functools
 import importlib.util
 import os
 import shutil
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -74,7 +73,7 @@ def check_can_compile(device: str) -> None:
         return
     if has_streams(device) and importlib.util.find_spec("triton") is None:
         raise PlanError("compile=True on a GPU needs triton, which is missing. Install triton, or leave compile out.")
-    name = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
+    name = os.environ.get("CXX") or "g++"
     if device.startswith("cpu") and shutil.which(name) is None:
         raise PlanError(
             f"compile=True on a CPU needs a C++ compiler, but '{name}' is not found. Install a compiler, set the "

@@ -12,8 +12,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import permutations
-from types import SimpleNamespace
-from typing import Any
 
 from meshwise.machine.discovery.sysfs import address_of
 from meshwise.machine.discovery.topology import Accelerator, Between, Found, and_more
@@ -39,7 +37,7 @@ def read_torch() -> Found:
         if kind is None:
             return Found(versions=versions)
         module = torch.get_device_module(kind)
-        facts = [_properties(module, index) for index in range(count)]
+        facts = [module.get_device_properties(index) for index in range(count)]
     except RuntimeError:  # a driver that is there and does not start
         return Found(versions=versions)
     if numbers := sorted({f"{each.major}.{each.minor}" for each in facts if hasattr(each, "major")}):
@@ -51,12 +49,6 @@ def read_torch() -> Found:
     pairs = permutations(range(count), 2)
     peers = {(a, b): module.can_device_access_peer(f"{kind}:{a}", f"{kind}:{b}") for a, b in pairs}
     return Found(found, {pair: Between(peer=peer) for pair, peer in peers.items()}, versions)
-
-
-def _properties(module: Any, index: int) -> Any:
-    if not hasattr(module, "get_device_properties"):  # Apple's one GPU
-        return SimpleNamespace(name="Apple GPU", total_memory=module.recommended_max_memory())
-    return module.get_device_properties(index)
 
 
 def as_torch_sees(found: Found, torch: Found) -> Found:

@@ -49,10 +49,11 @@ def measure_in_process(devices: Sequence[str], sizes: Sequence[int], budget: flo
         for path in paths:
             progress.starts(str(path))
             # Near the device, pinned memory is on its NUMA node.
-            _bind(cores_near(pci_address(path.target if path.source == "host" else path.source), before))
+            device = path.target if path.source == "host" else path.source
+            os.sched_setaffinity(0, cores_near(pci_address(device), before))
             progress.done(measure_copy(path, sizes, budget / len(paths), enqueue))
     finally:
-        _bind(before)
+        os.sched_setaffinity(0, before)
 
 
 def measure_copy(path: PathSpec, sizes: Sequence[int], budget: float, move: Move) -> PathResult:
@@ -132,8 +133,3 @@ def _peers(source: str, target: str) -> bool:
 def _can(path: PathSpec) -> bool:
     """Return whether the devices of a path support its copies; only `pageable` ones need no streams."""
     return path.path == "pageable" or all(end == "host" or has_streams(end) for end in (path.source, path.target))
-
-
-def _bind(cores: Sequence[int]) -> None:
-    if hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, cores)
