@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshwise.compat import collectives as compat
-from meshwise.spec.errors import UsageError
 from meshwise.timeline.recorder import WIDTH, Recorder, make_current
 from meshwise.timeline.spans import NO_COLLECTIVE
 from meshwise.transfer import collectives
@@ -226,23 +225,6 @@ def test_every_collective_leaves_its_span_and_its_line_in_the_log(pool: Callable
         point = ("send" if rank == 0 else "receive", 32)
         assert spans == [(NO_COLLECTIVE, *point), *((at, *move) for at, move in enumerate(moved)), (6, "broadcast", 64)]
         assert log == [*moved, point, ("broadcast", 64)]
-
-
-@pytest.mark.parametrize(
-    ("call", "said"),
-    [
-        (lambda: collectives.all_reduce(torch.ones(1), "summ"), "op='summ'"),
-        (lambda: collectives.broadcast(torch.ones(1), 3), "source rank 3 does not exist"),
-        (lambda: collectives.reduce_scatter(torch.tensor(1.0)), "cannot be divided equally over 1 ranks"),
-        (lambda: collectives.send(torch.ones(1), 0), "is this rank itself"),
-        (lambda: collectives.all_to_all(torch.tensor(1.0)), "cannot be divided equally over 1 ranks"),
-        (lambda: collectives.all_gather(torch.ones(2), out=torch.ones(2)), "contiguous tensor of shape (1, 2)"),
-    ],
-)
-def test_what_cannot_be_is_said_before_anything_moves(call: Callable[[], Any], said: str) -> None:
-    with pytest.raises(UsageError) as error:
-        call()
-    assert said in str(error.value)
 
 
 def test_a_world_of_one_has_what_it_gave() -> None:

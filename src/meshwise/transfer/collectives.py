@@ -34,7 +34,6 @@ from meshwise.compat import collectives as backend
 from meshwise.compat.collectives import Group as Group
 from meshwise.compat.collectives import Pairs
 from meshwise.spec.devices import has_streams
-from meshwise.spec.errors import UsageError, check_known
 from meshwise.timeline.recorder import current
 from meshwise.timeline.spans import collective_name
 from meshwise.transfer.comm_log import OPEN, Stopwatch
@@ -62,7 +61,6 @@ def all_reduce(tensor: Tensor, op: str = "sum", group: Group = None, *, of: str 
 
     op: `sum`, `max`, `min` or `product`. The sum of bools is a logical or.
     """
-    check_known("op", op, backend.OPS)
     _run("all-reduce", [tensor], group, functools.partial(backend.all_reduce, tensor, op), of=of)
     return tensor
 
@@ -138,7 +136,7 @@ def all_gather(
 
     out: a contiguous tensor for the result.
     """
-    into = _out("all_gather", out, (world_size(group), *tensor.shape), tensor)
+    into = _out(out, (world_size(group), *tensor.shape), tensor)
     if len(into) == 1:
         return into.copy_(tensor.detach())
     _run("all-gather", [into], group, functools.partial(backend.all_gather, into, tensor, direct=direct), of=of)
@@ -148,9 +146,9 @@ def all_gather(
 def reduce_scatter(
     tensor: Tensor, op: str = "sum", group: Group = None, *, out: Tensor | None = None, direct: bool = True
 ) -> Tensor:
-    """Reduce `tensor` over the ranks, and return this rank's part along dim 0. Raises UsageError for unequal parts."""
-    check_known("op", op, backend.OPS)
-    into = _out("reduce_scatter", out, (_rows("reduce_scatter", tensor, group), *tensor.shape[1:]), tensor)
+    """Reduce `tensor` over the ranks, and return this rank's part along dim 0, of equal parts."""
+    shape = (len(tensor) // world_size(group), *tensor.shape[1:])
+    into = _out(out, shape, tensor)
     if world_size(group) == 1:
         return into.copy_(tensor.detach())
     _run("reduce-scatter", [tensor], group, functools.partial(backend.reduce_scatter, into, tensor, op, direct=direct))
@@ -159,7 +157,6 @@ def reduce_scatter(
 
 def broadcast(tensor: Tensor, source: int = 0, group: Group = None, *, direct: bool = True, of: str = "") -> Tensor:
     """Broadcast `tensor` from rank `source` in place, and return it."""
-    _check_rank("broadcast", "source", source, group)
     call = functools.partial(backend.broadcast, tensor, source, direct=direct)
     _run("broadcast", [tensor], group, call, (source, None), of)
     return tensor
@@ -178,8 +175,7 @@ def broadcast_tensors(tensors: Sequence[Tensor], group: Group = None) -> None:
 
 def all_to_all(tensor: Tensor, group: Group = None, *, out: Tensor | None = None, direct: bool = True) -> Tensor:
     """Send part i of `tensor` along dim 0 to rank i. Part i of the result comes from rank i."""
-    _rows("all_to_all", tensor, group)
-    into = _out("all_to_all", out, tuple(tensor.shape), tensor)
+    into = _out(out, tensor.shape, tensor)
     if world_size(group) == 1:
         return into.copy_(tensor.detach())
     _run("all-to-all", [tensor], group, functools.partial(backend.all_to_all, into, tensor, direct=direct))
@@ -193,7 +189,6 @@ def send(tensor: Tensor, target: int, group: Group = None) -> None:
 
 def begin_send(tensor: Tensor, target: int, group: Group = None) -> Callable[[], None]:
     """Begin to send `tensor` to rank `target`, which calls `receive`. The returned function waits until it is sent."""
-    _check_rank("send", "target", target, group)
     with ours():
         await_sent = backend.begin_send(tensor, target, group or dividing())
 
@@ -223,11 +218,6 @@ def send_receive(
     The recorded size is the number of bytes that this rank sends or receives, whichever is larger.
     """
     own = get_rank(group)
-    for what, pairs in (("target", sends), ("source", receives)):
-        for _, rank in pairs:
-            _check_rank(kind, what, rank, group)
-            if rank == own:
-                raise UsageError(f"{kind}: {what} {rank} is this rank itself. Copy the tensor with clone() instead.")
     moved = max(([tensor for tensor, _ in pairs] for pairs in (sends, receives)), key=_bytes)
     target, source = (pairs[0][1] if len(pairs) == 1 else own for pairs in (sends, receives))
     ends = (own, target) if sends else (source, own)
@@ -318,28 +308,5 @@ def _bytes(tensors: Sequence[Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors)
 
 
-def _check_rank(verb: str, what: str, rank: int, group: Group) -> None:
-    if not 0 <= rank < world_size(group):
-        raise UsageError(f"{verb}: {what} rank {rank} does not exist. Use 0 to {world_size(group) - 1}.")
-
-
-def _rows(verb: str, tensor: Tensor, group: Group) -> int:
-    """Return the number of rows of `tensor` for each rank. Raises UsageError if the rows cannot be divided evenly."""
-    size = world_size(group)
-    if tensor.dim() == 0 or len(tensor) % size:
-        raise UsageError(
-            f"{verb}: a tensor of shape {tuple(tensor.shape)} cannot be divided equally over {size} ranks. "
-            f"Pad its first dimension to a multiple of {size}."
-        )
-    return len(tensor) // size
-
-
-def _out(verb: str, out: Tensor | None, shape: tuple[int, ...], tensor: Tensor) -> Tensor:
-    if out is None:
-        return torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
-    if tuple(out.shape) != shape or out.dtype != tensor.dtype or not out.is_contiguous():
-        raise UsageError(
-            f"{verb}: out= has shape {tuple(out.shape)} and {out.dtype}. Pass a contiguous tensor of shape {shape} and "
-            f"{tensor.dtype}, or omit out=."
-        )
-    return out
+def _out(out: Tensor | None, shape: Sequence[int], tensor: Tensor) -> Tensor:
+    return torch.empty(shape, dtype=tensor.dtype, device=tensor.device) if out is None else out
