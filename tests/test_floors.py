@@ -69,7 +69,7 @@ WITH_PRIVATE_TORCH = ("compat/", "autograd/", "rehearsal/fakes/")
 PRIVATE_OF_THE_STANDARD_LIBRARY = {"_exit", "_getframe", "_current_frames", "_fields", "_asdict", "_replace"}
 ASKED_FOR_BY_NOTEBOOKS = {"_repr_html_"}
 # Files of parallel/ that techniques may import: a floor that they share, itself no technique.
-SHARED_BY_TECHNIQUES = {"technique", "blocks", "mesh", "op_record", "op_replay", "rebind", "reduction"}
+SHARED_BY_TECHNIQUES = {"technique", "blocks", "mesh", "op_record", "op_replay", "rebind"}
 SHARED_BY_TECHNIQUES |= {
     "shard_units",
     "step_hooks",

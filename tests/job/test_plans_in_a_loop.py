@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import meshwise as mw
 from meshwise.job.loop import run_job
 from meshwise.job.options import RunOptions
-from meshwise.parallel.shard_refusals import note_what_was_not_gathered
+from meshwise.parallel.shard_refusals import add_advice
 from meshwise.process.session import end_sessions
 from meshwise.records import folder as names
 from meshwise.recovery.loading import open_newest
@@ -297,7 +297,7 @@ def test_a_copy_of_a_sharded_model_is_explained(pool: Any) -> None:
             with torch.no_grad():
                 copied.weight.lerp_(model.weight, 0.1)
         except (RuntimeError, AssertionError) as error:
-            note_what_was_not_gathered(error)
+            add_advice(error)
             raise
 
     for after in (False, True, None):

@@ -13,8 +13,7 @@ from meshwise.compat.dispatch import intercept_operators, operator_name
 from meshwise.compat.tree import tensors_in
 from meshwise.parallel.apply import apply
 from meshwise.parallel.precision import cast_batch, computing, gathered_narrow
-from meshwise.parallel.reduction import TORCH
-from meshwise.parallel.technique import Setup
+from meshwise.parallel.technique import TORCH, Setup
 from meshwise.spec.dtypes import dtypes_of
 from meshwise.spec.errors import PlanError
 from meshwise.spec.plan import Plan

@@ -2,7 +2,7 @@
 
 Ranks are threads, so that no process starts.
 
-Tests parallel/context.py, splits/attention.py, splits/places.py.
+Tests parallel/context.py, splits/attention.py, splits/rule.py.
 """
 
 from __future__ import annotations

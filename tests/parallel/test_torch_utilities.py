@@ -20,7 +20,7 @@ from meshwise.equivalence.proof import CheckSpec
 from meshwise.job.loop import run_job
 from meshwise.job.options import RunOptions
 from meshwise.parallel.layout import cuts_of
-from meshwise.parallel.shard_refusals import note_what_was_not_gathered
+from meshwise.parallel.shard_refusals import add_advice
 from meshwise.spec.plan import Plan
 
 
@@ -152,7 +152,7 @@ def test_reading_a_part_of_a_parameter_as_if_it_were_whole_is_explained(pool: An
         try:
             model.weight.view(-1)
         except RuntimeError as error:
-            note_what_was_not_gathered(error)
+            add_advice(error)
             return error.__notes__, size
         return [], size
 
@@ -166,7 +166,7 @@ def test_pruning_parts_of_parameters_is_explained(pool: Any) -> None:
         try:
             prune.l1_unstructured(model[2], "weight", 0.5)
         except RuntimeError as error:
-            note_what_was_not_gathered(error)
+            add_advice(error)
             return error.__notes__
         return []
 

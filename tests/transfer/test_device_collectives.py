@@ -143,13 +143,13 @@ def test_what_cannot_be_is_said() -> None:
         (lambda: gather([torch.ones(2, 2), torch.ones(2, 3)], "cpu"), r"\(2, 2\) and .*\(2, 3\)"),
         (lambda: gather([torch.tensor(1.0)], "cpu"), "no dim"),
         (lambda: all_reduce([]), "a tensor for each device"),
-        (lambda: all_reduce([x, x]), "twice"),
+        (lambda: all_reduce([x, x]), "share memory"),
         (lambda: all_reduce([x, torch.ones(3)]), r"\(2,\) and .*\(3,\)"),
         (lambda: all_reduce([x], "avg"), "Use one of sum, mean"),
         (lambda: all_reduce([x > 0], "sum"), "Convert"),
         (lambda: all_reduce([x.long()], "mean"), "Convert"),
         (lambda: all_reduce([x.cfloat()], "max"), "no order"),
-        (lambda: all_reduce([torch.ones(1).expand(3), torch.ones(3)]), "expanded"),
+        (lambda: all_reduce([torch.ones(1).expand(3), torch.ones(3)]), "share memory"),
     ]:
         with pytest.raises(UsageError, match=said):
             call()

@@ -22,8 +22,8 @@ from meshwise import parallel
 from meshwise.compat import program_calls
 from meshwise.compat.tree import map_tensors
 from meshwise.parallel.apply import apply, bind
-from meshwise.parallel.reduction import Reduction
 from meshwise.parallel.step_hooks import held_parameters, is_by_numbers
+from meshwise.parallel.technique import Reduction
 from meshwise.spec.errors import UsageError
 from meshwise.spec.plan import Plan
 from meshwise.spec.world import World

@@ -21,7 +21,7 @@ from meshwise.engine.engine import Seen
 from meshwise.engine.program import Program
 from meshwise.guards.finite_losses import FiniteLosses
 from meshwise.guards.replicas import BUFFER, NAMES, PARAMETERS, PLATEAU, Settings, diverged, settings_differ, sums_of
-from meshwise.parallel.reduction import CARRIED
+from meshwise.parallel.technique import CARRIED
 from meshwise.spec.devices import has_streams
 from meshwise.spec.errors import UsageError
 from meshwise.spec.world import World

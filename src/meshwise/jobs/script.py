@@ -45,7 +45,7 @@ def run_script_file(script: Path, arguments: Sequence[str]) -> dict[str, Any]:
         name_line(error)  # a run tells the sentence without the traceback
         raise
     except (RuntimeError, AssertionError) as error:
-        parallel.shard_refusals.note_what_was_not_gathered(error)
+        parallel.shard_refusals.add_advice(error)
         raise
 
 

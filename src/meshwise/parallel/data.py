@@ -37,11 +37,10 @@ from torch.utils.weak import WeakIdKeyDictionary
 from meshwise.compat import reducer
 from meshwise.compat.modules import stored_in
 from meshwise.compat.reducer import PlainBucket, copy_each
-from meshwise.parallel.reduction import CARRIED, SKIPPED, reached_parameters, reduced_in
 from meshwise.parallel.rng_notes import notes_of_draws
 from meshwise.parallel.shard_units import roots_of
 from meshwise.parallel.skipped import parameters_that_may_be_skipped
-from meshwise.parallel.technique import Setup, Technique
+from meshwise.parallel.technique import CARRIED, SKIPPED, Setup, Technique, reached_parameters, reduced_in
 from meshwise.spec.errors import PlanError
 from meshwise.spec.plan import Plan
 from meshwise.transfer import collectives

@@ -173,7 +173,7 @@ class _Skeleton:
             for t, view in self._views_in(value):
                 filling.others.setdefault(view.storage, []).append((t, view))
         record.check_loaded()
-        filling.put_nothing_of_others()
+        filling.fill_absent()
         for number in record.loaded.keys() & filling.slots.keys():
             for slot in filling.slots.pop(number):
                 filling.put(slot, record.loaded[number])
@@ -219,7 +219,7 @@ class _Filling:
             self._made[id(meta)] = _like(meta, make(meta, self._parts if isinstance(meta, DTensor) else self._device))
         slot.put(self._model, self._made[id(meta)])
 
-    def put_nothing_of_others(self) -> None:
+    def fill_absent(self) -> None:
         """Replace the parameters that only other pipeline stages use by tensors of NaN that need no memory. Their
         values are not computed."""
         for number, slots in list(self.slots.items()):

@@ -30,10 +30,9 @@ from meshwise.parallel.blocks import repeated_blocks
 from meshwise.parallel.holding import Holding, StageWrites, let_go, own_state, refused
 from meshwise.parallel.passing import Pass, Passing
 from meshwise.parallel.probe_optimizer import unlike_by_parameters
-from meshwise.parallel.reduction import reached_parameters
 from meshwise.parallel.schedule import CHUNKS, Action, forwards, orders, stage_ranges
 from meshwise.parallel.step_hooks import needs_closure
-from meshwise.parallel.technique import Setup, Technique
+from meshwise.parallel.technique import Setup, Technique, reached_parameters
 from meshwise.spec.errors import MeshwiseError, PlanError
 from meshwise.spec.plan import Plan
 from meshwise.spec.units import bytes_text

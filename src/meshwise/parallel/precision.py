@@ -20,8 +20,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from meshwise.compat.driver import computes_bf16
 from meshwise.compat.modules import put_forward, store_model, stored_in
 from meshwise.compat.tree import map_tensors
-from meshwise.parallel.reduction import TORCH, reduced_in
-from meshwise.parallel.technique import Setup, Technique
+from meshwise.parallel.technique import TORCH, Setup, Technique, reduced_in
 from meshwise.spec.dtypes import Dtypes
 from meshwise.spec.errors import PlanError
 
@@ -40,7 +39,7 @@ def check_computes(model: nn.Module | None, device: str, dtypes: Dtypes) -> None
     if computed in ("fp64", "fp32"):
         return
     if computed == "bf16" and not computes_bf16(device):
-        raise PlanError(f"{_lacks(device, computed)}: this GPU is too old for {computed}. {_instead(computed)}")
+        raise PlanError(f"{_lacks(device, computed)}: this GPU is too old for {computed}. {_use('fp32')}")
     with_lstm = model is not None and any(isinstance(part, nn.LSTM) for part in model.modules())
     for kind_of, wrong in _tried(device, computed, with_lstm):
         other = "fp32" if _tried(device, "bf16", with_lstm) else "bf16"
@@ -66,10 +65,6 @@ def _tried(device: str, computed: str, with_lstm: bool) -> list[tuple[str, str]]
 
 def _lacks(device: str, computed: str) -> str:
     return f"compute_dtype='{computed}': torch {torch.__version__} cannot compute {computed} on {device.split(':')[0]}"
-
-
-def _instead(computed: str) -> str:
-    return _use("bf16" if computed == "fp16" else "fp32")
 
 
 def _use(precision: str) -> str:
@@ -125,7 +120,8 @@ def saying_what_lacks(device: str, dtypes: Dtypes) -> Iterator[None]:
     except RuntimeError as error:
         if computed in ("fp64", "fp32") or not any(words in str(error) for words in LACKS):
             raise
-        raise PlanError(f"{_lacks(device, computed)}: {str(error).splitlines()[0]}. {_instead(computed)}") from error
+        other = "bf16" if computed == "fp16" else "fp32"
+        raise PlanError(f"{_lacks(device, computed)}: {str(error).splitlines()[0]}. {_use(other)}") from error
 
 
 def cast_batch(batch: Any, dtypes: Dtypes) -> Any:

@@ -36,7 +36,6 @@ from meshwise.compat.reducer import default_store
 from meshwise.compat.whole_values import plain_loss, read_whole
 from meshwise.parallel.mesh import WITHIN_SAMPLES, make_mesh, mesh_of_stage
 from meshwise.parallel.rebind import register_model_load_hooks, register_optimizer_load_hook
-from meshwise.parallel.reduction import SKIPPED
 from meshwise.parallel.shard_refusals import FIRST, GRACE, GatherOrder, check_steps_on_parts, meet_without_forward
 from meshwise.parallel.shard_units import (
     called_by_all,
@@ -49,7 +48,7 @@ from meshwise.parallel.shard_units import (
 )
 from meshwise.parallel.single_numbers import SingleNumbers
 from meshwise.parallel.skipped import parameters_that_may_be_skipped
-from meshwise.parallel.technique import Setup, Technique
+from meshwise.parallel.technique import SKIPPED, Setup, Technique
 from meshwise.spec.errors import PlanError
 from meshwise.spec.plan import Plan
 from meshwise.spec.words import some

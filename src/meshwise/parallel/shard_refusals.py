@@ -22,9 +22,9 @@ from meshwise.compat.dispatch import rehearsing
 from meshwise.compat.modules import takes_hooks
 from meshwise.compat.sharding import Group
 from meshwise.parallel.probe_optimizer import unlike_by_parameters, unlike_on_parts
-from meshwise.parallel.reduction import SKIPPED
 from meshwise.parallel.shard_units import AGAIN
 from meshwise.parallel.step_hooks import held_parameters
+from meshwise.parallel.technique import SKIPPED
 from meshwise.spec.errors import PlanError
 from meshwise.spec.plan import Plan
 from meshwise.transfer import collectives
@@ -42,14 +42,14 @@ OF_ANOTHER = (
 )
 
 
-def note_what_was_not_gathered(error: BaseException) -> None:
+def add_advice(error: BaseException) -> None:
     """Add advice to an error that torch raised because code uses parameter shards or copies a sharded model."""
     text = str(error)
     if "FSDP does not support deepcopy" in text:
         error.add_note(f"A sharded model cannot be copied. {COPIED}")
     if "out of bounds for storage of size 0" in text:
         error.add_note(AGAIN)
-    through = "".join(frame.filename for frame in traceback.extract_tb(error.__traceback__)).replace("\\", "/")
+    through = "".join(frame.filename for frame in traceback.extract_tb(error.__traceback__))
     if isinstance(error, RuntimeError) and "torch/nn/utils/prune.py" in through:
         error.add_note("Parameters that ranks hold in parts cannot be pruned. Prune the model before mw.distribute.")
     if "Sharding propagation failed" in text:

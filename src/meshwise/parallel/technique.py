@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim import Optimizer
 
-from meshwise.parallel.reduction import Reduction
+from meshwise.spec.dtypes import Dtypes
 from meshwise.spec.plan import Plan
 from meshwise.spec.world import World
 
@@ -87,3 +87,76 @@ class Technique:
     check_model: Callable[[Setup], None] | None = None
     apply: Callable[[Setup], None] | None = None
     bind: Callable[[Optimizer, Plan, World], None] | None = None
+
+
+CARRIED = 1 + 32  # numbers that travel with the gradients: the loss, and what the engine lets travel with it
+TORCH = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def reduced_in(dtypes: Dtypes) -> torch.dtype | None:
+    """Return the dtype in which gradients are reduced, or None if it is the stored dtype."""
+    return TORCH[dtypes.reduced] if dtypes.reduced != dtypes.stored else None
+
+
+def reached_parameters(loss: Tensor) -> set[int]:
+    """Return the ids of the leaf tensors in the autograd graph of `loss`."""
+    found: set[int] = set()
+    seen: set[object] = set()
+    open_nodes = [loss.grad_fn]
+    while open_nodes:
+        node = open_nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if leaf is not None:
+            found.add(id(leaf))
+        open_nodes.extend(following for following, _ in node.next_functions)
+    return found
+
+
+SKIPPED = "If the model skips layers at random (LayerDrop), --exact-random makes every rank skip the same layers."
+
+
+class Reduction(Protocol):
+    """An object that averages gradients over the ranks. Every rank makes the same calls. See `DataParallel` and
+    `Sharded`."""
+
+    unreduced: bool
+    """Whether this rank has gradients that have not been reduced yet."""
+    shared_terms: bool
+    """Whether a loss so far used sharded parameters directly, as an L2 norm does. All losses then need one scale."""
+
+    def backward(
+        self,
+        loss: Tensor,
+        *,
+        reduce: bool = True,
+        factor: Callable[[], Tensor] | None = None,
+        whole: bool = False,
+        value: Tensor | None = None,
+    ) -> Tensor | None:
+        """Run the backward of `loss`, and add the gradients to the `grad` of the parameters.
+
+        reduce: True averages the gradients over the ranks first, which is collective. False adds this rank's own
+            gradients, and a later call averages them.
+        factor: returns a scalar that multiplies the gradients of this backward. It is called when the first gradients
+            are ready. Until then, the ranks can compute the scalar together.
+        whole: whether `factor` also multiplies the gradients that earlier backwards have added to `grad`.
+        value: a detached scalar or short vector, such as the loss. Its mean over the ranks is returned. Without
+            `value`, the result is None.
+        """
+        ...
+
+    def plain(self, loss: Tensor) -> Tensor:
+        """Return the loss as a plain tensor. A loss that uses sharded parameters directly, e.g. in an L2 norm, may be a
+        DTensor. It is converted, and the call is then collective."""
+        ...
+
+    def reduce_now(self) -> None:
+        """Reduce the gradients of this rank that earlier backwards have left unreduced. Collective."""
+        ...
+
+    def close(self) -> None:
+        """Drop the references to parameters, so that they can be freed."""
+        ...

@@ -19,7 +19,7 @@ from torch import nn
 
 from meshwise.guards.replicas import BATCH_NORMS
 from meshwise.machine.memory import memory_facts
-from meshwise.parallel.shard_refusals import note_what_was_not_gathered
+from meshwise.parallel.shard_refusals import add_advice
 from meshwise.spec.errors import MeshwiseError, PlanError
 from meshwise.spec.plan import Plan
 from meshwise.spec.plan_file import plan_to_toml
@@ -51,7 +51,7 @@ def explain(
     if isinstance(error, MeshwiseError):
         return
     step = f"step {steps + 1}" if steps is not None else "before the first step"
-    note_what_was_not_gathered(error)
+    add_advice(error)
     error.add_note(f"rank {world.rank}, {step}, phase {recorder.phase}")
     full = is_out_of_memory(error)
     if full or is_communication_error(error):  # of use where a peer was killed for the memory of its machine

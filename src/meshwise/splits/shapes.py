@@ -16,10 +16,23 @@ from torch import Tensor
 from torch.nn import functional
 
 from meshwise.compat.torch_function import Args, Func, Kwargs, called
-from meshwise.splits import places
 from meshwise.splits.along import along
 from meshwise.splits.axis import SplitPart
-from meshwise.splits.rule import NoRule, Rule, first_split, given, moved, numbers, positive, with_parts_of
+from meshwise.splits.rule import (
+    NoRule,
+    Rule,
+    cut,
+    first_split,
+    given,
+    joined,
+    moved,
+    numbers,
+    padded,
+    positive,
+    row,
+    strided,
+    with_parts_of,
+)
 from meshwise.splits.tensor import SplitTensor, is_split, whole_shape
 
 
@@ -141,7 +154,7 @@ def _getitem(func: Func, args: Args, kwargs: Kwargs) -> Any:
             others = tuple(slice(None) if number == place else other for number, other in enumerate(full))
             if type(each) is slice:
                 return _sliced(x, each, others, now)
-            one = places.row(x, each)
+            one = row(x, each)
             return one[others[:place] + others[place + 1 :]]
         dim, now = dim + 1, now + (type(each) is slice)
     raise NoRule
@@ -153,8 +166,8 @@ def _sliced(x: SplitTensor, along: slice, others: tuple[Any, ...], now: int) -> 
     now: the number of the split dim in the result.
     """
     begin, end, step = along.indices(x.part.length)
-    local, part = places.cut(x, begin, max(begin, end)) if end - begin < x.part.length else (x, x.part)
-    local, part = places.strided(local, part, step) if step != 1 else (local, part)
+    local, part = cut(x, begin, max(begin, end)) if end - begin < x.part.length else (x, x.part)
+    local, part = strided(local, part, step) if step != 1 else (local, part)
     return given(local[others], moved(part, now))
 
 
@@ -176,7 +189,7 @@ def _joined(func: Func, args: Args, kwargs: Kwargs, *, new: bool = False) -> Any
     if any(each.dim() != dims for each in tensors):
         raise NoRule
     if dim == first.part.dim and not new:
-        return given(*places.joined(tensors, first.part))
+        return given(*joined(tensors, first.part))
     tensors = [with_parts_of(each, first.part, dims) for each in tensors]
     if any(not is_split(each) for each in tensors):
         raise NoRule
@@ -201,7 +214,7 @@ def _in_pieces(func: Func, args: Args, kwargs: Kwargs) -> Any:
     ends = list(itertools.accumulate(sizes))
     if x.part.repeats > 1 and any(end % x.part.run for end in ends):
         raise NoRule
-    return tuple(given(*places.cut(x, end - size, end)) for size, end in zip(sizes, ends, strict=True))
+    return tuple(given(*cut(x, end - size, end)) for size, end in zip(sizes, ends, strict=True))
 
 
 def _repeat_interleave(func: Func, args: Args, kwargs: Kwargs) -> Any:
@@ -225,7 +238,7 @@ def _pad(func: Func, args: Args, kwargs: Kwargs) -> Any:
     if x.part.dim < x.dim() - len(pads) // 2:
         return given(func(*args, **kwargs), x.part)
     at, value = 2 * (x.dim() - 1 - x.part.dim), args[3] if len(args) > 3 else kwargs.get("value")
-    pads, part = places.padded(x.part, list(pads), at)
+    pads, part = padded(x.part, list(pads), at)
     return given(functional.pad(x, pads, value=value), part)
 
 

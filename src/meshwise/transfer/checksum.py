@@ -12,13 +12,12 @@ permuted or stale part is seen. Sums are of small whole numbers, which add up ex
 
 from __future__ import annotations
 
-import math
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from meshwise.transfer.splitmix import GOLDEN, mixed, signed
+from meshwise.transfer.splitmix import GOLDEN, signed
 
 BLOCK_WORDS = 1 << 16
 BLOCK_BYTES = 4 * BLOCK_WORDS
@@ -41,20 +40,6 @@ def block_sums(tensor: Tensor) -> list[int]:
         filled = torch.nn.functional.pad(rest, (0, -rest.numel() % 4)).view(torch.int32)
         sums.append((filled * keys[: filled.numel()]).sum(0, keepdim=True))
     return (torch.cat(sums) + _NOT_ZERO).tolist() if sums else []
-
-
-def sampled_sum(tensor: Tensor) -> Tensor:
-    """Return one checksum of a tensor's shape and bits, as an int64 scalar on the tensor's device.
-
-    If the tensor is larger than a block of 256 KiB, evenly spaced elements are sampled. Does not wait for the device.
-    """
-    flat = tensor.detach().reshape(-1)
-    step = -(-flat.nbytes // BLOCK_BYTES) or 1
-    while step > 1 and math.gcd(step, flat.numel()) > 1:  # else it might choose one column again and again
-        step += 1
-    raw = _bits(flat[::step])
-    filled = torch.nn.functional.pad(raw, (0, -raw.numel() % 4)).view(torch.int32)
-    return (filled * _keys(raw.device)[: filled.numel()]).sum() + mixed(*tensor.shape)
 
 
 def first_difference(tensor: Tensor, other: Tensor) -> int | None:

@@ -18,10 +18,9 @@ from torch import Tensor
 from meshwise.spec.errors import UsageError, check_known
 from meshwise.spec.machine import Machine
 from meshwise.transfer.comm_log import Stopwatch, note
-from meshwise.transfer.copy import CopyOptions, move, moved_to
+from meshwise.transfer.copy import CopyOptions, move, moved_to, overlapping, repeats
 from meshwise.transfer.devices import as_device, device_of, empty_like, name_of, plainly
 from meshwise.transfer.interop import from_array
-from meshwise.transfer.overlap import overlapping, repeats
 
 Device = str | torch.device | int
 
@@ -225,13 +224,11 @@ def _reducible(tensors: list[Tensor], op: str) -> list[Tensor]:
                 f"all_reduce of {first.dtype} {tuple(first.shape)} and {tensor.dtype} {tuple(tensor.shape)}: all "
                 "tensors must have the same shape and dtype."
             )
-    if len({tensor.data_ptr() for tensor in tensors}) < len(tensors) and first.numel():
-        raise UsageError("all_reduce works in place, but one tensor was given twice. Pass a clone for each device.")
     with plainly():
-        if any(overlapping(one, other) for one, other in combinations(tensors, 2)):
-            raise UsageError("all_reduce works in place, but some tensors share memory. Pass tensor.clone() of each.")
-        if any(repeats(tensor) for tensor in tensors):
-            raise UsageError("all_reduce cannot change an expanded tensor: its elements share memory. Pass a clone.")
+        twice = len({tensor.data_ptr() for tensor in tensors}) < len(tensors) and first.numel()
+        shared = any(overlapping(one, other) for one, other in combinations(tensors, 2))
+        if twice or shared or any(map(repeats, tensors)):
+            raise UsageError("all_reduce works in place, but tensors or elements share memory. Pass a clone of each.")
     if first.dtype == torch.bool or (op == "mean" and not (first.is_floating_point() or first.is_complex())):
         raise UsageError(f"all_reduce with op={op!r} does not support {first.dtype}. Convert the tensors to float.")
     if first.is_complex() and op in ("min", "max"):

@@ -34,7 +34,7 @@ from meshwise.spec.machine import HOST
 from meshwise.transfer.copy import moved_to
 from meshwise.transfer.devices import OPEN_DEVICES, UNDECIDED, VirtualDevices, as_device, device_of, name_of
 
-MOST = 1024  # a typing slip must not promise a million devices
+MOST = 1024  # guards against typos
 
 
 @contextmanager

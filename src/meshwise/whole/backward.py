@@ -25,7 +25,7 @@ from meshwise.compat.sharding import locals_of
 from meshwise.compat.torch_function import on_parts
 from meshwise.engine import steps
 from meshwise.engine.engine import Engine
-from meshwise.parallel.reduction import CARRIED
+from meshwise.parallel.technique import CARRIED
 from meshwise.spec.errors import UsageError
 from meshwise.splits.crossing import averaged
 from meshwise.splits.sums import own_gradient
