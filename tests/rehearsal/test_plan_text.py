@@ -1,6 +1,6 @@
 """What a person reads of the plans, and what a program does.
 
-Of rehearsal/views/plan_dict.py too.
+Of rehearsal/views/plan_text.py too.
 """
 
 import json
@@ -9,8 +9,7 @@ from dataclasses import replace
 from meshwise.api.plan import Plans
 from meshwise.rehearsal.closed_form import Guess
 from meshwise.rehearsal.search import Refused, Search
-from meshwise.rehearsal.views.plan_dict import plans_dict
-from meshwise.rehearsal.views.plan_text import plans_text, worth_showing
+from meshwise.rehearsal.views.plan_text import plans_dict, plans_text, worth_showing
 from meshwise.spec.machine import Machine
 from meshwise.spec.plan import Plan
 from tests.rehearsal.test_search import estimate

@@ -18,8 +18,7 @@ from meshwise.api.plan_options import PlanOptions
 from meshwise.commands.command_line import ScriptCommand, from_dataclass
 from meshwise.records.files import write_text
 from meshwise.rehearsal.estimate import FITS
-from meshwise.rehearsal.views.plan_dict import plans_dict
-from meshwise.rehearsal.views.plan_text import first_text, plans_text
+from meshwise.rehearsal.views.plan_text import first_text, plans_dict, plans_text
 from meshwise.spec.errors import PlanError
 from meshwise.spec.plan_file import plan_to_toml
 from meshwise.spec.plan_settings import settings_text

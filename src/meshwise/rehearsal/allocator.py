@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from meshwise.machine.catalog import part
 from meshwise.rehearsal.constants import FIGURES
-from meshwise.rehearsal.work import Allocate, CollectiveOperation, Free, Work
+from meshwise.rehearsal.work import Allocate, CollectiveOperation, Free, Launch, Work
 
 BLOCK = 512
 """The size of each memory block that the allocator hands out is a multiple of this many bytes (kMinBlockSize)."""
@@ -51,14 +51,12 @@ class Replayed:
 
     allocated: the peak of the memory in blocks that are in use.
     reserved: the peak of the memory in segments.
-    place: the index of the event at which `reserved` was reached.
     retries: how often the allocator returned cached segments to the device to stay below the cap.
     failed: whether an allocation exceeded the cap even after the cached segments had been returned.
     """
 
     allocated: int
     reserved: int
-    place: int
     retries: int
     failed: bool
 
@@ -171,8 +169,8 @@ def replay(works: Sequence[Work], cap: int | None = None, first: Sequence[int] =
     """
     heap = _Heap(cap)
     blocks: dict[int, _Block] = {}
-    allocated, reserved, reached = 0, 0, -1
-    for place, event in _events(works, first):
+    allocated = reserved = 0
+    for event in _events(works, first):
         if isinstance(event, Free):
             if (block := blocks.pop(event.storage, None)) is not None:  # those of the host are not here
                 heap.give(block)
@@ -180,26 +178,19 @@ def replay(works: Sequence[Work], cap: int | None = None, first: Sequence[int] =
         if event.on_host or event.size == 0 or event.storage in blocks:
             continue
         if (block := heap.take(event.size, event.stream)) is None:
-            return Replayed(allocated, reserved, reached, heap.retries, failed=True)
+            return Replayed(allocated, reserved, heap.retries, failed=True)
         blocks[event.storage] = block
         allocated = max(allocated, heap.allocated)
-        if heap.reserved > reserved:
-            reserved, reached = heap.reserved, place
-    return Replayed(allocated, reserved, reached, heap.retries, failed=False)
+        reserved = max(reserved, heap.reserved)
+    return Replayed(allocated, reserved, heap.retries, failed=False)
 
 
-def _events(works: Sequence[Work], first: Sequence[int]) -> Iterator[tuple[int, Allocate | Free]]:
+def _events(works: Sequence[Work], first: Sequence[int]) -> Iterator[Allocate | Free]:
     for number, size in enumerate(first):
-        yield -1, Allocate(-1 - number, size, "temporary")
-    place = -1
+        yield Allocate(-1 - number, size, "temporary")
     for work in works:  # of a later one, what was made between the steps: the others are known
-        for held in work.held:
-            yield place, held
-        place = max(place, 0)
-        for event in work.events:
-            if isinstance(event, Allocate | Free):
-                yield place, event
-            place += 1
+        yield from work.held
+        yield from (event for event in work.events if not isinstance(event, Launch))
 
 
 # ---- Around the allocator --------------------------------------------------------------------------------------------

@@ -233,11 +233,12 @@ def _costly(done: Sequence[Done], rank: int, prices: Prices) -> tuple[Costly, ..
     for one in done:
         seconds[one.launch.what] += one.end - one.start
     return tuple(
-        _told(what, times[what], seconds[what], rank, prices) for what in sorted(seconds, key=lambda one: -seconds[one])
+        _costly_of(what, times[what], seconds[what], rank, prices)
+        for what in sorted(seconds, key=lambda one: -seconds[one])
     )
 
 
-def _told(what: What, times: int, seconds: float, rank: int, prices: Prices) -> Costly:
+def _costly_of(what: What, times: int, seconds: float, rank: int, prices: Prices) -> Costly:
     price, each = prices.of(what, rank), seconds / times
     limit = _limit(what, rank, prices)
     dated = {MEASURED: f"{MEASURED} {prices.machine.measured.split(',')[0]}".strip()}

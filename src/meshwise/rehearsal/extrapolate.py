@@ -181,9 +181,7 @@ class _Longer:
             number = old + times * (number - old)
         if self.long.keys[place] != self.short.keys[before]:
             if self.buckets:
-                raise NotExtrapolable(
-                    "a launch grows with the length of the trace, so that buckets would change at some length"
-                )
+                raise NotExtrapolable("a launch grows with the trace, so that buckets would change at some length")
             event = grown_event(self.short.events[before], event, times)
         return self._put(place, event, refers, number)
 
@@ -232,9 +230,7 @@ class _Longer:
         and the index of its block or microbatch (None without a block). Raises NotExtrapolable if a change is
         uneven."""
         if isinstance(self.long.events[place], Mark | None):
-            raise NotExtrapolable(
-                "a run of repeated events extends into another part of the trace, such as the next step"
-            )
+            raise NotExtrapolable("a run of repeated events extends into the next section of the trace")
         beside = [
             (other, way)
             for other, way in ((place - piece.length, -1), (place + piece.length, 1))
@@ -266,9 +262,7 @@ class _Longer:
         slopes = {None if other is None else way * (other - value) for way, other in beside}
         slope = slopes.pop() if len(slopes) == 1 else None
         if slope is None or (length is not None and abs(slope) not in (0, length)):
-            raise NotExtrapolable(
-                "an index in a repeated event does not change by the same amount from each copy to the next"
-            )
+            raise NotExtrapolable("an index in a repeated event does not change evenly from copy to copy")
         return slope
 
     def _put(

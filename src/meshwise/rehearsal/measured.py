@@ -143,11 +143,11 @@ def prices_here(
     devices = tuple(each if each.memory_rate else replace(each, memory_rate=rate) for each in machine.devices)
     described, crowd = replace(machine, devices=devices), max(workers / cores, 1.0)
     return Prices(
-        described, {device.part: times}, times.program, times.dtensor, crowd, times.inside, said(times, works)
+        described, {device.part: times}, times.program, times.dtensor, crowd, times.inside, crash_notes(times, works)
     )
 
 
-def said(times: OperatorTimes, works: Iterable[Work]) -> tuple[str, ...]:
+def crash_notes(times: OperatorTimes, works: Iterable[Work]) -> tuple[str, ...]:
     """Return a sentence for each operator in `works` that crashed the process which measured its time."""
     calls = {launch.what.call for work in works for launch in work.launches if isinstance(launch.what, Operation)}
     return tuple(

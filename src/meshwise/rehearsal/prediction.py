@@ -10,6 +10,8 @@ Tested in tests/rehearsal/test_prediction.py and tests/rehearsal/test_predicted.
 
 from __future__ import annotations
 
+import itertools
+import operator
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -108,34 +110,21 @@ def _row(rank: int, kind: str, lane: str, name: str, one: Done, size: int, colle
 
 def _phases(rank: int, main: Sequence[Done], stage: int | None) -> Iterator[Row]:
     """Yield a span for each run of consecutive launches in the same phase of the same microbatch, such as a forward."""
-    for first, last in _runs([(one.launch.phase, one.launch.microbatch) for one in main]):
-        launch = main[first].launch
-        if launch.phase not in KIND:
-            continue
-        name = ""
-        if stage is not None and launch.phase in ("forward", "backward"):
-            name = stage_name(stage, max(launch.microbatch, 0))
-        yield _span(rank, launch.phase, "main", name, main[first], main[last])
+    for (phase, microbatch), run in itertools.groupby(main, operator.attrgetter("launch.phase", "launch.microbatch")):
+        staged = stage is not None and phase in ("forward", "backward")
+        if phase in KIND:
+            yield _span(rank, phase, "main", stage_name(stage, max(microbatch, 0)) if staged else "", list(run))
 
 
 def _blocks(rank: int, main: Sequence[Done]) -> Iterator[Row]:
-    for first, last in _runs([(one.launch.phase, one.launch.microbatch, one.launch.module) for one in main]):
-        launch = main[first].launch
-        if launch.module and launch.phase in ("forward", "backward"):
-            yield _span(rank, launch.phase, "blocks", launch.module, main[first], main[last])
+    of = operator.attrgetter("launch.phase", "launch.microbatch", "launch.module")
+    for (phase, _, module), run in itertools.groupby(main, of):
+        if module and phase in ("forward", "backward"):
+            yield _span(rank, phase, "blocks", module, list(run))
 
 
-def _span(rank: int, kind: str, lane: str, name: str, first: Done, last: Done) -> Row:
-    return rank, KIND[kind], LANE[lane], name, 1, _ns(first.start), _ns(last.end), 0, NO_COLLECTIVE
-
-
-def _runs(keys: Sequence[Any]) -> Iterator[tuple[int, int]]:
-    """Yield the first and last index of each sequence of equal keys."""
-    first = 0
-    for place in range(1, len(keys) + 1):
-        if place == len(keys) or keys[place] != keys[first]:
-            yield first, place - 1
-            first = place
+def _span(rank: int, kind: str, lane: str, name: str, run: Sequence[Done]) -> Row:
+    return rank, KIND[kind], LANE[lane], name, 1, _ns(run[0].start), _ns(run[-1].end), 0, NO_COLLECTIVE
 
 
 def _ns(seconds: float) -> int:

@@ -244,9 +244,9 @@ class Record:
         events, self.events = self.events, []
         self.collectives = AsyncCollectives()
         fake_device.begin_record()
-        return tuple(self._told(self._alive.values())), tuple(self._told(events))
+        return tuple(self._with_categories(self._alive.values())), tuple(self._with_categories(events))
 
-    def _told(self, events: Iterable[Any]) -> Iterator[Any]:
+    def _with_categories(self, events: Iterable[Any]) -> Iterator[Any]:
         for event in events:
             category = self._categories.get(event.storage) if isinstance(event, Allocate) else None
             yield event if category is None else replace(event, category=category)

@@ -276,7 +276,7 @@ class _Searching:
         """
         if plan in self.estimates or (plan in self._refused and bounded):
             return self.estimates.get(plan)
-        alike = (why for other, why in self._refused.items() if other in self._cannot and _cut_alike(plan, other))
+        alike = (why for other, why in self._refused.items() if other in self._cannot and _same_split(plan, other))
         try:
             if why := next(alike, ""):
                 raise PlanError(why)
@@ -327,7 +327,7 @@ class _Searching:
                 return
 
 
-def _cut_alike(plan: Plan, refused: Plan) -> bool:
+def _same_split(plan: Plan, refused: Plan) -> bool:
     """Return whether `plan` will be refused for the same reason as the plan `refused`, so that it can be skipped."""
     axes = ("pipeline", "tensor", "context", "expert")
     cut = tuple(getattr(plan, axis) for axis in axes)

@@ -218,7 +218,7 @@ def _short_model(build: Callable[[], nn.Module], stretch: Stretch, count: int) -
         model = build()
         for place in left_out:
             model.set_submodule(stretch.names[place], _Skipped())
-    given = _Given()
+    given = _BlockOutput()
     for place in range(stretch.start, first):
         model.get_submodule(stretch.names[place]).register_forward_hook(given.note, with_kwargs=True)
     for place in left_out:
@@ -246,13 +246,13 @@ class _Skipped(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         own = vars(self)
-        given: _Given = own["_given"]
+        given: _BlockOutput = own["_given"]
         first = next(tensors_in((args, kwargs)))
         given.check(own["_after"], first, sys.getrefcount(first))
         return first if given.rest is None else (first, *given.rest)
 
 
-class _Given:
+class _BlockOutput:
     """What a block returns: a tensor, or a tuple of a tensor and further values. `rest` has the further values, or is
     None.
     """
@@ -271,9 +271,7 @@ class _Given:
         """
         now = id(tensor), references, calls_so_far()
         if after and now != self._before:
-            raise NotExtrapolable(
-                "after a block and before the next block, the model runs an operator or keeps a tensor"
-            )
+            raise NotExtrapolable("between two blocks, the model runs an operator or keeps a tensor")
         self._before = now
 
     def note(self, block: nn.Module, args: Any, kwargs: Any, out: Any) -> None:

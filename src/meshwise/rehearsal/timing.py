@@ -51,7 +51,9 @@ def call_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
     if "workspace" in held or any(one.numel() for one in held.values()):
         return ""
     try:
-        return json.dumps([str(func), [_told(one) for one in args], {key: _told(one) for key, one in kwargs.items()}])
+        return json.dumps(
+            [str(func), [_to_json(one) for one in args], {key: _to_json(one) for key, one in kwargs.items()}]
+        )
     except TypeError:
         return ""
 
@@ -69,8 +71,8 @@ def made(call: str) -> Callable[[], object]:
     for part in name.split("."):
         operator = getattr(operator, part)
     bound = _indices_below(name, args)
-    own = [_remade(one, bound) for one in args]
-    named = {key: _remade(one, bound) for key, one in kwargs.items()}
+    own = [_from_json(one, bound) for one in args]
+    named = {key: _from_json(one, bound) for key, one in kwargs.items()}
     return lambda: operator(*own, **named)  # type: ignore[operator]
 
 
@@ -89,11 +91,11 @@ def bytes_of(call: str) -> int:
     return of(args) + of(list(kwargs.values()))
 
 
-def _told(one: Any) -> Any:
+def _to_json(one: Any) -> Any:
     if isinstance(one, Tensor):
         return {"tensor": list(one.shape), "strides": list(one.stride()), "dtype": str(one.dtype).split(".")[1]}
     if isinstance(one, list | tuple):
-        return [_told(each) for each in one]
+        return [_to_json(each) for each in one]
     if one is None or isinstance(one, bool | int | float | str):
         return one
     if type(one) in _WORDS:
@@ -103,9 +105,9 @@ def _told(one: Any) -> Any:
     raise TypeError(f"an operator has an argument of type {type(one)}, which cannot be written as JSON")
 
 
-def _remade(one: Any, bound: int) -> Any:
+def _from_json(one: Any, bound: int) -> Any:
     if isinstance(one, list):
-        return [_remade(each, bound) for each in one]
+        return [_from_json(each, bound) for each in one]
     if not isinstance(one, dict):
         return one
     if "tensor" in one:

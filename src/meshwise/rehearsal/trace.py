@@ -91,7 +91,7 @@ def trace(
     speeds: Sequence[Hashable] = (),
     marked: bool = False,
     more: bool = False,
-    third: bool | None = None,
+    few_stages: bool = False,
 ) -> list[Trace]:
     """Trace what the ranks of a plan do in a step of a job. Return one trace for each group of ranks that do the same
     work.
@@ -104,17 +104,17 @@ def trace(
     speeds: one value for each rank. Ranks with equal devices have equal values. By default, all devices are equal.
     marked: whether to mark where the forwards and backwards of microbatches begin, for repeat_microbatches.py.
     more: whether to trace a third step with one more microbatch.
-    third: if four stages stand for more (shrink.py), whether to trace the third, which does what the second does:
-        then without the step of `more`. None for any other plan.
+    few_stages: whether four stages stand for more (shrink.py). The third, which does what the second does, is then not
+        traced.
     """
     mail: stages.Mail = {}
     found, ranks = [], kinds_of_ranks(plan, speeds)
     try:
         for at, rank in enumerate(ranks):
-            if third is False and at == THIRD:
+            if few_stages and at == THIRD:
                 stages.pass_on(mail, (ranks[at - 1], rank, ranks[at + 1]), one_stage_on)
             else:
-                found.append(_trace_rank(job, plan, kind, rank, mail, marked, more and not (third and at == THIRD)))
+                found.append(_trace_rank(job, plan, kind, rank, mail, marked, more))
         return found
     except Exception as error:  # whatever a program raises
         raise refused(f"job '{job.name}'", error) from error

@@ -63,7 +63,9 @@ def cuda_by_name(there: bool) -> Iterator[None]:
     """Within the context, redirect `cuda` to the fake device."""
     with ExitStack() as stack:
         table = _OF_GPU if there else _OF_NONE
-        stack.enter_context(patch.multiple(torch.cuda, **{name: _told(name, own) for name, own in table.items()}))
+        stack.enter_context(
+            patch.multiple(torch.cuda, **{name: _replacement(name, own) for name, own in table.items()})
+        )
         if there:
             stack.enter_context(patch.object(autocast, "__init__", _named_autocast(autocast.__init__)))
             stack.enter_context(patch.object(FakeTensor, "device", _named_device(FakeTensor.device)))
@@ -105,7 +107,7 @@ def torch_as_it_was() -> Iterator[None]:
             put(value)
 
 
-def _told(name: str, own: Callable[..., Any]) -> Any:
+def _replacement(name: str, own: Callable[..., Any]) -> Any:
     """Return a replacement for the function `name` of `torch.cuda`."""
     real = getattr(torch.cuda, name)
     if isinstance(real, type):
