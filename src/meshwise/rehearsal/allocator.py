@@ -84,8 +84,7 @@ class _Heap:
     at: dict[int, _Block] = field(default_factory=dict)
 
     def take(self, asked: int, stream: str) -> _Block | None:
-        """Allocate a block of at least `asked` bytes. Return None if this would exceed `cap`, the limit for all
-        segments."""
+        """Allocate a block of at least `asked` bytes, or return None if this would exceed `cap`."""
         size = rounded(asked)
         small = size <= SMALL
         block = self._best(size, small, stream) or self._new(size, small, stream)
@@ -193,7 +192,7 @@ def _events(works: Sequence[Work], first: Sequence[int]) -> Iterator[Allocate | 
         yield from (event for event in work.events if not isinstance(event, Launch))
 
 
-# ---- Around the allocator --------------------------------------------------------------------------------------------
+# Around the allocator.
 
 
 @dataclass(frozen=True)

@@ -78,8 +78,7 @@ def as_a_worker(world: World, plan: Plan) -> Iterator[io.StringIO]:
 
 @contextmanager
 def _as_it_was() -> Iterator[None]:
-    """On exit, restore the process state that a script may change: environment, working directory, `sys.argv`,
-    `sys.path`, logging, random number generators, settings of torch, and imported modules of the user."""
+    """On exit, restore the state of the process and of torch that a script may change."""
     root, folder, modules = logging.getLogger(), Path.cwd(), set(sys.modules)
     handlers, level = root.handlers[:], root.level
     states = random.getstate(), numpy.random.get_state()

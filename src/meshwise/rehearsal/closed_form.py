@@ -275,8 +275,7 @@ class ClosedForm:
         return whole - divided + divided * part
 
     def _rough(self, kind: Kind) -> Small:
-        """Estimate the costs of a block that was not traced, from the FLOPs and bytes of one forward pass of the
-        model."""
+        """Estimate the costs of a block that was not traced, from one forward pass of the model."""
         forward, devices, word = self._forward, self._machine.devices, dtypes_of(kind.precision).computed
         rate = min(device.peak.get(word, 0.0) or RATE for device in devices) * PRODUCTS
         each = kind.rows / self._batch / max(forward.blocks, 1)

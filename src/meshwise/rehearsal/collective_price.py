@@ -71,7 +71,7 @@ def group_of(ranks: Sequence[int], machine: Machine) -> Group:
     return Group(len(ranks), len(on), max(on.values()), share)
 
 
-# ---- Measured --------------------------------------------------------------------------------------------------------
+# Measured.
 
 
 def _measured(collective: CollectiveOperation, machine: Machine, group: Group, backend: str) -> Priced | None:
@@ -98,8 +98,7 @@ def _of_table(table: Timings, size: int, network: bool) -> Priced:
 
 
 def _scaled(table: MeasuredCollective, ranks: int, size: int) -> float:
-    """Scale the measured time of a ring collective to another number of ranks: the latency by the number of steps, the
-    rest by the bytes on the busiest link."""
+    """Scale a ring's latency by its steps, and the rest by the bytes on the busiest link."""
     timings = in_step(table.timings)
     whole = seconds_at(timings, size)
     latency = min(seconds_at(timings, 1), whole)
@@ -143,7 +142,7 @@ def _modelled_send(
     return priced(latency + moving, spread, origin, COMMUNICATION)
 
 
-# ---- NCCL ------------------------------------------------------------------------------------------------------------
+# NCCL.
 
 
 def _nccl(collective: CollectiveOperation, machine: Machine, group: Group) -> Priced | None:
@@ -255,7 +254,7 @@ def _hardware(kind: str) -> str:
     return {"xgmi": "nvlink", "c2c": "nvlink"}.get(kind, kind) if kind != "process" else "network"
 
 
-# ---- gloo ------------------------------------------------------------------------------------------------------------
+# gloo.
 
 _STEPS: dict[str, Callable[[int], tuple[float, float]]] = {
     "all-reduce": lambda n: (2 * (n - 1), 2 * (n - 1) / n),

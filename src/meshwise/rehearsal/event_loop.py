@@ -123,10 +123,7 @@ class _Play:
             self.settle(now)
 
     def launch(self, rank: int, now: float) -> None:
-        """Let a rank's host launch its next items, beginning at the time `now`.
-
-        It stops after an item for whose end the host has to wait.
-        """
+        """Let a rank's host launch its next items, up to one for whose end it has to wait."""
         of = self.ranks[rank]
         of.host = max(of.host, now)
         while of.next < len(of.items):
@@ -206,8 +203,7 @@ class _Play:
                 self.deliver((what.ranks, item.number), now)
 
     def deliver(self, message: tuple[tuple[int, ...], int], now: float) -> None:
-        """End the receive of a message that has been sent. If the receive has not begun yet, it will end as soon as it
-        begins."""
+        """End the receive of a message that has been sent, or let it end as soon as it begins."""
         self.sent.add(message)
         for rank, item, ready, by_host in self.arrived.pop(("receive", *message), ()):
             began = max(ready, self.sends[message])
@@ -227,10 +223,7 @@ class _Play:
             self.begin_next(rank, waiting, now)
 
     def settle(self, now: float) -> None:
-        """Update the speed and the expected end of running activities at the time `now`.
-
-        Only ranks are updated on which an activity has begun or ended since the last call.
-        """
+        """Update speed and expected end of the activities on ranks where one has begun or ended."""
         if len(self.changed) == 1:
             tasks = list(self.ranks[self.changed.pop()].active)
         else:
@@ -246,10 +239,7 @@ class _Play:
             self.push(now + task.left / rate, task, task.version, 0, "")
 
     def rate(self, rank: int, share: int) -> float:
-        """Return how fast an activity of a rank progresses now, as a fraction of its speed when nothing else runs.
-
-        share: the resource that the activity uses, such as COMPUTING. The other activities of the rank slow it.
-        """
+        """Return the speed of an activity now, as a fraction of its speed when nothing else runs."""
         of = self.ranks[rank]
         counts = of.counts
         rate = 1 / max(counts[share], 1)

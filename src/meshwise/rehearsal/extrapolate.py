@@ -127,8 +127,7 @@ class _Row:
 
 
 class _Moved(NamedTuple):
-    """How an index changes over the added copies of a repeated event: `start` in the first added copy, `start` +
-    `slope` in the second, and so on. It is the index of an entry that the event refers to, or of the event's block."""
+    """An index that begins at `start` in the first added copy, and grows by `slope` with each further one."""
 
     start: int
     slope: int = 0
@@ -146,8 +145,7 @@ class _Longer:
         self.start = self.next = 0
 
     def sections(self) -> list[list[Any]]:
-        """Return four lists: the memory held before the first step, the events of the first step, the memory held
-        before a later step, and the events of that step."""
+        """Return what the first step holds, its events, and the same two of a later step."""
         found: list[list[Any]] = []
         for event in self._events():
             if event is None:
@@ -226,9 +224,7 @@ class _Longer:
                 yield self._put(place, event, own, at, outer)
 
     def _ways(self, piece: Insertion, place: int) -> tuple[list[_Moved], _Moved | None]:
-        """Return how the indices in a repeated event change between copies: the indices of entries that it refers to,
-        and the index of its block or microbatch (None without a block). Raises NotExtrapolable if a change is
-        uneven."""
+        """Return how the references of a repeated event, and its block, change between copies."""
         if isinstance(self.long.events[place], Mark | None):
             raise NotExtrapolable("a run of repeated events extends into the next section of the trace")
         beside = [

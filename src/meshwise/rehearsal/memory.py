@@ -132,8 +132,7 @@ def with_inside(work: Work, inside: Callable[[Operation], Sequence[int]]) -> Wor
 
 
 def _in_order(own: Sequence[int], results: list[Event]) -> Iterator[Event]:
-    """Yield what an operator allocates internally, with its results where it allocates them. results: the last one
-    first."""
+    """Yield what an operator allocates internally, and its results (the last one first) in their places."""
     alive: dict[int, int] = {}
     for number, entry in enumerate(own, 1):
         if entry > 0:

@@ -125,8 +125,7 @@ def _of_two(word: str, left: tuple[int, ...], right: tuple[int, ...]) -> Product
 
 
 def _convolution_weight(operation: Operation) -> tuple[int, ...] | None:
-    """Return the shape of a convolution's weight: (output channels, input channels of a group, kernel sizes). Return
-    None if it is unknown."""
+    """Return the shape of a convolution's weight: output channels, input channels of a group, kernel."""
     shapes = [shape for shape in operation.shapes if len(shape) >= 3]
     place = 2 if "backward" in operation.name else 1
     return shapes[place] if len(shapes) > place else None

@@ -125,7 +125,7 @@ def copy_seconds(copy: Copy, device: Device, machine: Machine) -> Priced | None:
     return priced(seconds, FIGURES["nccl.large"].spread, CATALOG if share else MODEL, COMMUNICATION)
 
 
-# ---- Bytes -----------------------------------------------------------------------------------------------------------
+# Bytes.
 
 
 def _bytes_seconds(operation: Operation, device: Device, sort: str) -> Priced | None:
@@ -146,7 +146,7 @@ def _bytes_seconds(operation: Operation, device: Device, sort: str) -> Priced | 
     return priced(total, both, origin, MEMORY)
 
 
-# ---- FLOPs -----------------------------------------------------------------------------------------------------------
+# FLOPs.
 
 
 def _flops_seconds(operation: Operation, device: Device, sort: str) -> Priced | None:
@@ -204,8 +204,7 @@ def _best_rate(device: Device, dtype: str, known: CatalogPart | None) -> tuple[f
 
 
 def _transposing(operation: Operation, device: Device) -> float:
-    """Return the seconds to convert a convolution's images to the memory layout of tensor cores, and its results
-    back."""
+    """Return the seconds to convert images to the layout of tensor cores, and results back."""
     narrow = operation.dtypes[0] in ("bf16", "fp16") or "tf32" in {*device.peak, *device.best_rates}
     rate = device.memory_rate or FIGURES["memory.copy"].value * (device.memory_bandwidth or 0.0)
     if not narrow or not rate:
@@ -275,12 +274,11 @@ def _between(table: Sequence[tuple[int, float]], at: float) -> float:
     return math.exp((1 - share) * math.log(first) + share * math.log(second))
 
 
-# ---- Processors ------------------------------------------------------------------------------------------------------
+# Processors.
 
 
 def _on_processor(operation: Operation, device: Device, sort: str) -> Priced | None:
-    """Estimate the time of an operator on a CPU from measured matrix products or the memory rate, plus the time of a
-    call. Return None if these were not measured."""
+    """Estimate the time of an operator on a CPU from measured products or the memory rate."""
     if device.memory_rate is None:
         return None
     bytes_seconds = (operation.read + operation.written) / device.memory_rate

@@ -204,8 +204,7 @@ class Composing:
                 yield ref.piece._replace(number=other), ref.at
 
     def _sweep(self, entries: Sequence[Entry], at: int) -> tuple[int, bool, dict[Piece, list[Entry]]] | None:
-        """Return how many entries from `at` on visit the microbatches in order, whether from the last to the first, and
-        the entries of each piece. Return None if they do not visit those between."""
+        """Return how many entries visit the microbatches in order, whether backwards, and those of each piece."""
         run = list(self._run(entries, at))
         names = {ref.piece.name for ref in run if 2 <= ref.piece.number < self._pieces.count - 1}
         if not names:

@@ -126,10 +126,7 @@ def _trace_rank(script: Script, plan: Plan, kind: str, rank: int) -> Trace:
 
 
 class _Loop(Places):
-    """A recorder that follows a script's training loop and sorts the recorded events into steps.
-
-    After STEPS steps, it ends the script by raising RehearsalEnds.
-    """
+    """Follows a script's training loop, sorts events into steps, and ends the script after STEPS."""
 
     def __init__(self, record: Record, engine: Engine) -> None:
         super().__init__()
@@ -202,16 +199,14 @@ class _Loop(Places):
         self.phase, self._stepped = "other", self._trained
 
     def stepped(self) -> None:
-        """Count an optimizer step of a script that has not called `mw.distribute`. After more than STEPS such steps,
-        end the rehearsal by raising RehearsalEnds."""
+        """Count an optimizer step of a script without `mw.distribute`, and end it after STEPS."""
         if not self._engine.has_applied:
             self._alone += 1
             if self._alone > STEPS:
                 raise RehearsalEnds
 
     def number(self, dtype: torch.dtype) -> float | None:
-        """Return the value that a rehearsal takes if the script reads a number from a tensor outside of its model. It
-        is 1, because the real value is unknown. For a bool, return None."""
+        """Return 1 for a number that a script reads outside of its model, and None for a bool."""
         if dtype == torch.bool:
             return None
         self._engine.notify(f"{user_place()} reads a number that only a real run computes. The rehearsal assumes 1.")

@@ -216,8 +216,7 @@ class _Searching:
         return self._over or (bool(self.estimates) and self._clock() - self._begun > self._seconds)
 
     def next(self) -> Plan | None:
-        """Return the likely best plan to simulate next. Return None if all remaining plans are likely worse than a
-        known one, or would take too long to simulate."""
+        """Return the likely best plan to simulate next, or None if none is worth its time."""
         for plan in [plan for plan in self._open if self._out_of_bounds(plan)]:
             del self._open[plan]
         left = self._seconds - (self._clock() - self._begun)
@@ -249,11 +248,7 @@ class _Searching:
 
     @property
     def nearest(self) -> list[Plan]:
-        """The plans that may come nearest to fitting in memory.
-
-        These are the simulated plans, in ascending order of their memory, and then the plans that were found too large
-        without a simulation.
-        """
+        """The plans that come nearest to fitting: the simulated ones first, by their memory."""
         tried = sorted(self.estimates.values(), key=lambda each: each.memory.total.value)
         large = self.too_large if self._guess is None else sorted(self.too_large, key=lambda p: self._likely(p)[-1])
         return list(dict.fromkeys([*(each.plan for each in tried), *large]))
@@ -269,11 +264,7 @@ class _Searching:
         return Search(tuple(ranked), no, tuple(left), self._clock() - self._begun, worse, self._first)
 
     def tried(self, plan: Plan, bounded: bool = True) -> Estimate | None:
-        """Trace and simulate a plan, and return its estimate. Return None if the plan is refused or rejected, or if the
-        time for the search is over.
-
-        bounded: whether to reject a plan that, by a lower bound, cannot fit in memory or cannot be the fastest.
-        """
+        """Simulate a plan and return its estimate, or None. bounded: whether bounds may reject it."""
         if plan in self.estimates or (plan in self._refused and bounded):
             return self.estimates.get(plan)
         alike = (why for other, why in self._refused.items() if other in self._cannot and _same_split(plan, other))
@@ -317,11 +308,7 @@ class _Searching:
         return bool(why)
 
     def saved(self, cheaper: Sequence[Plan], until: bool) -> None:
-        """Simulate the plans in `cheaper`, in order, until the time for the search is over.
-
-        cheaper: plans that need less memory than a plan that was already simulated.
-        until: whether to stop after the first plan that fits in memory.
-        """
+        """Simulate these plans in order. until: whether to stop at the first that fits."""
         for plan in cheaper:
             if self.late or ((other := self.tried(plan)) is not None and until and other.memory.verdict == FITS):
                 return

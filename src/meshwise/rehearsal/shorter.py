@@ -253,22 +253,14 @@ class _Skipped(nn.Module):
 
 
 class _BlockOutput:
-    """What a block returns: a tensor, or a tuple of a tensor and further values. `rest` has the further values, or is
-    None.
-    """
+    """What a block returns: a tensor, and the further values of a tuple (`rest`), or None."""
 
     def __init__(self) -> None:
         self.rest: tuple[Any, ...] | None = None
         self._before: tuple[object, ...] = ()
 
     def check(self, after: int, tensor: Tensor, references: int) -> None:
-        """Raise NotExtrapolable if, since the previous skipped block, the model ran an operator or kept a reference to
-        a tensor. The trace of the shorter model would lack this work.
-
-        after: how many skipped blocks come directly before this block. If 0, the call only prepares the next check.
-        tensor: the input of the block.
-        references: Python's reference count of `tensor`.
-        """
+        """Raise NotExtrapolable if the model did anything since the `after` skipped blocks before."""
         now = id(tensor), references, calls_so_far()
         if after and now != self._before:
             raise NotExtrapolable("between two blocks, the model runs an operator or keeps a tensor")

@@ -168,8 +168,7 @@ class Stages:
         return found if trace.launches_alone else self._with_absent(found)
 
     def _with_absent(self, trace: Trace) -> Trace:
-        """Add what each parameter of a block on another stage leaves in memory, a single element, for blocks that the
-        shorter pipeline has not."""
+        """Add the single elements that parameters of blocks on further stages leave in memory."""
         more, absent = (self.plan.pipeline - FEW_STAGES) * self.blocks, (FEW_STAGES - 1) * self.blocks
         if not more:
             return trace

@@ -253,8 +253,7 @@ def _at_once(call: str, others: int) -> Iterator[None]:
 
 
 def _taken_inside(call: str) -> tuple[int, ...]:
-    """Return what a call allocates internally, in order, from the events of torch's allocator: the bytes of a block, -n
-    where the block that entry n allocated is freed (from 1), and 0 where a result is allocated."""
+    """Return the bytes of internal blocks, -n where block n is freed, 0 where a result is allocated."""
     own: list[int] = []
     alive: dict[int, int] = {}  # the entry of each block, by address
     for size, address in allocations_of(made(call)):

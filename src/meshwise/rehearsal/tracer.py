@@ -166,8 +166,7 @@ class Tracer:
     def _growth(
         self, least: Sequence[Trace], actions: Sequence[Actions], longer: Callable[[], Sequence[Trace]]
     ) -> list[Growth]:
-        """Return what grows with the number of microbatches on each rank, by a further step with one more, or else by a
-        trace with one more."""
+        """Return what grows with the microbatches: by a further step of one more, or a longer trace."""
         with contextlib.suppress(NotExtrapolable):
             return [growth_of(each, with_more(each), own) for each, own in zip(least, actions, strict=True)]
         return [growth_of(*three) for three in zip(least, longer(), actions, strict=True)]
@@ -216,8 +215,7 @@ class Tracer:
         return found
 
     def _reads_alike(self, plan: Plan) -> bool:
-        """Return whether all microbatches of the first replica in its first steps have tensors of the same shapes and
-        dtypes."""
+        """Return whether all microbatches of the first steps have the same shapes and dtypes."""
         data = open_data(self.job, self.job.data(), "training set")
         if data.samples < STEPS * self.batch_size or self.batch_size % (plan.replicas * plan.accumulate):
             return False

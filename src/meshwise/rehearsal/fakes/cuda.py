@@ -165,8 +165,7 @@ class _Named(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def inside(self, real: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap `real` so that this mode is also active while `real` runs. A backward needs this, because it may run
-        code of the script again (recompute)."""
+        """Wrap `real` so that this mode is active in it: a backward may run code of the script again."""
 
         @functools.wraps(real)
         def named(*args: Any, **kwargs: Any) -> Any:

@@ -121,10 +121,7 @@ def fake_world(rank: int, size: int) -> Iterator[None]:
 
 
 class _Chunks(Sequence[Tensor]):
-    """The chunks of a tensor along one dimension, created on demand, since FSDP2 reads only two of them.
-
-    There are always `count` chunks. The last ones may be empty.
-    """
+    """The `count` chunks of a tensor, made on demand: FSDP2 reads only two of them."""
 
     def __init__(self, tensor: Tensor, count: int, dim: int) -> None:
         self._tensor, self._count, self._dim = tensor, count, dim
