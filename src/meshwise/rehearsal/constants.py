@@ -153,12 +153,6 @@ IN_NETWORK = {4: 0.767, 5: 0.875, 6: 0.922, 7: 0.973, 8: 1.0}
 """The all-reduce rate of NVLS on n ranks, relative to 8 ranks, on H200. Source: stas00/ml-engineering@744d01e18b."""
 
 
-def figure(name: str) -> Figure:
-    """Return the constant of the cost model with this name, such as `matmul.hopper`. Raises KeyError for an unknown
-    name."""
-    return FIGURES[name]
-
-
 def digest() -> str:
     """Return a hash of all constants of the cost model in this file, as twelve hexadecimal digits."""
     table = [(name, one.value, one.spread) for name, one in sorted(FIGURES.items())]
