@@ -167,7 +167,7 @@ def test_much_that_is_not_compared_is_one_line_above_the_verdict() -> None:
     written = io.StringIO()
     Console(width=200, file=written).print(check_text(proof))
     out = written.getvalue()
-    assert out.count("not compared") == 1 and "66 things, which --json names; the first: outputs of 0" in out
+    assert out.count("not compared") == 1 and "66 items, which --json names; the first: outputs of 0" in out
     assert out.index("not compared") < out.index("equal: ")
     assert check_dict(proof)["left_out"] == list(left_out)
 

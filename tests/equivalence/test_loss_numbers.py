@@ -64,7 +64,7 @@ def test_a_name_of_another_function_is_not_advised_where_the_loss_is(pool: Any) 
     own = "def kept(error, keep):\n        return (error * keep).sum() / keep.sum()\n\n    loss = kept(error, mask)"
     found = proof(LOSSES.replace("{loss}", own), pool)
     assert found.cause is not None and found.cause.name == "loss weighting", found.cause
-    assert "let kept return keep.sum() beside the loss, and say mw.backward(loss, weight=…)" in found.cause.evidence
+    assert "let kept return keep.sum() with the loss, and write mw.backward(loss, weight=…)" in found.cause.evidence
 
 
 @pytest.mark.parametrize("name", COUPLED)

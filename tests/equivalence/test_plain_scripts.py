@@ -1,4 +1,4 @@
-"""`meshwise check` of a script of DDP or accelerate as it is: its ranks beside one process, and its counts.
+"""`meshwise check` of a script of DDP or accelerate as it is: its ranks against one process, and its counts.
 
 Tests api/check_plain.py, compat/loaders.py, autograd/loss_graph.py, equivalence/views/check_text.py,
 equivalence/plain/counts.py, equivalence/proof.py, equivalence/plain/judge.py, equivalence/plain/neutral.py,
@@ -156,7 +156,7 @@ def test_what_cannot_be_judged_is_refused(tmp_path: Path, text: str, why: str) -
 
 def step(**changes: object) -> Step:
     parameters = {name: torch.ones_like(gradient) for name, gradient in GRADIENTS.items()}
-    made = Step(0, LINES, [{"lr": 0.1}], dict(GRADIENTS), parameters, losses=(1.0,), scales=(1.0,), ticks=1)
+    made = Step(0, LINES, [{"lr": 0.1}], dict(GRADIENTS), parameters, losses=[1.0], scales=[1.0], ticks=1)
     return replace(made, **changes)  # type: ignore[arg-type]
 
 
@@ -182,7 +182,7 @@ def test_what_is_right_is_equal() -> None:
     console = Console(record=True, width=200, file=io.StringIO())
     console.print(check_text(made))
     assert console.export_text().startswith(
-        "equal: 2 steps of 1 epoch on 2xcpu, beside one process on the same samples"
+        "equal: 2 steps of 1 epoch on 2xcpu, against one process on the same samples"
     )
 
 
@@ -218,7 +218,7 @@ FOUND: dict[str, tuple[Callable[[int], dict[str, object]], dict[str, object]]] =
         lambda rank: {"shown": [("train.py:30", "accuracy 0.50", False)]},
         {"shown": [("train.py:30", "accuracy 0.60", False)]},
     ),
-    "learning rate of one rank": (lambda rank: {"told": [("train.py:33", 0.5 + rank / 100)]}, {}),
+    "learning rate of one rank": (lambda rank: {"plateau_metrics": [("train.py:33", 0.5 + rank / 100)]}, {}),
 }
 
 
@@ -383,7 +383,7 @@ def test_losses_divided_by_the_length_of_a_loader_that_was_not_read_whole_are_of
     assert found_in(ranks, side(0, 1, (0.5, 0.75), "loss 0.4267"))["metric differs from one device's"]
 
 
-def test_gradients_that_an_epoch_leaves_to_the_next_are_told() -> None:
+def test_gradients_that_an_epoch_leaves_to_the_next_are_reported() -> None:
     steps = [step(scales=(0.5,) * number) for number in (2, 2, 3, 2)]
     passes = [read(0), read(0, number=1)]
     found = found_in([record(rank, steps=steps, passes=passes) for rank in range(2)], record(0, 1, steps=steps))
@@ -457,7 +457,7 @@ def test_what_a_plateau_is_told_is_kept() -> None:
     finally:
         for end in ends:
             end()
-    assert [number for _, number in seen.told] == [0.5, 0.25] and seen.ticks == 2
+    assert [number for _, number in seen.plateau_metrics] == [0.5, 0.25] and seen.ticks == 2
 
 
 def test_an_evaluation_counts_each_sample_once_by_what_its_library_has() -> None:

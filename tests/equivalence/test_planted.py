@@ -218,9 +218,7 @@ BUGS = {
     "a padded sample is evaluated": Planted(
         padding_is_shared_out, "plain", "evaluation", "", "padded or repeated sample", 3
     ),
-    "a padding sample weighs in a metric": Planted(
-        padding_weighs, "plain", "evaluation", "", "padded or repeated sample", 3
-    ),
+    "a padding sample weighs in a metric": Planted(padding_weighs, "plain", "evaluation", "", "evaluation", 3),
     "a sample is trained on twice": Planted(repeated_rows, "plain", "sample order", "", "padded or repeated sample"),
     "another order": Planted(turned_around, "plain", "sample order", "", "data order"),
     "a tied weight comes apart": Planted(after_start(untied), "tied", "tied weights", "left", "tied weight"),

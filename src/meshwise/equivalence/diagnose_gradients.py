@@ -15,7 +15,6 @@ from meshwise.equivalence.causes import Cause
 from meshwise.equivalence.causes import CauseKind as K
 from meshwise.equivalence.diagnose_backward import by_hand_in_the_backward
 from meshwise.equivalence.diagnose_weights import by_weights
-from meshwise.equivalence.difference import Difference
 from meshwise.equivalence.evidence import Evidence, Rule, is_inside, near, owner_of, precision_lost, says
 from meshwise.equivalence.rank_weights import weights_in
 from meshwise.spec.plan import Plan
@@ -90,20 +89,6 @@ def _one_factor(evidence: Evidence) -> Cause | None:
     return Cause(K.LOSS_WEIGHTING, f"{text}: {_meaning(factor, plan)}.") if _all_wrong(evidence) else None
 
 
-def _begins_with_a_factor(evidence: Evidence) -> str:
-    """Return a sentence if the first wrong gradient is N times, or 1/N of, the gradient on one device, where N is a
-    number of ranks such as the number of shards. Return an empty string otherwise. Later gradients may be wrong in
-    other ways, because the backward pass computes them from the first one."""
-    factor, plan = evidence.first.factor, evidence.plan
-    sizes = {plan.devices, plan.data, plan.shard, plan.tensor, plan.context} - {1}
-    if factor is None or not any(near(factor, size) or near(factor, 1 / size) for size in sizes):
-        return ""
-    return (
-        f"{evidence.how_many()}; the first of the backward, of {evidence.first.name}, is {factor:.12g} times that of "
-        "one device: equal gradients of the ranks are added up, or a sum is divided by the number of ranks."
-    )
-
-
 def _meaning(factor: float, plan: Plan) -> str:
     if plan.accumulate > 1 and any(near(factor, size) for size in (plan.accumulate, 1 / plan.accumulate)):
         return "the number of microbatches is applied once too often, or not at all"
@@ -164,46 +149,8 @@ def _random_recompute(evidence: Evidence) -> str:
     reference, actual = evidence.steps
     if not actual.rng_mismatch or reference.rng_mismatch:
         return ""
-    block = _block_of(evidence)
-    where = f"{block}, which is recomputed," if block else "a recomputed block"
-    return (
-        f"module outputs{evidence.not_seen()} and loss are equal; in the backward {where} draws other random numbers."
-    )
-
-
-def _wrong_recompute(evidence: Evidence) -> str:
-    """Return a sentence if the recomputation of a block (activation checkpointing) is the likely cause of wrong
-    gradients. The sign is that the backward pass computes right gradients until it reaches this block. Return an empty
-    string otherwise."""
-    block = _block_of(evidence)
-    if block is None or not _below(evidence):
-        return ""
-    text = f"those after {block or 'the model'}, which is recomputed in the backward, are right"
-    return f"{evidence.how_many()}; {text}: the recomputation is the likely place."
-
-
-def _block_of(evidence: Evidence) -> str | None:
-    """Return the name of the block under activation checkpointing that may have caused the first wrong gradient. This
-    is the block that contains the parameter with this gradient. If no block contains it, it is the first block that the
-    forward pass calls after the parameter's module. Return None if there is no such block."""
-    owner, again = owner_of(evidence.first.name), evidence.actual.recomputed_modules
-    here = next((block for block in again if is_inside(owner, block)), None)
-    return here if here is not None else next((b for b in _called_next(evidence) if b in again), None)
-
-
-def _wrong_from_batch_norm_on(evidence: Evidence) -> str:
-    """Return a sentence that blames the backward of a batch norm, because it sums over the wrong samples. The sign is
-    that all gradients are right until the backward pass reaches the batch norm, and wrong from there on. Return an
-    empty string otherwise."""
-    below = _below(evidence)
-    if not below or not all(d.fault for d in below):
-        return ""
-    for name in _called_next(evidence):
-        kind = evidence.comparison.modules.get(name, "")
-        if "BatchNorm" in kind:
-            text = f"module outputs{evidence.not_seen()} are equal; gradients are right down to {name} ({kind})"
-            return f"{text}, and wrong in everything before it: its backward covers another set of samples."
-    return ""
+    equal = f"module outputs{evidence.not_seen()} and loss are equal"
+    return f"{equal}; in the backward a recomputed block draws other random numbers."
 
 
 GRADIENT_RULES: tuple[Rule, ...] = (
@@ -214,21 +161,11 @@ GRADIENT_RULES: tuple[Rule, ...] = (
     says(K.DROPOUT, _random_recompute),
     _one_factor,
     by_weights,
-    says(K.DOUBLED_REDUCTION, _begins_with_a_factor),
     says(K.TIED_WEIGHT, _only_tied_weights),
     says(K.LOWER_PRECISION, _lower_precision),
     _exchanged_by_hand,
-    says(K.BACKWARD, _wrong_recompute),
-    says(K.BATCH_NORM, _wrong_from_batch_norm_on),
     says(K.BACKWARD, "{how_many}; {name} was the first to be ready."),
 )
-
-
-def _below(evidence: Evidence) -> list[Difference]:
-    """Return the first wrong gradient and all gradients that the backward pass computes after it. Return an empty list
-    if the first gradient of the backward pass is wrong, because no layer is then known to be right."""
-    gradients = evidence.gradients()
-    return gradients[gradients.index(evidence.first) :] if evidence.first in gradients[1:] else []
 
 
 def _all_wrong(evidence: Evidence) -> bool:

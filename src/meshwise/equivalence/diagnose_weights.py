@@ -10,12 +10,8 @@ import linecache
 from collections.abc import Sequence
 from itertools import pairwise
 
-import torch
-from torch import Tensor
-
 from meshwise.equivalence.causes import Cause
 from meshwise.equivalence.causes import CauseKind as K
-from meshwise.equivalence.difference import LIMIT
 from meshwise.equivalence.evidence import Evidence, near
 from meshwise.equivalence.loss_numbers import Joined, Key, joined
 from meshwise.equivalence.rank_weights import RankWeights, shown, weights_in
@@ -70,8 +66,8 @@ def _no_mean(number: Joined, known: dict[Key, Joined]) -> Cause | None:
     if number.is_mean_of_its_own:
         over, what, within = shown(rank.over for rank in number.ranks), _divisor(number), _function_of(number.place)
         say = f"mw.backward(loss, weight={what}), or let a job's loss return (loss, {what})"
-        if within:  # whose names the line with mw.backward does not have
-            say = f"let {within} return {what} beside the loss, and say mw.backward(loss, weight=…) with it"
+        if within:  # its names are not in scope at the mw.backward call
+            say = f"let {within} return {what} with the loss, and write mw.backward(loss, weight=…) with it"
             say += f"; the loss of a job returns (loss, {what})"
         return Cause(
             K.LOSS_WEIGHTING,
@@ -92,55 +88,6 @@ def _no_mean(number: Joined, known: dict[Key, Joined]) -> Cause | None:
             f"{SAY_SUM}.",
         )
     return None
-
-
-def cut_otherwise(evidence: Evidence) -> str:
-    """Return a sentence if the loss averages over pieces of the batch (e.g. sequences), and the plan cuts the batch
-    into other pieces than one device does. Return an empty string otherwise.
-
-    The pieces cover the same data in both runs. But each piece has the same weight in the loss, whatever its size, so
-    the loss depends on how the batch is cut."""
-    one, plan = (step.numbers for step in evidence.steps)
-    for at, name in dict.fromkeys(key[:2] for key in one[0]) if len(one) == 1 < len(plan) else ():
-        mine, theirs = (
-            [number for each in side for key, number in each.items() if key[:2] == (at, name) and number.over]
-            for side in (one, plan)
-        )
-        totals = [(sum(n.over for n in side), sum(n.over * n.value for n in side)) for side in (mine, theirs)]
-        alike = all(near(a, b) for a, b in zip(*totals, strict=True))
-        means = [sum(n.value for n in side) / len(side) for side in (mine, theirs) if side]
-        # In a loss that is their mean, or a multiple of it: a product of means is no piece's.
-        if alike and len(mine) > 1 and near(evidence.steps[0].loss * means[1], evidence.steps[1].loss * means[0]):
-            return (
-                f"{at} ({_line(at) or name}) takes means over {shown(n.over for n in mine)} on one device, and over "
-                f"{shown(n.over for n in theirs)} on the ranks: over {totals[0][0]:g} in all, cut into other pieces, "
-                "each with the same weight. Add up sums instead of means, and divide once, by the count of the whole "
-                "batch."
-            )
-    return ""
-
-
-def other_targets(evidence: Evidence) -> str:
-    """Return a sentence if a loss function of torch, e.g. mse_loss, gets the right outputs from the model, but wrong
-    targets or wrongly paired targets. Return an empty string if there is no such call."""
-    for number in _numbers(evidence):
-        one, ranks = number.one.given, [rank.given for rank in number.ranks if rank.given is not None]
-        if one is None or len(ranks) < len(number.ranks) or sum(rank.rows for rank in ranks) != one.rows:
-            continue
-        pairs = ((one.outputs, [r.outputs for r in ranks]), (one.targets, [r.targets for r in ranks]))
-        outputs, targets, both = (_adds_up_to(a, b) for a, b in (*pairs, (one.both, [r.both for r in ranks])))
-        if outputs and not both:
-            other = "the same targets paired with other outputs" if targets else "other targets"
-            return (
-                f"{line_of(number)} gets the outputs of one device, but {other}. Whatever reads neighbouring targets, "
-                "for example a shift of labels, must run before the batch is divided."
-            )
-    return ""
-
-
-def _adds_up_to(one: Tensor, ranks: list[Tensor]) -> bool:
-    total = torch.stack(ranks).sum(0)
-    return float((one - total).norm()) <= LIMIT * float(one.norm())
 
 
 def _divisor(number: Joined) -> str:
@@ -208,10 +155,8 @@ def by_weights(evidence: Evidence) -> Cause | None:
         of_each = {name: weights_in(reference, actual, [name]) for name in wrong}
         found = of_each[wrong[0]] if wrong else None
         names = [name for name, other in of_each.items() if other is not None and _alike(found, other)]
-    if found is None or found.one is None or found.plan is None:
+    if found is None or found.one is None or found.plan is None or not found.unique:
         return None
-    if not found.unique:
-        return _together(found, names)
     return _lost(found, names) or _of_microbatches(found, evidence) or _of_ranks(found, names, evidence)
 
 
@@ -236,24 +181,6 @@ def _alike(a: RankWeights | None, b: RankWeights) -> bool:
 
 def _of(names: Sequence[str]) -> str:
     return f"the gradients of {some(list(names))}" if names else "the gradients"
-
-
-def _together(found: RankWeights, names: Sequence[str]) -> Cause | None:
-    """Explain wrong gradients if all ranks compute the same gradient. Only the sum of the ranks' weights is known then,
-    and not each weight. Return None if this sum does not explain the difference."""
-    one, plan = sum(found.one or ()), sum(found.plan or ())
-    ranks = len(found.ranks)
-    if near(one, plan) or len(found.columns) > ranks or not one:
-        return None
-    weigh = f"their weights add up to {plan:.6g} under the plan and {one:.6g} on one device"
-    text = f"the ranks have equal values of {_of(names)}: {weigh}"
-    if near(plan, one * ranks):
-        return Cause(
-            K.DOUBLED_REDUCTION, f"{text}: a sum where a mean is right, or an all_reduce too many in the backward."
-        )
-    if near(plan * ranks, one):
-        return Cause(K.DOUBLED_REDUCTION, f"{text}: a mean of a mean, or a loss divided by the number of ranks.")
-    return None
 
 
 def _lost(found: RankWeights, names: Sequence[str]) -> Cause | None:
@@ -310,11 +237,6 @@ def _of_ranks(found: RankWeights, names: Sequence[str], evidence: Evidence) -> C
             return Cause(K.MISSING_REDUCTION, f"{text}, or a division is one too many.")
         return Cause(K.LOSS_WEIGHTING, f"{text}, where they are added up: {OF_SUM}")
     counts = [_count(evidence, column) for column in found.columns]
-    added = _share_of_a_sum(one, counts) if len(evidence.steps[1].samples) == 1 else 0.0
-    if added and not names:
-        return Cause(
-            K.LOSS_WEIGHTING, f"{text}: those of a loss that is a mean and {added:.3g} times a sum over samples."
-        )
     if not _is_mean(one, evidence):
         return None
     other = not_a_mean(evidence)
@@ -335,16 +257,3 @@ def _is_mean(one: list[float], evidence: Evidence) -> bool:
     loss = next(reversed(_numbers(evidence)), None)
     alike = loss is None or len(loss.ranks) < len(one) or near(loss.one.value, loss.weighed(one))
     return near(sum(one), 1) and alike
-
-
-def _share_of_a_sum(one: Sequence[float], counts: Sequence[int]) -> float:
-    """Return `a` if the loss has the form `mean over samples + a * sum over samples`. Return 0 if it has another form.
-
-    one: the weights with which the ranks' own gradients add up to the gradient on one device.
-    counts: for each weight, the number of samples of its rank and microbatch.
-    """
-    if any(near(weight, 1) or not count for weight, count in zip(one, counts, strict=True)):
-        return 0.0
-    total = sum(counts)
-    found = [(1 / total - weight / count) / (weight - 1) for weight, count in zip(one, counts, strict=True)]
-    return found[0] if min(found) > NONE and all(near(a, found[0]) for a in found) else 0.0

@@ -42,10 +42,8 @@ from meshwise.equivalence.diagnose_updates import (
 from meshwise.equivalence.diagnose_weights import (
     by_numbers,
     by_weights,
-    cut_otherwise,
     line_of,
     not_a_mean,
-    other_targets,
 )
 from meshwise.equivalence.difference import Difference
 from meshwise.equivalence.evidence import Evidence, Rule, is_inside, near, owner_of, says
@@ -91,39 +89,6 @@ def _is_norm(evidence: Evidence) -> bool:
 def _is_random(evidence: Evidence) -> bool:
     random = evidence.reference.random_modules | evidence.actual.random_modules
     return "Dropout" in evidence.first.facts["class"] or evidence.first.name in random
-
-
-def _contains_batch_norm(evidence: Evidence) -> bool:
-    modules = evidence.comparison.modules.items()
-    return any("BatchNorm" in kind and is_inside(name, evidence.first.name) for name, kind in modules)
-
-
-def _contains_draws_of_ranks(evidence: Evidence) -> str:
-    """Return a sentence if the first wrong module contains a module that draws random numbers for rows that are not
-    samples, e.g. dropout in an expert. Each rank then draws its own numbers. Return an empty string if there is no such
-    module."""
-    unkeyed = evidence.reference.unkeyed | evidence.actual.unkeyed
-    random = evidence.reference.random_modules | evidence.actual.random_modules
-    parts = sorted(name for name in random if is_inside(name, evidence.first.name))
-    if not unkeyed or not parts:
-        return ""
-    which = some(sorted({each.split(" ")[0] for each in unkeyed}))
-    return f"ranks draw on their own in {some(parts)} ({which}), for rows that are not those of the samples."
-
-
-def _numpy_draws(evidence: Evidence) -> bool:
-    return evidence.reference.numpy_draws or evidence.actual.numpy_draws
-
-
-def _random_before(evidence: Evidence) -> str:
-    """Return a sentence if ranks draw different random numbers before they call the first module, and the output of
-    this module is the first wrong output. Return an empty string otherwise."""
-    first, outputs = evidence.first, evidence.of_kind("module outputs")
-    begins = next(d for d in outputs if d.facts["microbatch"] == first.facts["microbatch"])
-    unkeyed = sorted(evidence.reference.unkeyed | evidence.actual.unkeyed)
-    if not unkeyed or begins is not first:
-        return ""
-    return f"{first.name or 'the model'} is the first module; before it ranks draw different numbers: {some(unkeyed)}."
 
 
 def _outputs_are_equal(evidence: Evidence) -> bool:
@@ -269,13 +234,7 @@ RULES: Mapping[str, tuple[Rule, ...]] = {
         says(K.MODE, _other_mode),
         says(K.BATCH_NORM, "{name} is a {class}: its inputs are equal, its outputs are not.", _is_norm),
         says(K.BATCH_NORM, own_statistics),
-        says(K.DROPOUT, _contains_draws_of_ranks),
         says(K.DROPOUT, "{name} ({class}) draws random numbers; {before}.", _is_random),
-        says(K.DROPOUT, _random_before),
-        says(
-            K.DROPOUT, "a forward draws from numpy.random, which is not keyed: ranks draw other numbers.", _numpy_draws
-        ),
-        says(K.BATCH_NORM, "{name} contains a batch norm, and nothing before it differs.", _contains_batch_norm),
         says(K.NOT_FINITE, not_finite),
         says(K.WRONG_GROUP, over_another_group),
         says(K.MISSING_REDUCTION, sum_by_hand_is_missing),
@@ -291,8 +250,6 @@ RULES: Mapping[str, tuple[Rule, ...]] = {
         says(K.LOSS, "ranks have different losses, which should all be that of the global batch.", ranks_differ),
         by_numbers,
         by_weights,
-        says(K.LOSS_WEIGHTING, cut_otherwise),
-        says(K.LOSS, other_targets),
         says(K.COUPLED, _couples_samples, _outputs_are_equal),
         says(K.LOSS, "the loss is {both}."),
     ),

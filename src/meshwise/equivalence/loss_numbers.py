@@ -20,7 +20,6 @@ from typing import Any
 from torch import Tensor
 
 from meshwise.compat.dispatch import intercept_operators, operator_name
-from meshwise.equivalence.sketches import DIRECTIONS, row_sketches
 from meshwise.spec.user_code import user_place
 
 Key = tuple[str, str, int]
@@ -31,37 +30,16 @@ COUNTED = ("nll_loss_forward", "nll_loss2d_forward")
 
 
 @dataclass(frozen=True)
-class Given:
-    """A summary of the inputs of one call of a torch loss function, such as mse_loss. It consists of sums over the
-    rows. The sums of all ranks add up to the sums of one device, whatever the order of the rows.
-
-    To make such a sum, each row is projected on random directions, and the cubes of the projections are summed.
-
-    rows: the number of rows.
-    outputs: the sum for the outputs of the model.
-    targets: the sum for the targets.
-    both: the sum for the rows `output + target`. It changes if outputs are paired with other targets.
-    """
-
-    rows: int
-    outputs: Tensor
-    targets: Tensor
-    both: Tensor
-
-
-@dataclass(frozen=True)
 class Number:
     """A scalar that occurs in the computation of a loss.
 
     made_of: the recorded scalars that it is computed from.
     over: the number of elements if the scalar is a mean, or the divisor if it is a quotient. 0 for any other scalar.
-    given: the inputs of the torch loss function that returned the scalar. None if no such function returned it.
     """
 
     value: float
     made_of: tuple[Key, ...]
     over: float = 0.0
-    given: Given | None = None
 
 
 Numbers = dict[Key, Number]
@@ -88,7 +66,7 @@ class NotedNumbers:
             self._calls[at, name] += 1
             key = at, name, self._calls[at, name]
             made_of = tuple(self._keys[id(arg)][0] for arg in args if id(arg) in self._keys)
-            self._numbers[key] = Number(float(number.detach()), made_of, _over(name, args, result), _given(name, args))
+            self._numbers[key] = Number(float(number.detach()), made_of, _over(name, args, result))
             self._keys[id(number)] = key, number
         return result
 
@@ -108,15 +86,6 @@ def _over(name: str, args: tuple[Any, ...], result: Any) -> float:
     if name in COUNTED:
         return float(result[1])
     return float(args[0].numel()) if name == "mean" or name in MEANS else 0.0
-
-
-def _given(name: str, args: tuple[Any, ...]) -> Given | None:
-    if name not in MEANS + COUNTED or any(type(arg) is not Tensor or not arg.dim() for arg in args[:2]):
-        return None
-    outputs, targets = (row_sketches(arg.detach()).unflatten(1, (-1, DIRECTIONS)).sum(1) for arg in args[:2])
-    if len(outputs) != len(targets):
-        return None
-    return Given(len(outputs), *(rows.pow(3).sum(0) for rows in (outputs, targets, outputs + targets)))
 
 
 @dataclass(frozen=True)

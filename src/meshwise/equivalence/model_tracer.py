@@ -20,7 +20,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 from meshwise.compat.dispatch import without_interception
 from meshwise.compat.sharding import groups_of, local_of, sharded_modules
 from meshwise.compat.tree import tensors_in
-from meshwise.data.generators import NUMPY
 from meshwise.data.keyed import KeyedDraws, Rows, by_reference, by_rows, on_one_device
 from meshwise.equivalence.contents import Reading, contents_of
 from meshwise.equivalence.coupled_operators import noting_coupled
@@ -39,7 +38,6 @@ from meshwise.equivalence.sketches import pieces, sketches
 from meshwise.equivalence.trace import Draws, Named, Output, StepTrace, Trace
 from meshwise.equivalence.upcast import upcast
 from meshwise.equivalence.whole_view import RowDraws, part_of
-from meshwise.parallel.recompute import recomputed
 from meshwise.spec.user_code import place_of
 from meshwise.splits.axis import SplitPart
 from meshwise.transfer import stages
@@ -67,8 +65,7 @@ class ModelTracer:
     ) -> None:
         """whole: whether the program sees whole batches. No rank has a loss of its own then."""
         kinds = {clean(name): type(module).__name__ for name, module in model.named_modules()}
-        again = tuple(clean(name) for name in recomputed(model))
-        self.trace = Trace(kinds, tied_in(model), parameters_of(model), buffers_of(model), recomputed_modules=again)
+        self.trace = Trace(kinds, tied_in(model), parameters_of(model), buffers_of(model))
         self.trace.places = {
             clean(name): at for name, module in model.named_modules() if (at := place_of(type(module).forward))
         }
@@ -130,7 +127,6 @@ class ModelTracer:
         self.trace.draws[count] = self.draws.log
         self._forwards = max(self._forwards, count + 1)
         self._calls, self.in_forward, self._open_calls, self._running = {}, True, [], []
-        of_numpy = NUMPY.state()
         try:
             several = 0 if self._whole else rows.count
             pairs = noting_coupled(several, self.step.coupled, lambda: self._running[-1] if self._running else None)
@@ -144,7 +140,6 @@ class ModelTracer:
         finally:
             self.in_forward = False
             self.trace.unkeyed |= self.draws.unkeyed
-            self.trace.numpy_draws |= NUMPY.state() != of_numpy
 
     def _go_on(self, calls: dict[str, int]) -> None:
         """Take over the number of calls of each module from the previous pipeline stage, so that this stage counts

@@ -63,7 +63,7 @@ class Proof:
     rounding: the rounding errors in the plan's own precision, on one device and under the plan. Empty if they were not
         asked for.
     notes: remarks on the plan, and what was not checked.
-    doubts: sentences on other things that differ, such as printed numbers, although all values compared in float64 are
+    doubts: sentences on other values that differ, such as printed numbers, although all values compared in float64 are
         equal.
     warnings: sentences on a plan that divides little of the work, and on likely mistakes that also affect one device.
     """

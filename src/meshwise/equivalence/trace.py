@@ -188,11 +188,9 @@ class Trace:
     draws: the random draws of each forward pass.
     evaluated: the indices of the test samples that were evaluated, without padding.
     unkeyed: random operators that draw other numbers on each rank, because data/keyed.py cannot compute the numbers.
-    numpy_draws: whether a forward pass drew from NumPy's global generator.
     shown: (source line, text) for each text that the script printed or logged.
     rank_divergence: how much ranks differ in values before the first step and in the evaluation.
     random_modules: modules that draw random numbers themselves.
-    recomputed_modules: modules that run again in the backward pass.
     exchanges: the collectives that the program itself calls in forward passes on rank 0 (see exchanges.py).
     exchanges_backward: the collectives that the program itself calls in backward passes on rank 0.
     races: sentences on values that were used too early, before a collective or a stream was done with them. Empty if
@@ -211,12 +209,10 @@ class Trace:
     evaluation: dict[str, float] = field(default_factory=dict)
     evaluated: list[int] = field(default_factory=list)
     unkeyed: set[str] = field(default_factory=set)
-    numpy_draws: bool = False
     notes: tuple[str, ...] = ()
     shown: list[tuple[str, str]] = field(default_factory=list)
     rank_divergence: Divergence = field(default_factory=dict)
     random_modules: set[str] = field(default_factory=set)
-    recomputed_modules: tuple[str, ...] = ()
     exchanges: Exchanges = field(default_factory=dict)
     exchanges_backward: Exchanges = field(default_factory=dict)
     races: list[str] = field(default_factory=list)

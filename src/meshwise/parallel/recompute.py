@@ -62,11 +62,6 @@ def recompute_blocks(model: nn.Module, recompute: str | Sequence[str]) -> list[s
     return [name or "the whole model" for name, _ in blocks]
 
 
-def recomputed(model: nn.Module) -> list[str]:
-    """Return the names of the modules that are recomputed in the backward."""
-    return [name for name, part in model.named_modules() if getattr(part.forward, "func", None) is _recomputed]
-
-
 def _module(model: nn.Module, name: str) -> nn.Module:
     known: dict[str, nn.Module] = dict(model.named_modules())
     if not name or name not in known:

@@ -130,7 +130,7 @@ class Checker:
             access = Access(lane, number, writes, region, (self._block(start, size), what, where))
             for earlier in self._memory.add(access, partial(self._is_before, lane)):
                 self._found(Race(earlier, access, self.order.event_waited_for(lane, earlier.lane)))
-                if self._forgive:  # what the same missing wait causes afterwards is not told again
+                if self._forgive:  # report a missing wait only once
                     self.order.let_wait(lane, earlier.lane)
 
     def _is_before(self, lane: Lane, earlier: Access) -> bool:

@@ -122,7 +122,7 @@ class _Watcher:
                     self._checker.synchronize(lane)
 
     def _settle(self, lane: Lane, touches: Sequence[Touch], events: Sequence[_Event], collective: bool) -> None:
-        """Report an operator to the checker, in the order in which things happened: the synchronization calls before it
+        """Report an operator to the checker, in the order of events: the synchronization calls before it
         touches memory, then its accesses of memory, then the calls after them."""
         at = 0
         waits = next((number for number, event in enumerate(events) if event.waits is not None), None)

@@ -200,12 +200,14 @@ def rates(ranks: Sequence[Record]) -> Iterator[Finding]:
     """Yield a finding if a learning rate differs between ranks. Also yield a finding if the ranks pass different
     metrics to a scheduler such as ReduceLROnPlateau."""
     instead = "Give the schedule a number that is alike on all ranks: all_reduce sums and counts before dividing."
-    told = [(each[0][0], [n for _, n in each]) for each in zip(*(record.told for record in ranks), strict=False)]
+    settings = [
+        (each[0][0], [n for _, n in each]) for each in zip(*(record.plateau_metrics for record in ranks), strict=False)
+    ]
     for steps in zip(*(record.steps for record in ranks), strict=False):
-        told.append((steps[0].places[2], [sum(group.get("lr", 0.0) for group in step.settings) for step in steps]))
-    for place, numbers in told:
+        settings.append((steps[0].places[2], [sum(group.get("lr", 0.0) for group in step.settings) for step in steps]))
+    for place, numbers in settings:
         if max(numbers) - min(numbers) > LIMIT * max(map(abs, numbers)):
-            evidence = f"it, or what its schedule is told, is {', '.join(f'{n:.6g}' for n in numbers)} on the ranks."
+            evidence = f"it, or its schedule's metric, is {', '.join(f'{n:.6g}' for n in numbers)} on the ranks."
             yield Finding("learning rate of one rank", True, (place,), evidence, instead)
 
 
@@ -237,8 +239,8 @@ def agrees(first: Record, one: Record, apart: Sequence[Finding]) -> bool:
     one: the record of one process that runs the same script.
     apart: the findings of `shown` about these two records.
     """
-    told = [[text for _, text, after in record.shown if not after] for record in (first, one)]
-    numbers = all(any(character.isdigit() for text in side for character in text) for side in told)
+    printed = [[text for _, text, after in record.shown if not after] for record in (first, one)]
+    numbers = all(any(character.isdigit() for text in side for character in text) for side in printed)
     return numbers and not any(finding.wrong for finding in apart)
 
 

@@ -72,17 +72,17 @@ class Step:
     start: the sum of the parameters' norms before the step.
     """
 
-    optimizer: int
-    places: tuple[str, str, str]
-    settings: list[dict[str, float]]
-    gradients: dict[str, Tensor]
+    optimizer: int = 0
+    places: tuple[str, str, str] = ("", "", "")
+    settings: list[dict[str, float]] = field(default_factory=list)
+    gradients: dict[str, Tensor] = field(default_factory=dict)
     parameters: dict[str, Tensor] = field(default_factory=dict)
-    losses: tuple[float, ...] = ()
-    scales: tuple[float, ...] = ()
+    losses: list[float] = field(default_factory=list)
+    scales: list[float] = field(default_factory=list)
     ticks: int = 0
     unreduced: str = ""
     hooks: tuple[str, ...] = ()
-    clips: tuple[tuple[str, float], ...] = ()
+    clips: list[tuple[str, float]] = field(default_factory=list)
     unclipped: dict[str, Tensor] = field(default_factory=dict)
     by_trainer: bool = False
     draws: bool = False
@@ -112,7 +112,7 @@ class Record:
     length: the number of optimizer steps in the whole training. 0 if it is unknown.
     ticked_at: the source line that steps the scheduler, and the source line that makes it.
     ticks: the number of scheduler steps since the last optimizer step.
-    told: (source line, metric) for each metric that the script passed to a ReduceLROnPlateau.
+    plateau_metrics: (source line, metric) for each metric that the script passed to a ReduceLROnPlateau.
     rates: all learning rates that were in use when the script printed.
     schedules: the source lines that make a scheduler.
     wrapped: whether the script made a DistributedDataParallel.
@@ -131,13 +131,13 @@ class Record:
     length: int = 0
     ticked_at: tuple[str, ...] = ()
     ticks: int = 0
-    told: list[tuple[str, float]] = field(default_factory=list)
+    plateau_metrics: list[tuple[str, float]] = field(default_factory=list)
     rates: set[float] = field(default_factory=set)
     schedules: list[str] = field(default_factory=list)
     wrapped: bool = False
     accelerate: bool = False
     refused: str = ""
-    left: tuple[float, ...] = ()
+    left: list[float] = field(default_factory=list)
     evaluated: list[float] = field(default_factory=list)
 
     @property

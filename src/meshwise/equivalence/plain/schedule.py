@@ -34,7 +34,7 @@ def watch_ticks(record: Record) -> list[Callable[[], None]]:
                 record.schedules.append(user_place())
             elif not inner:
                 if isinstance(scheduler, ReduceLROnPlateau):
-                    record.told.append((user_place(), float((*arguments, named.get("metrics"))[0])))
+                    record.plateau_metrics.append((user_place(), float((*arguments, named.get("metrics"))[0])))
                 record.ticks += 1
                 record.horizon = record.horizon or horizon_of(scheduler)
                 record.length = record.length or steps_of_trainer()

@@ -86,27 +86,22 @@ class _Watcher:
         self._known_roots = set[int]()
         self._roots = list[Any]()
         self._forward_at = ""
-        self._wrapped_forward = False
+        self._wrapped_forward = False  # since the last step
         self._stepping: Optimizer | None = None
         self._backwards = 0
         self._made: dict[int, int] = {}  # steps by optimizer
         self._optimizers: dict[int, tuple[Optimizer, int]] = {}
-        self._since: dict[str, Any] = {}
         self._norms: dict[str, None] = {}
         self._used: dict[int, float] = {}  # by layer
         self._parallel: list[DistributedDataParallel] = []
         self._ends: list[Callable[[], None]] = []
-        self._fresh()
-
-    def _fresh(self) -> None:
-        self._since = {"losses": [], "scales": [], "clips": [], "backward": "", "draws": False, "why": ""}
-        self._since |= {"unclipped": {}, "trainer": False}
-        self._wrapped_forward = False
+        self._next = Step()  # what the backwards since the last step have left
+        self._backward_at = ""
 
     def ended(self) -> Record:
         """Return what was recorded."""
         self.record.norms = tuple(self._norms)
-        self.record.left = tuple(self._since["losses"])
+        self.record.left = self._next.losses
         self.record.accelerate = "accelerate" in sys.modules
         return self.record
 
@@ -179,12 +174,12 @@ class _Watcher:
                 raise ScriptEnds
             losses = [tensors] if isinstance(tensors, Tensor) else list(tensors)
             if losses and losses[0].numel() == 1:
-                self._since["losses"].append(float(losses[0].detach()))
-                self._since["scales"].append(scale_of(losses[0]))
-            self._since["backward"], self._since["trainer"] = user_place(), frame_in(TRAINER) is not None
-            self._since["draws"] |= self.reads.backward()
-            no_sync = [each for each in self._parallel if not each.require_backward_grad_sync]
-            self._since["why"] = "its backward is inside no_sync()" if no_sync else ""
+                self._next.losses.append(float(losses[0].detach()))
+                self._next.scales.append(scale_of(losses[0]))
+            self._backward_at, self._next.by_trainer = user_place(), frame_in(TRAINER) is not None
+            self._next.draws |= self.reads.backward()
+            no_sync = any(not each.require_backward_grad_sync for each in self._parallel)
+            self._next.unreduced = "its backward is inside no_sync()" if no_sync else ""
             return plain(tensors, *arguments, **named)
 
         return backward
@@ -195,8 +190,8 @@ class _Watcher:
             held = [parameters] if isinstance(parameters, Tensor) else list(parameters)
             gradients = {self._name(p): p.grad.detach().to("cpu", copy=True) for p in held if p.grad is not None}
             norms = [float(gradient.norm()) for gradient in gradients.values()]
-            self._since["clips"].append((user_place(), float(numpy.linalg.norm(norms)) if norms else 0.0))
-            self._since["unclipped"] = gradients | self._since["unclipped"]
+            self._next.clips.append((user_place(), float(numpy.linalg.norm(norms)) if norms else 0.0))
+            self._next.unclipped = gradients | self._next.unclipped
             return plain(held, *arguments, **named)
 
         return clip
@@ -217,23 +212,13 @@ class _Watcher:
         hooks = tuple(
             dict.fromkeys(place for p in held for place in map(place_of, gradient_hooks(p)[0].values()) if place)
         )
-        since = self._since
-        step = Step(
-            number,
-            (self._forward_at, since["backward"], user_place()),
-            [_numbers(group) for group in optimizer.param_groups],
-            {self._name(p): p.grad.detach().to("cpu", copy=True) for p in held if p.grad is not None},
-            losses=tuple(since["losses"]),
-            scales=tuple(since["scales"]),
-            ticks=self.record.ticks,
-            hooks=hooks,
-            clips=tuple(since["clips"]),
-            unclipped=since["unclipped"],
-            by_trainer=since["trainer"],
-            draws=since["draws"],
-            start=sum(float(p.detach().norm()) for p in held),
-            unreduced=since["why"] or ("" if self._wrapped_forward else OUTSIDE),
-        )
+        step, self._next = self._next, Step()
+        step.optimizer, step.places = number, (self._forward_at, self._backward_at, user_place())
+        step.settings = [_numbers(group) for group in optimizer.param_groups]
+        step.gradients = {self._name(p): p.grad.detach().to("cpu", copy=True) for p in held if p.grad is not None}
+        step.ticks, step.hooks = self.record.ticks, hooks
+        step.start = sum(float(p.detach().norm()) for p in held)
+        step.unreduced = step.unreduced or ("" if self._wrapped_forward else OUTSIDE)
         self.record.steps.append(step)
         rank0 = self._followed(number)
         if rank0 is not None:
@@ -265,7 +250,7 @@ class _Watcher:
         self._made[number] = self._made.get(number, 0) + 1
         self.record.ticks = 0
         self.reads.step_made()
-        self._fresh()
+        self._next, self._wrapped_forward, self._backward_at = Step(), False, ""
 
     def _followed(self, number: int) -> Step | None:
         """Return the step of rank 0 that corresponds to the step that an optimizer makes now. In the run of one

@@ -50,11 +50,11 @@ def _lines(proof: Proof, screen: Screen) -> list[Text]:
 
 
 def _not_compared(left_out: Sequence[str]) -> list[str]:
-    """Return at most one line on what was not compared. If several things were not compared, the line gives their
+    """Return at most one line on what was not compared. If several items were not compared, the line gives their
     number and names the first."""
     if len(left_out) < 2:
         return [f"not compared: {text}" for text in left_out]
-    return [f"not compared: {len(left_out)} things, which --json names; the first: {left_out[0]}"]
+    return [f"not compared: {len(left_out)} items, which --json names; the first: {left_out[0]}"]
 
 
 def verdict(proof: Proof) -> list[Text]:
@@ -133,7 +133,7 @@ def _plain_lines(proof: PlainProof, screen: Screen) -> list[Text]:
     blocks += [screen.wrap(*(Text(f"not judged: {text}", "yellow") for text in proof.not_judged))]
     blocks += [screen.wrap(*_finding(each, "wrong", "bold red")) for each in wrong]
     steps = f"{plural(proof.steps, 'step')} of {plural(proof.epochs, 'epoch')} on {proof.devices}"
-    run = f"{steps}, beside one process on the same samples, in float64"
+    run = f"{steps}, against one process on the same samples, in float64"
     if wrong:
         last = Text(f"different: {plural(len(wrong), 'finding')}, {run}", "bold red")
     elif proof.not_judged:
