@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import overload
+from typing import Any
 
 import torch
 
@@ -56,11 +56,7 @@ class CommLog(Sequence[Transfer]):
         """
         self._rows.append((transfer, seconds))
 
-    @overload
-    def __getitem__(self, index: int) -> Transfer: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Transfer]: ...
-    def __getitem__(self, index: int | slice) -> Transfer | list[Transfer]:
+    def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return [self[i] for i in range(len(self))[index]]
         transfer, seconds = self._rows[index]

@@ -120,16 +120,13 @@ def _past_us(other: int) -> str | None:
     if text == ENDED:
         return "has reached the end of the program"
     there, counts = json.loads(text)
-    past = any(count > collectives.entered[key] for key, count in counts.items() if _is_member(key))
+    shared = [key for key in counts if str(_own()) in key.partition("/")[0].split(",")]
+    past = any(counts[key] > collectives.entered[key] for key in shared)
     return f"has gone on to {there or 'other code'}" if past else None
 
 
 def _own() -> int:
     return collectives.get_rank(collectives.everyone())
-
-
-def _is_member(key: str) -> bool:
-    return str(_own()) in key.partition("/")[0].split(",")
 
 
 def look_out() -> None:
