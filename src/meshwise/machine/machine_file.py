@@ -256,7 +256,7 @@ def machine_to_toml(machine: Machine) -> str:
     if machine.hosts != (Host(),) * (max((device.host for device in machine.devices), default=0) + 1):
         file["host"] = [_table(host, HOST) for host in machine.hosts]
     file["part"] = {name: _figures(first[name]) for name in dict.fromkeys(device.part for device in machine.devices)}
-    file["device"] = [_device(device, first[device.part]) for device in machine.devices]
+    file["device"] = [_own_table(device, first[device.part]) for device in machine.devices]
     file["link"] = [
         {"ends": [f"{link.source} -> {link.target}" for link in alike], **_table(facts, LINK)}
         for facts, alike in groupby(machine.links, key=lambda link: replace(link, source="", target=""))
@@ -302,7 +302,7 @@ def _figures(device: Device) -> dict[str, Any]:
     return {name: _value(name, getattr(device, name)) for name in FIGURES}
 
 
-def _device(device: Device, first: Device) -> dict[str, Any]:
+def _own_table(device: Device, first: Device) -> dict[str, Any]:
     """Return the table of a device; figures that are those of `first` stand under its part."""
     own = _table(device, [name for name in DEVICE if name not in FIGURES])
     same = all(getattr(device, name) == getattr(first, name) for name in FIGURES)
