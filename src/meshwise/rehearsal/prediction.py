@@ -111,9 +111,11 @@ def _row(rank: int, kind: str, lane: str, name: str, one: Done, size: int, colle
 def _phases(rank: int, main: Sequence[Done], stage: int | None) -> Iterator[Row]:
     """Yield a span for each run of consecutive launches in the same phase of the same microbatch, such as a forward."""
     for (phase, microbatch), run in itertools.groupby(main, operator.attrgetter("launch.phase", "launch.microbatch")):
-        staged = stage is not None and phase in ("forward", "backward")
+        name = ""
+        if stage is not None and phase in ("forward", "backward"):
+            name = stage_name(stage, max(microbatch, 0))
         if phase in KIND:
-            yield _span(rank, phase, "main", stage_name(stage, max(microbatch, 0)) if staged else "", list(run))
+            yield _span(rank, phase, "main", name, list(run))
 
 
 def _blocks(rank: int, main: Sequence[Done]) -> Iterator[Row]:
