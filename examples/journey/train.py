@@ -28,8 +28,7 @@ class Shifted(TensorDataset):
 
 
 if __name__ == "__main__":
-    design = json.loads(needs("design.json", "design").read_text())
-    width, epochs = design["width"], design["epochs"]
+    width, epochs = map(json.loads(needs("design.json", "design").read_text()).get, ("width", "epochs"))
     train, test = (dataset(*torch.load(needs(f"clean/{part}.pt", "clean"))) for part in ("train", "test"))
     torch.manual_seed(0)
     loader = DataLoader(Shifted(*train.tensors, by=2), batch_size=128, shuffle=True)

@@ -191,7 +191,6 @@ def test_a_script_that_defines_a_job_and_trains_nothing_is_told_how_to_train_it(
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        ("bench --nnodes 0", "--nnodes must be at least 1, but it is 0"),
         ("bench --devices ''", "--devices : this does not name a device"),
         ("check mine.py:job --devices ''", "--devices is empty. Use 2xcpu"),
     ],

@@ -6,13 +6,13 @@ import errno
 import threading
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock as Mock
 
 import pytest
 import torch
 
-from meshwise.records import checkpoints as files
 from meshwise.records.checkpoints import Checkpoint, checkpoints_in, size_of
-from meshwise.recovery import saving
+from meshwise.recovery import saving, writing
 from meshwise.recovery.loading import open_newest, whole
 from meshwise.recovery.saving import BACKGROUND, Saver
 from meshwise.spec.errors import UsageError
@@ -42,16 +42,26 @@ def test_the_state_is_that_of_the_call_whatever_training_does_meanwhile(tmp_path
 
 def full(monkeypatch: pytest.MonkeyPatch, room: int) -> None:
     """The disk takes so many bytes more, of this process alone."""
-    left, real = [room], files._write_all
+    left, real = [room], Path.open
 
-    def write(file: Any, chunk: memoryview) -> None:
-        if len(chunk) > left[0]:
-            real(file, chunk[: left[0]])
-            raise OSError(errno.ENOSPC, "No space left on device")
-        left[0] -= len(chunk)
-        real(file, chunk)
+    def opened(path: Path, mode: str = "r", *args: Any, **named: Any) -> Any:
+        file: Any = real(path, mode, *args, **named)
+        if mode != "wb":
+            return file
 
-    monkeypatch.setattr(files, "_write_all", write)
+        def write(chunk: memoryview) -> int:
+            if not left[0]:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            taken = file.write(chunk[: left[0]])
+            left[0] -= taken
+            return int(taken)
+
+        limited = Mock(wraps=file, write=write)
+        limited.__enter__ = lambda _: limited
+        limited.__exit__ = lambda *error: file.close()
+        return limited
+
+    monkeypatch.setattr(Path, "open", opened)
 
 
 @pytest.mark.parametrize("room", [0, 100, 3000])
@@ -90,8 +100,8 @@ def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:
 
 def test_a_save_that_would_wait_too_long_is_left_out_and_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
-    saver, slow, real = Saver(tmp_path, World(), said.append), threading.Event(), files._write_all
-    monkeypatch.setattr(files, "_write_all", lambda *given: (slow.wait(), real(*given)))
+    saver, slow, real = Saver(tmp_path, World(), said.append), threading.Event(), writing.write_file
+    monkeypatch.setattr(writing, "write_file", lambda *given: (slow.wait(), real(*given))[1])
     monkeypatch.setattr(saving, "PATIENCE", 0.0)
     assert save(saver, 1, 2) == [True, False]
     assert said == ["step 2 is not saved: the state before it is still being written."]

@@ -26,7 +26,6 @@ def trained(
     evaluates: str = "after",
     window: int = 1,
     most: int = BATCHES,
-    counts_on: bool = True,
 ) -> Any:
     """Two epochs: losses, steps as `mw.log` counts them, and the checkpoint. evaluates: where in a batch. fails_after:
     batches. stops_in: the batch whose validation is asked to stop. window: batches of a step. most: of an epoch."""
@@ -50,9 +49,7 @@ def trained(
             extra["losses"].append(float(model(a).detach().sum()))
 
     for _ in range(saved.epoch, 2):
-        numbered = enumerate(loader, loader.start) if counts_on else ()
-        numbered = numbered or enumerate(loader)
-        for number, (a,) in numbered:
+        for number, (a,) in enumerate(loader, loader.start):
             if number >= most:
                 break
             if batches == fails_after:
@@ -107,7 +104,12 @@ def test_a_loop_that_counts_on_from_loader_start_keeps_its_windows_and_breaks(tm
 
 def test_enumerate_from_0_inside_an_epoch_is_said_once(tmp_path: Path) -> None:
     cut(tmp_path, evaluates="never", fails_after=3)
-    trained(tmp_path, evaluates="never", counts_on=False)
+    end_sessions()
+    model, loader = nn.Linear(6, 1).double(), DataLoader(TensorDataset(torch.randn(43, 6).double()), 8, shuffle=True)
+    model, optimizer, loader = mw.distribute(model, torch.optim.AdamW(model.parameters()), loader, view="rank")
+    mw.checkpoint(tmp_path, model=model, optimizer=optimizer, loader=loader, extra={"losses": [], "steps": []})
+    for _, (_a,) in enumerate(loader):
+        break
     (said,) = (note for note in default_engine().notes if "enumerate(" in note)
     assert "resumes with batch 4 of its epoch" in said and "enumerate(loader, loader.start)" in said
     end_sessions()
