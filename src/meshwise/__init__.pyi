@@ -15,7 +15,7 @@ from meshwise.arrays.gathering import guard as guard
 from meshwise.arrays.mapping import map_shards as map_shards
 from meshwise.arrays.namespace import Namespace as Namespace
 from meshwise.arrays.namespace import array_namespace as array_namespace
-from meshwise.equivalence.plain.findings import PlainProof as PlainProof
+from meshwise.equivalence.proof import PlainProof as PlainProof
 from meshwise.equivalence.proof import Proof as Proof
 from meshwise.job.job import EpochEnd as EpochEnd
 from meshwise.job.job import Job as Job

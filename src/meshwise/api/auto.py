@@ -1,7 +1,4 @@
-"""Find the plan for a run on its devices: `--plan auto`.
-
-Tested in tests/cli/test_plan_auto.py.
-"""
+"""Find the plan for a run on its devices: `--plan auto`."""
 
 from __future__ import annotations
 
@@ -38,12 +35,7 @@ MEASURE = 4.0
 
 
 def with_plan(options: RunOptions, console: Console) -> RunOptions:
-    """Search for a plan for `--plan auto`. Print the plan and why it was chosen, and return the options with the plan
-    filled in.
-
-    Raises UsageError for a script, and if not all devices of the run are in this machine. Raises PlanError if no plan
-    fits.
-    """
+    """Search for a plan for `--plan auto`."""
     if str(options.job).endswith(".py"):
         raise UsageError(AUTO_OF_A_SCRIPT)
     if options.nnodes > 1 or started_by_launcher():
@@ -81,13 +73,7 @@ def with_plan(options: RunOptions, console: Console) -> RunOptions:
 
 
 def _choice(plans: Plans, devices: int) -> tuple[Estimate, str]:
-    """Return the fastest plan that fits in memory, and sentences that say why it was chosen.
-
-    If the step times are unknown, a plan that uses all devices is returned instead. It keeps a copy of the model on
-    each device if such a plan fits, or else shards the model over all devices. Raises PlanError if no plan fits.
-
-    devices: the number of all devices.
-    """
+    """Return the fastest plan that fits in memory, and sentences that say why it was chosen."""
     best = plans.best
     if best is None:
         nearest = min(plans.found.estimates, key=lambda each: each.memory.total.value).memory

@@ -1,7 +1,4 @@
-"""Measure a machine's devices and paths, and the links between hosts.
-
-Tested in tests/cli/test_bench.py and test_bench_hosts.py.
-"""
+"""Measure a machine's devices and paths, and the links between hosts."""
 
 from __future__ import annotations
 
@@ -53,10 +50,7 @@ BUFFERS = 4
 
 @dataclass
 class Measured:
-    """Collects the results of a bench while it runs, and reports each result to the caller of the bench.
-
-    reported: the callbacks of the caller, which are also called with each result.
-    """
+    """Collects the results of a bench while it runs, and reports each result to the caller of the bench."""
 
     reported: Progress
     began: float = field(default_factory=time.perf_counter)
@@ -76,10 +70,7 @@ class Measured:
         self.reported.done(result)
 
     def bench(self, machine: Machine, stopped: Stop | None) -> Bench:
-        """Return the results so far as a `Bench`.
-
-        stopped: why the bench ended early. None if it ran to its end.
-        """
+        """Return the results so far as a `Bench`."""
         versions = ", ".join(f"{name} {version}" for name, version in machine.versions.items())
         when = f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC" + (f", {versions}" if versions else "")
         seconds = time.perf_counter() - self.began
@@ -130,14 +121,12 @@ def stop_by(error: KeyboardInterrupt | WorkerFailed) -> Stop:
 
 
 def default_devices() -> str:
-    """Return `all` if there is an accelerator. Otherwise return as many CPU workers as cores, but at least two and at
-    most four."""
+    """Return `all` if there is an accelerator."""
     return "all" if accelerators()[1] else f"{min(max(len(allowed_cores()), 2), MOST_WORKERS)}xcpu"
 
 
 def sizes_for(slots: Sequence[WorkerSlot], words: str | None) -> tuple[int, ...]:
-    """Return the message sizes that `words` names. None means the default sizes that fit in memory. Raises UsageError
-    if a named size does not fit."""
+    """Return the message sizes that `words` names."""
     sizes, asked, host = read_sizes(words or DEFAULT), words is not None, free_bytes(torch.device("cpu"))
     if slots[0].device == "cpu":
         return fitting(sizes, host // len(slots), BUFFERS, asked)
@@ -149,8 +138,7 @@ def sizes_for(slots: Sequence[WorkerSlot], words: str | None) -> tuple[int, ...]
 def _parts(
     slots: Sequence[WorkerSlot], what: Sequence[str], sizes: tuple[int, ...], seconds: float | None, measured: Measured
 ) -> Iterator[Callable[[], object]]:
-    """Yield one function for each part of the bench, in order. A call of the function runs the part. The parts share
-    the time equally."""
+    """Yield one function for each part of the bench, in order."""
     alone, together = "compute" in what, [part for part in what if part != "compute"]
     on_cpu = slots[0].device == "cpu"
     copies = "links" in what and not on_cpu
@@ -173,17 +161,7 @@ def bench_hosts(
     seconds: float | None = None,
     progress: Progress = SILENT,
 ) -> Bench | None:
-    """Measure the paths between hosts, check every byte, and judge the results. Return the bench on the first host, and
-    None on all others.
-
-    Every host must call this function, under torchrun, srun or mpirun. Raises UsageError if there is only one host, or
-    for sizes that do not fit in memory.
-
-    what: what to measure.
-    sizes: the sizes of messages, such as `1K:1G`.
-    seconds: how long to measure, in all.
-    progress: callbacks for what is measured now and for each result.
-    """
+    """Measure the paths between hosts, check every byte, and judge the results."""
     # One worker on the first accelerator of this host, or on all its cores.
     kind, _ = accelerators()
     slot = find_devices(parse_devices(f"{kind}:0" if has_streams(kind) else "1xcpu"))[0]

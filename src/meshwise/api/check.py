@@ -108,8 +108,7 @@ def check(options: CheckOptions) -> Proof | PlainProof:
 
 
 def check_options(options: CheckOptions, forks: Forks | None = None) -> Proof | PlainProof:
-    """Run a check with these options. A fork server that is running already may be given as `forks`. It is closed at
-    the end."""
+    """Run a check with these options."""
     if started_by_launcher():
         raise UsageError("meshwise check starts its own workers. Call it alone, without torchrun, srun or mpirun.")
     script = options.job if isinstance(options.job, str) and options.job.endswith(".py") else ""
@@ -217,8 +216,7 @@ def _plan(options: CheckOptions) -> Plan:
 
 
 def uncompiled_plan(plan: Plan, notify: Callable[[str], None]) -> Plan:
-    """Return the plan with compile=False, and tell the user if that is a change. Compiled code fuses modules, so the
-    outputs of single modules, which the check compares, would be missing."""
+    """Return the plan with compile=False, and tell the user if that is a change."""
     if plan.compile:
         notify("compile is left out: the modules are compared as they are written")
     return replace(plan, compile=False)
@@ -231,9 +229,7 @@ def _traces(
     places: Sequence[Sequence[WorkerSlot]],
     passes: Passes,
 ) -> list[ProgramTrace]:
-    """Run the program once for each item of `wanted`, and return the traces in this order. An item says what to trace,
-    and has the random numbers to use in place of new ones, if any. Each item of `places` has the devices for one run.
-    If every run needs a new process, as many runs as `places` has items run at the same time."""
+    """Run the program once for each item of `wanted`, and return the traces in this order."""
     if not program.alone and places[0][0].device == "cpu" and wanted[0][1] is None:
         return [_in_this_process(program, spec, passes) for spec, _ in wanted]
     halt = Halt()
@@ -331,8 +327,7 @@ def _script(
 def _trace_script(
     run: Callable[[], object], seed: int, folder: Path, spec: CheckSpec, draws: Draws | None
 ) -> ProgramTrace | None:
-    """Run a script and return its trace. Files that it writes go to a subfolder of `folder`. The random seed is set to
-    `seed` first, which matters if the script sets no seed."""
+    """Run a script and return its trace."""
     if (folder / "plan.toml").exists():
         os.environ[PLAN_FILE] = str(folder / "plan.toml")
     found: ProgramTrace | None = _in_scratch(

@@ -1,8 +1,6 @@
 """Declare the options of a check, each once.
 
 The command line and `mw.check` are made from these options. This file imports no torch.
-
-Tested in tests/cli/test_check.py.
 """
 
 from __future__ import annotations
@@ -27,12 +25,7 @@ PRELOAD_OF_CHECK = (*PRELOAD, "meshwise.api.check")
 
 @dataclass(frozen=True)
 class CheckOptions:
-    """The options of a check.
-
-    arguments: the arguments of a script.
-    notify: called with lines for the user.
-    progress: called repeatedly with the state of the check, such as `pass 2 of 4, step 1 of 3`.
-    """
+    """The options of a check."""
 
     job: Annotated[Job | str, JOB]
     _: KW_ONLY

@@ -1,8 +1,6 @@
 """Watch the ranks of a script that uses none of our verbs.
 
 Verbs are the public functions of meshwise that a training loop calls.
-
-Tested in tests/equivalence/test_plain_scripts.py.
 """
 
 from __future__ import annotations
@@ -30,8 +28,7 @@ def names_accelerate(script: Path) -> bool:
 def watch(
     script: Callable[[], object], steps: int, seed: int, follow: Follow | None, accelerate: bool
 ) -> Record | None:
-    """Run the script on this rank and return a record of it. Return None if the script turns out to call functions of
-    meshwise."""
+    """Run the script on this rank and return a record of it."""
     if accelerate and find_spec("accelerate") is not None:
         import_module("accelerate")  # before anybody keeps one of its methods
     record = watch_plain(script, steps, seed, follow, rank_context().world.rank)

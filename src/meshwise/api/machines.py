@@ -1,8 +1,6 @@
 """Find a machine: this one, one in words, or a file.
 
 Importing torch takes time, so a caller that does not need torch's facts can leave them out.
-
-Tested in tests/cli/test_bench.py.
 """
 
 from __future__ import annotations

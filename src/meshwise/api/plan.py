@@ -1,7 +1,4 @@
-"""Choose a job's plan on a machine before it runs: `meshwise plan`.
-
-Tested in tests/cli/test_plan.py.
-"""
+"""Choose a job's plan on a machine before it runs: `meshwise plan`."""
 
 from __future__ import annotations
 
@@ -111,8 +108,7 @@ def plan(options: PlanOptions) -> Plans:
 
 
 def page(plans: Plans) -> Page:
-    """Return a page, which works offline, with the plans and with the predicted step and memory of the first one.
-    Raises UsageError if no plan fits."""
+    """Return a page, which works offline, with the plans and with the predicted step and memory of the first one."""
     if plans.first is None:
         raise UsageError("--page shows the best plan, but no plan fits. Use more devices, or a smaller --batch-size.")
     return Page(plan_page(plans, plans.first.whole))
@@ -160,14 +156,12 @@ class _Kept:
         return found
 
     def kept(self, plan: Plan) -> Rehearsed | None:
-        """Return the rehearsal (simulation) of `plan`. Only the rehearsal of the best plan so far is kept. For any
-        other plan, return None."""
+        """Return the rehearsal (simulation) of `plan`."""
         return self._best if self._best is not None and self._best.estimate.plan == plan else None
 
 
 def _in_bf16(program: Tracer | Script, options: PlanOptions) -> tuple[PlanOptions, tuple[str, ...]]:
-    """Set the precision to bfloat16 for a model that is too large for float32, unless the user gave a dtype. Return the
-    new options and notes for the user: one note if the precision was set, otherwise none."""
+    """Set the precision to bfloat16 for a model that is too large for float32, unless the user gave a dtype."""
     given = {setting.partition("=")[0].strip() for setting in options.settings}
     if options.fits is not None or given & {"precision", *OWN_DTYPES} or program.model.wide < LARGE:
         return options, ()
@@ -230,11 +224,7 @@ def _searched(
 
 def _in_detail(plans: Plans, options: PlanOptions, rehearse: Callable[[Plan], Rehearsed]) -> Plans:
     """Return `plans` with details about the first plan: what takes the time of a step (`--explain`), and what takes the
-    memory (`--memory`). Details that the user did not request are left out.
-
-    The details come from a rehearsal (simulation) of the plan. Raises UsageError for `--explain` if the step time of
-    the plan is unknown.
-    """
+    memory (`--memory`)."""
     if not (options.explain or options.memory):
         return plans
     chosen, *others = plans.found.estimates
@@ -252,8 +242,7 @@ def _in_detail(plans: Plans, options: PlanOptions, rehearse: Callable[[Plan], Re
 
 
 def _steps(job: Job | Script) -> int | None:
-    """Return how many optimizer steps the whole training has. Return None for a script, because the script decides how
-    long its loop runs."""
+    """Return how many optimizer steps the whole training has."""
     if isinstance(job, Script):
         return None
     return -(-open_data(job, job.data(), "training set").samples // job.batch_size) * job.epochs
@@ -262,9 +251,7 @@ def _steps(job: Job | Script) -> int | None:
 def _judged(
     machine: Machine, options: PlanOptions, estimate: Callable[[Plan], Estimate], space: Callable[[], Space]
 ) -> Search:
-    """Estimate the plan that the user asked about, which comes first in the result. If the plan does not fit, or if the
-    user asked for details of its memory, also estimate variants that take less memory. Each variant changes one setting
-    of the plan."""
+    """Estimate the plan that the user asked about, which comes first in the result."""
     given = Plan() if options.fits is None else options.fits
     over = settings_values(options.settings)
     asked = read_plan(given, len(machine.devices), over) if isinstance(given, str | Path) else replace(given, **over)
@@ -281,10 +268,7 @@ def _judged(
 
 
 def _job_of(options: PlanOptions, machine: Machine, stack: ExitStack) -> Job | Script:
-    """Return the program to plan: a `Script` if the user named a `.py` file, and otherwise a `Job`.
-
-    Files that the script writes go to a temporary folder, which is removed when `stack` is closed.
-    """
+    """Return the program to plan: a `Script` if the user named a `.py` file, and otherwise a `Job`."""
     if isinstance(options.job, str) and options.job.endswith(".py"):
         check_script(options.job, options)
         script, folder = Path(options.job), stack.enter_context(scratch_folder("plan"))

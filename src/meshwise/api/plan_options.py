@@ -1,8 +1,6 @@
 """Declare the options of a plan search, each once.
 
 The command line and `mw.plan` are made from these options. This file imports no torch.
-
-Tested in tests/cli/test_plan.py.
 """
 
 from __future__ import annotations

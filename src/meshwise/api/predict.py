@@ -1,7 +1,4 @@
-"""Predict: start the workers, join what they return, summarise it.
-
-Tested in tests/cli/test_predict.py.
-"""
+"""Predict: start the workers, join what they return, summarise it."""
 
 from __future__ import annotations
 
@@ -97,8 +94,7 @@ def _check_out(options: PredictOptions) -> None:
 
 
 def _job_of(options: PredictOptions) -> Job:
-    """Return the job to predict. As data, `train.py:name` is the object of this name in the file, and any other text is
-    a folder for the job's function."""
+    """Return the job to predict."""
     given, data, args = options.job, options.data, [*options.args]
     if isinstance(data, str | Path):
         file, _, name = str(data).rpartition(":")

@@ -1,7 +1,4 @@
-"""Make a run's report and its views, and compare two runs.
-
-Tested in tests/cli/test_report.py.
-"""
+"""Make a run's report and its views, and compare two runs."""
 
 from __future__ import annotations
 
@@ -49,12 +46,7 @@ def report(run: str | Path | RunSummary | None = None, *, steps: tuple[int, int]
 
 
 def compare(first: str | Path, second: str | Path) -> RunComparison:
-    """Compare two runs by each kind of time that they spent.
-
-    first, second: the folders of the runs.
-
-    Raises UsageError if one of the folders is not a run's.
-    """
+    """Compare two runs by each kind of time that they spent."""
     runs = []
     for run in (first, second):
         folder = run_folder(run)
@@ -67,13 +59,7 @@ def compare(first: str | Path, second: str | Path) -> RunComparison:
 def report_views(
     folder: Path, wanted: Iterable[str], to: Path, steps: tuple[int, int] | None = None
 ) -> tuple[Report, list[str], list[Path]]:
-    """Make views of a run. Return the run's report, the texts of the views to print, and the files of the views written
-    to `to`.
-
-    wanted: names of VIEWS.
-
-    Raises UsageError if a view needs a library that is missing, or if `to` cannot be written.
-    """
+    """Make views of a run."""
     timeline = read_timeline(folder)
     found = report_of(timeline, str(folder), steps)
     printed, written = [], []
@@ -93,10 +79,7 @@ def report_views(
 
 
 def run_folder(run: str | Path | None) -> Path:
-    """Return the folder of a run. None is the newest run in `runs`. Raises UsageError if the folder is not a run's.
-
-    run: a folder, or the name of a run in `runs`, or a part of the name.
-    """
+    """Return the folder of a run."""
     folder = names.newest_run(RUNS) if run is None else Path(run)
     folder = folder if folder.exists() else find_run(RUNS, str(run))
     names.read_run(folder)
@@ -104,8 +87,7 @@ def run_folder(run: str | Path | None) -> Path:
 
 
 def step_range(text: str | None) -> tuple[int, int] | None:
-    """Parse `--steps 100:110` as the first and the last step. `100` is a single step. Raises UsageError for other
-    texts."""
+    """Parse `--steps 100:110` as the first and the last step."""
     if text is None:
         return None
     first, _, last = text.partition(":")

@@ -1,7 +1,4 @@
-"""Run a function or a job on every device.
-
-Tested in tests/cli, tests/workers/test_launchers.py and tests/faults.
-"""
+"""Run a function or a job on every device."""
 
 from __future__ import annotations
 
@@ -94,13 +91,7 @@ def start_job(
     began: float | None = None,
     starts: Callable[[RunOptions], object] = lambda options: None,
 ) -> tuple[RunSummary, int]:
-    """Run the job of the options in workers, or in this process if another launcher (torchrun) started it.
-
-    Returns the summary and the exit code, which is 0 or the code of the signal or time limit that stopped the run.
-
-    began: when the user asked for the run, in seconds since 1970. None is now.
-    starts: called with the options when they are known to be valid, before workers start.
-    """
+    """Run the job of the options in workers, or in this process if another launcher (torchrun) started it."""
     if options.resume is not None:
         options = options.resumed(names.read_run(run_and_checkpoint(Path(options.resume))[0]))
     if options.folder is not None:
@@ -159,8 +150,7 @@ def _job_program(job: Named, options: RunOptions, world: World) -> LaunchedProgr
 
 
 def predicted_of_run(options: RunOptions, job: Named, plan: Plan) -> dict[str, Any]:
-    """Return an entry for run.json about the prediction in the plan file. The entry is the prediction, or a sentence on
-    why the prediction does not belong to this run. The dict is empty if the plan file has no prediction."""
+    """Return an entry for run.json about the prediction in the plan file."""
     predicted = prediction_in(options.plan.text) if isinstance(options.plan, PlanText) else None
     if predicted is None or not isinstance(options.plan, PlanText):
         return {}
@@ -177,10 +167,7 @@ def _job_in_worker(options: RunOptions, folder: Path) -> dict[str, Any]:
 
 
 def _job_again(options: RunOptions, folder: Path, plan: str, resumes: bool) -> dict[str, Any]:
-    """Run the job from the newest saved state if `resumes` is set, otherwise from the start.
-
-    plan: a new plan as TOML. Empty to keep the plan.
-    """
+    """Run the job from the newest saved state if `resumes` is set, otherwise from the start."""
     if plan:
         options = replace(options, plan=PlanText(plan), settings=())
     return _job_in_worker(replace(options, resume=folder if resumes else None), folder)
@@ -192,10 +179,7 @@ def _job_of(options: RunOptions) -> Job:
 
 
 def _finish(started: Started, results: Sequence[dict[str, Any]], console: Console, *, keep: bool) -> RunSummary:
-    """Summarize a job's run, and show the summary.
-
-    keep: whether to write the summary to the run folder.
-    """
+    """Summarize a job's run, and show the summary."""
     folder = started.folder
     plan, slots = started.restarts.plan_now or started.program.plan, started.slots[: len(results)]
     summary = summarise(results, repr(plan), slots, folder)
@@ -207,8 +191,7 @@ def _finish(started: Started, results: Sequence[dict[str, Any]], console: Consol
 
 
 def _run_joined(options: RunOptions, console: Console, began: float) -> tuple[RunSummary, int]:
-    """Run the job in this process, which torchrun, srun or mpirun has started as one of several. Return the summary of
-    the run and the exit code."""
+    """Run the job in this process, which torchrun, srun or mpirun has started as one of several."""
     job = _job_of(options)
     program = partial(_job_program, Named(job.name, job.batch_size), options)
     with launcher.joined.joined_run(program, options, began) as started:

@@ -1,8 +1,6 @@
 """Run a user's script on every device.
 
 The launcher of a script imports no torch: its workers start at once.
-
-Tested in tests/cli, tests/workers/test_launchers.py and tests/faults.
 """
 
 from __future__ import annotations
@@ -47,16 +45,7 @@ def start_script(
     began: float | None = None,
     starts: Callable[[RunOptions], object] = lambda options: None,
 ) -> int:
-    """Run a script on all devices, with one process for each device. Returns the exit code.
-
-    A process runs the script as `python script.py` would. Under torchrun, srun or mpirun, this process runs the script
-    itself, as one of the workers, and `starts` is not called.
-
-    arguments: the arguments of the script.
-    starts: called with the options once they are known to be valid, before workers start.
-
-    Raises UsageError for an invalid script or option, and WorkerFailed if a worker fails.
-    """
+    """Run a script on all devices, with one process for each device."""
     script = Path(str(options.job))
     if options.resume is not None:
         raise UsageError(

@@ -1,7 +1,4 @@
-"""Send a run to a cluster's queue, and manage it there.
-
-Tested in tests/cli/test_submit.py.
-"""
+"""Send a run to a cluster's queue, and manage it there."""
 
 from __future__ import annotations
 
@@ -58,8 +55,7 @@ class SubmitOptions:
             self.seconds()
 
     def seconds(self) -> float | None:
-        """Return the time limit of an attempt in seconds, or None for the limit of the partition. Raises UsageError if
-        the limit cannot be read."""
+        """Return the time limit of an attempt in seconds, or None for the limit of the partition."""
         if self.time is not None and self.time.strip().isdigit():  # minutes for sbatch, seconds elsewhere
             raise UsageError(f"--time {self.time} has no unit. Write {self.time}min or {self.time}s.")
         return None if self.time is None else seconds_of(self.time, "--time")
@@ -68,13 +64,7 @@ class SubmitOptions:
 def prepare(
     options: SubmitOptions, run: RunOptions, typed: Mapping[str, Any], arguments: Sequence[str], sbatch: Sequence[str]
 ) -> BatchJob:
-    """Return the facts for the batch script of a new run. Raises UsageError for what cannot be submitted.
-
-    run: the options of the run.
-    typed: the options of the run as the user wrote them.
-    arguments: the arguments of a user's script.
-    sbatch: options for sbatch.
-    """
+    """Return the facts for the batch script of a new run."""
     if run.job is None:
         raise UsageError(
             "meshwise submit needs a job such as train.py:job, or the folder of a run that was submitted before."
@@ -104,12 +94,7 @@ def prepare(
 
 
 def send(job: BatchJob, word: str, arguments: Sequence[str]) -> tuple[Path, str | None]:
-    """Make the run folder and submit the batch script. Return the path of the script and the number of the job in the
-    queue. The number is None if there is no scheduler.
-
-    word: the program to run, such as `train.py:job`.
-    arguments: the arguments of a user's script.
-    """
+    """Make the run folder and submit the batch script."""
     _refuse_missing(job.site.secrets, job.site.file)
     try:
         job.run.mkdir(parents=True)
@@ -138,12 +123,7 @@ def send(job: BatchJob, word: str, arguments: Sequence[str]) -> tuple[Path, str 
 
 
 def send_again(run: Path, options: SubmitOptions, sbatch: Sequence[str]) -> tuple[Path, str | None]:
-    """Submit a run's batch script again, with the current program. The run resumes where it stopped.
-
-    If the run is an array, all tasks are submitted. If it is one task of an array, only that task is submitted. Options
-    given here override the options in the script. Raises UsageError for a run that was not submitted before, is still
-    queued or running, or is finished.
-    """
+    """Submit a run's batch script again, with the current program."""
     facts, (sent, task) = names.read_run(run), array_of(run)
     if not (sent / SCRIPT).is_file():
         raise UsageError(f"{run} was not started by meshwise submit. Use meshwise run --resume {run}")
@@ -168,10 +148,7 @@ def send_again(run: Path, options: SubmitOptions, sbatch: Sequence[str]) -> tupl
 
 
 def _again_words(options: SubmitOptions, sbatch: Sequence[str], task: str = "") -> list[str]:
-    """Return the options of sbatch for a run that is submitted again. They override the options in the batch script.
-
-    task: the number of the task in an array, if only that task is submitted.
-    """
+    """Return the options of sbatch for a run that is submitted again."""
     low, high = nodes_of(options.nodes)
     if low != high or options.site or options.machine or options.dry_run:
         raise UsageError(
@@ -194,11 +171,7 @@ def _refuse_decided(sbatch: Sequence[str]) -> None:
 
 
 def _refuse_missing(secrets: Sequence[str], file: str) -> None:
-    """Raise UsageError if an environment variable that the job needs is not set.
-
-    secrets: the names of the variables.
-    file: the site file that lists them.
-    """
+    """Raise UsageError if an environment variable that the job needs is not set."""
     if missing := [name for name in secrets if not os.environ.get(name)]:
         raise UsageError(
             f"{file} lists {', '.join(missing)} as secrets, but these are not set. Set each before you submit."
@@ -206,8 +179,7 @@ def _refuse_missing(secrets: Sequence[str], file: str) -> None:
 
 
 def refuse_options_of_runs(typed: Mapping[str, Any]) -> None:
-    """Raise UsageError if options of `meshwise run` are given when a run is submitted again. The run keeps the options
-    with which it was first submitted."""
+    """Raise UsageError if options of `meshwise run` are given when a run is submitted again."""
     if given := _words(typed):
         raise UsageError(f"{given[0]}: a run that is submitted again keeps its own options. Leave this option out.")
 

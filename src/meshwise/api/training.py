@@ -1,8 +1,6 @@
 """Import what a rank trains with, for the API's files.
 
 The launcher of a job does not import these modules.
-
-Tested in tests/cli/test_start_up.py.
 """
 
 from meshwise.job.loop import run_job as run_job

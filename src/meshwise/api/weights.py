@@ -1,7 +1,4 @@
-"""Write the weights of a run's state, for any other program.
-
-Tested in tests/cli/test_checkpoints.py.
-"""
+"""Write the weights of a run's state, for any other program."""
 
 from __future__ import annotations
 
@@ -17,15 +14,7 @@ FOLDER = "weights"
 
 
 def weights(folder: Path, out: Path | None, only: str | None, say: Callable[[str], None]) -> tuple[Path, Written]:
-    """Write the model's weights from a run's newest complete checkpoint to a folder.
-
-    folder: the folder of the run.
-    out: the folder to write to. None is `weights` in the run's folder.
-    only: the name of the checkpoint to read instead of the newest.
-    say: called with lines about damaged or skipped files.
-
-    Raises UsageError if the folder is not empty.
-    """
+    """Write the model's weights from a run's newest complete checkpoint to a folder."""
     out = out or folder / FOLDER
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UsageError(f"{out} exists already. Remove it, or name another folder with --out.")

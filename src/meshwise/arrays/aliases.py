@@ -27,10 +27,7 @@ FOREIGN = ViewedMemory()
 
 
 def is_number(x: Array) -> bool:
-    """Return True if `x` stands for a NumPy scalar, and False if it is a 0-d array or has dims.
-
-    Results without dims, and single elements that were read by an index, stand for NumPy scalars.
-    """
+    """Return True if `x` stands for a NumPy scalar, and False if it is a 0-d array or has dims."""
     return x.alias is None and not x.shape
 
 
@@ -47,11 +44,7 @@ def strides_of(x: Array) -> Strides:
 
 
 def shown(x: Array) -> Alias:
-    """Return the `Alias` of `x`, which describes how `x` shares memory with other arrays. Create it if `x` has none.
-
-    This is called before `x` is written or viewed. Parts with stride 0, in which several elements share one address in
-    memory, are copied first.
-    """
+    """Return the `Alias` of `x`, which describes how `x` shares memory with other arrays."""
     if x.alias is not None and x.alias.source is not None:
         fetched(x)  # after which it may have what it shows for its own
     if x.alias is None:
@@ -75,18 +68,7 @@ def viewed(
     read_only: bool = False,
     found: Array | None = None,
 ) -> Array:
-    """Make a view of `x`: a write to the view changes `x`, and a write to `x` changes the view.
-
-    A scalar never changes, so for an `x` that stands for a scalar, the result is a copy.
-
-    rule: computes the view from `x`. `rule` and `back` must not hold a reference to `x`, because `is_last` counts the
-        references to arrays.
-    strides: the strides that NumPy would give the view, in elements. None means row-major order.
-    back: the inverse of `rule`, which computes the new values of `x` after a write to the view. Required if the result
-        of `rule` does not share memory with `x`.
-    moves: the name of the operation to log if `back` sends values to other devices. Empty if it sends none.
-    found: the result of `rule(x)`, if the caller has computed it already.
-    """
+    """Make a view of `x`: a write to the view changes `x`, and a write to `x` changes the view."""
     if is_number(x):  # which never changes
         found = rule(copied(x))
         found.alias = Alias(ViewedMemory(), strides, read_only) if found.shape else None
@@ -107,11 +89,7 @@ def copied(x: Array) -> Array:
 
 
 def fetched(x: Array) -> tuple[Tensor, ...]:
-    """Return the parts of `x`, which is a view that torch cannot express. `Alias.rule` computes these parts as copies.
-
-    The parts are computed again if the viewed memory was written since the last call. If no other array shares this
-    memory any more, `x` may become an independent array. Raises AttributeError if `x` is no such view.
-    """
+    """Return the parts of `x`, which is a view that torch cannot express."""
     alias = x.alias
     if alias is None or alias.source is None or alias.rule is None:
         raise AttributeError("parts")
@@ -124,10 +102,8 @@ def fetched(x: Array) -> tuple[Tensor, ...]:
 
 
 def is_last(x: Array) -> bool:
-    """Return True if `x` is the last array in use that has its memory, so that no other array would see a write to `x`.
-
-    A view keeps the arrays alive from which it was made. An array that nothing but such views refers to is not in use.
-    """
+    """Return True if `x` is the last array in use that has its memory, so that no other array would see a write to
+    `x`."""
     alias, aliases = x.alias, 1
     while alias is not None and alias.source is not None:
         if getrefcount(alias.source) > 2:  # the alias, and the call
@@ -143,10 +119,7 @@ def _let_go(x: Array) -> None:
 
 
 def writable(x: Array) -> tuple[Tensor, ...]:
-    """Return the parts of `x` for writing. The caller must call `written(x)` afterwards.
-
-    Raises ValueError for a read-only array.
-    """
+    """Return the parts of `x` for writing."""
     alias = shown(x)
     if alias.read_only:
         raise ValueError(
@@ -175,10 +148,7 @@ def written(x: Array) -> None:
 
 
 def fill(x: Array, values: Array, operation: str) -> None:
-    """Overwrite the elements of `x` with the elements of `values`, an array of the same shape and dtype.
-
-    operation: the name under which moved bytes are logged.
-    """
+    """Overwrite the elements of `x` with the elements of `values`, an array of the same shape and dtype."""
     there = reshard(values, x.sharding, operation)
     for part, value in zip(writable(x), there.parts, strict=True):
         part.copy_(value)
@@ -193,19 +163,13 @@ def entangled(x: Array, other: object) -> bool:
 
 
 def apart(term: Any, target: Tensor) -> Any:
-    """Return `term`, or a copy of `term` if its memory partly overlaps the memory of `target`.
-
-    term: an operand of an operation whose result is written to `target`.
-    """
+    """Return `term`, or a copy of `term` if its memory partly overlaps the memory of `target`."""
     meets = isinstance(term, Tensor) and not EXPLAINED and _meet(term, target) and not _same(term, target)
     return term.clone() if meets else term
 
 
 def put(target: Tensor, value: Tensor) -> None:
-    """Copy `value` to `target` in place. If their memory partly overlaps, `value` is first copied to a temporary.
-
-    Nothing is done if `value` and `target` are the same view, or while `mw.explain` runs.
-    """
+    """Copy `value` to `target` in place."""
     if EXPLAINED:
         return
     if not _meet(value, target):
@@ -243,11 +207,7 @@ def in_order_of(found: Array, operands: Sequence[Array]) -> Array:
 
 
 def in_order_left(found: Array, x: Array, axes: Collection[int], keepdims: bool) -> Array:
-    """Give the result of a reduction the strides that NumPy would give it, and return the result. NumPy keeps the
-    memory order of `x`.
-
-    found: the result of a reduction of `x` over `axes`.
-    """
+    """Give the result of a reduction the strides that NumPy would give it, and return the result."""
     if x.alias is None or x.alias.strides is None:
         return found
     own = [0 if dim in axes else stride for dim, stride in enumerate(x.alias.strides) if keepdims or dim not in axes]

@@ -24,10 +24,7 @@ Held = tuple[Shape, Sharding, int]
 
 
 def broadcast_shape(name: str, shapes: Sequence[Shape]) -> Shape:
-    """Return the shape that arrays of these shapes have after broadcasting.
-
-    Raises ValueError if they do not broadcast.
-    """
+    """Return the shape that arrays of these shapes have after broadcasting."""
     if len(set(shapes)) < 2:
         return shapes[0] if shapes else ()
     dims = max(map(len, shapes))
@@ -42,10 +39,7 @@ def broadcast_shape(name: str, shapes: Sequence[Shape]) -> Shape:
 
 
 def common_space(name: str, arrays: Sequence[Array]) -> Space:
-    """Return the `Space` (the devices) that all of the arrays share.
-
-    Raises UsageError if the arrays belong to different namespaces.
-    """
+    """Return the `Space` (the devices) that all of the arrays share."""
     space = arrays[0].space
     for other in arrays[1:]:
         if other.space is not space and other.space != space:
@@ -59,12 +53,7 @@ def common_space(name: str, arrays: Sequence[Array]) -> Space:
 def aligned(
     name: str, arrays: Sequence[Array], onto: Sharding | None = None
 ) -> tuple[Shape, Sharding, list[tuple[Tensor, ...]]]:
-    """Lay out the operands of an elementwise operation on the same devices.
-
-    Returns the shape of the result, the sharding of the result, and the local parts of each operand. The parts of
-    different operands broadcast together, as the operands do.
-    onto: the sharding that the result must have. None chooses the sharding for which the fewest bytes move.
-    """
+    """Lay out the operands of an elementwise operation on the same devices."""
     common_space(name, arrays)
     shape, placed, wanted = _planned(name, tuple([(x.shape, x.sharding, x.dtype.itemsize) for x in arrays]), onto)
     return shape, placed, [reshard(x, each, name).parts for x, each in zip(arrays, wanted, strict=True)]
@@ -103,11 +92,7 @@ def _grown(shape: Shape, own: Shape, lies: Sharding, size: int) -> Sharding | No
 
 
 def lies_for(shape: Shape, own: Shape, placed: Sharding) -> Sharding:
-    """Return the sharding that an operand needs so that the result can have the sharding `placed`.
-
-    shape: the shape of the result.
-    own: the shape of the operand.
-    """
+    """Return the sharding that an operand needs so that the result can have the sharding `placed`."""
     if placed.dim is not None:
         dim = placed.dim - (len(shape) - len(own))
         if dim >= 0 and own[dim] == shape[placed.dim]:

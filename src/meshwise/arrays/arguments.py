@@ -42,12 +42,7 @@ _ASKED = re.compile(r"\(\) (got an unexpected keyword argument '(\w+)'|takes .* 
 
 
 def missing(where: str, name: str, known: Iterable[str]) -> str:
-    """Return the error message for an attribute that a namespace or an array does not have.
-
-    where: the namespace or the array, in words.
-    name: the missing attribute.
-    known: the attributes that exist. The closest one is suggested.
-    """
+    """Return the error message for an attribute that a namespace or an array does not have."""
     begin, last = f"{where} has no {name!r}", where.rpartition(".")[2]
     if name.startswith("_"):
         return f"{begin}."
@@ -67,12 +62,7 @@ def missing(where: str, name: str, known: Iterable[str]) -> str:
 
 
 def told(error: TypeError, name: str, function: Callable[..., Any], first: int = 0) -> TypeError:
-    """Return a clearer TypeError for a call that does not fit the signature of `function`.
-
-    Any other TypeError is returned unchanged.
-    name: how the error message names the function.
-    first: the index of the first parameter that users pass. meshwise itself passes the parameters before it.
-    """
+    """Return a clearer TypeError for a call that does not fit the signature of `function`."""
     said = str(error)
     match = _ASKED.search(said)
     if match is None or not said.startswith(f"{inspect.unwrap(function).__qualname__}()"):
@@ -88,11 +78,7 @@ def told(error: TypeError, name: str, function: Callable[..., Any], first: int =
 
 
 def checked(name: str, function: Callable[..., Any], space: Any = None) -> Callable[..., Any]:
-    """Wrap a function so that a call with wrong arguments raises a TypeError that says what to write instead.
-
-    function: a method of arrays, or a function that creates arrays and takes a `Space` as its first argument.
-    space: the `Space` to pass to a function that creates arrays. None for a method.
-    """
+    """Wrap a function so that a call with wrong arguments raises a TypeError that says what to write instead."""
     bound = function if space is None else functools.partial(function, space)
 
     @functools.wraps(function)

@@ -96,33 +96,14 @@ class Array:
 
 @dataclass(slots=True, eq=False)
 class ViewedMemory:
-    """Memory that several arrays share because they are views of each other.
-
-    writes: how many times the memory was written. The number is the same on all ranks.
-    """
+    """Memory that several arrays share because they are views of each other."""
 
     writes: int = 0
 
 
 @dataclass(slots=True, eq=False)
 class Alias:
-    """How an array shares memory with other arrays, such as its views.
-
-    Most views are torch views, which share the memory of the viewed array. torch cannot express some views, such as
-    views in reverse order. The values of such a view are copied from the viewed array, `source`.
-
-    strides: the strides that NumPy would give the array, in elements. None means row-major order.
-    source: the viewed array. None if the array is a torch view, or no view at all.
-    rule: a function that computes the view from `source`.
-    back: the inverse of `rule`, which computes the values of `source` from the view after a write to the view. None if
-        the view shares the memory of `source`.
-    flips: the reversed dims, if the view does nothing but reverse dims.
-    moves: the operation that made the view, such as `reshape`, if it moved elements between devices. A write to the
-        view then sends values back. Empty if nothing is moved.
-    kept: the last result of `rule`, as parts.
-    seen: the value that `memory.writes` had when `kept` was computed. If `memory.writes` has changed, `kept` is
-        outdated.
-    """
+    """How an array shares memory with other arrays, such as its views."""
 
     memory: ViewedMemory
     strides: tuple[int, ...] | None = None

@@ -37,10 +37,7 @@ Value = Number | Array | Tensor
 
 
 def set_item(x: Array, given: Any, value: Any, /) -> None:
-    """Write `x[given] = value`. The value is cast to the dtype of `x`.
-
-    Raises TypeError if the cast would lose an imaginary part.
-    """
+    """Write `x[given] = value`."""
     key = read_key(given, x.shape)
     value = _value(x, value)
     alias = shown(x)

@@ -30,10 +30,7 @@ from meshwise.arrays.space import ALL, Space
 
 
 def astype(x: Any, dtype: Any, /, *, copy: bool = True, device: Any = None) -> Array:
-    """Cast `x` to another data type.
-
-    Raises TypeError for a cast from a complex to a real data type, which would lose the imaginary part.
-    """
+    """Cast `x` to another data type."""
     x = as_array("astype", x)
     kind = as_dtype(dtype)
     if x.dtype in COMPLEXES and kind not in COMPLEXES and kind is not torch.bool:
@@ -68,10 +65,7 @@ class IntegerLimits:
 
 
 def finfo(type: Any, /) -> FloatLimits:
-    """Return the limits of a floating-point dtype. For a complex dtype, return the limits of its real dtype.
-
-    type: a dtype, or an array with such a dtype.
-    """
+    """Return the limits of a floating-point dtype."""
     kind = real_of(type.dtype if isinstance(type, Array) else as_dtype(type))
     if not kind.is_floating_point:
         raise TypeError(f"finfo takes a float dtype, not {kind}. For integers write xp.iinfo.")
@@ -80,10 +74,7 @@ def finfo(type: Any, /) -> FloatLimits:
 
 
 def iinfo(type: Any, /) -> IntegerLimits:
-    """Return the limits of an integer dtype.
-
-    type: a dtype, or an array with such a dtype.
-    """
+    """Return the limits of an integer dtype."""
     kind = type.dtype if isinstance(type, Array) else as_dtype(type)
     if kind not in KINDS["integral"]:
         raise TypeError(f"iinfo takes an integer dtype, not {kind}. For floats write xp.finfo.")
@@ -102,10 +93,7 @@ class Info:
         return {"boolean indexing": True, "data-dependent shapes": True, "max dimensions": 64}
 
     def default_device(self) -> str:
-        """Return the name of the device on which new arrays are placed.
-
-        With several devices, this is `all`: new arrays are sharded along their first dim.
-        """
+        """Return the name of the device on which new arrays are placed."""
         return ALL if len(self._space.names) > 1 else self._space.names[0]
 
     def devices(self) -> tuple[str, ...]:
@@ -124,11 +112,7 @@ class Info:
         }
 
     def dtypes(self, *, device: Any = None, kind: Any = None) -> dict[str, torch.dtype]:
-        """Return the data types of one kind or of several kinds, as a dict from name to dtype.
-
-        float16, bfloat16 and unsigned integers of more than 8 bits are left out, since torch supports few operations
-        for them.
-        """
+        """Return the data types of one kind or of several kinds, as a dict from name to dtype."""
         listed = {torch.bool, *SIGNED, UNSIGNED[0], *REAL, *COMPLEX}
         kinds = kind if isinstance(kind, tuple) else (kind,)
         for each in kinds:

@@ -50,10 +50,7 @@ def where(condition: Any, x1: Any = None, x2: Any = None, /) -> Any:
 
 @by_bits
 def take(x: Array, indices: Any, /, axis: int | None = None) -> Array:
-    """Take the entries at these indices along `axis`. In the result, the dims of `indices` replace `axis`.
-
-    Moves the same bytes as `x[indices]`. `axis` may be left out if `x` has one dim.
-    """
+    """Take the entries at these indices along `axis`."""
     if axis is None:
         if len(x.shape) != 1:
             raise ValueError(f"take: an array of {len(x.shape)} dims needs axis=. Write axis=0, or flatten the array.")
@@ -70,11 +67,7 @@ def take(x: Array, indices: Any, /, axis: int | None = None) -> Array:
 
 @by_bits
 def take_along_axis(x: Array, indices: Array, /, axis: int = -1) -> Array:
-    """For each row along `axis`, take the entries at the indices of that row, as NumPy's `take_along_axis` does.
-
-    Entries of `x` stay on their devices, and the indices are sent to them. But if `x` is sharded along `axis`, the same
-    bytes move as for `x[indices]`.
-    """
+    """For each row along `axis`, take the entries at the indices of that row, as NumPy's `take_along_axis` does."""
     if not isinstance(indices, Array):
         raise NoArrayGiven("take_along_axis: indices must be an array. Write xp.asarray(indices).")
     dim, ndim = axis_of(axis, len(x.shape), "take_along_axis"), len(x.shape)
@@ -122,11 +115,7 @@ def _triangle(name: str, x: Array, k: int) -> Array:
 
 
 def broadcast_arrays(*arrays: Array) -> tuple[Array, ...]:
-    """Broadcast arrays to a common shape and layout, and return read-only views.
-
-    Arrays that all have the same shape and layout are returned unchanged. Repeated entries take no additional memory on
-    a device. Data moves only if an array must be laid out differently, or if entries must be repeated on other devices.
-    """
+    """Broadcast arrays to a common shape and layout, and return read-only views."""
     given = list(arrays)
     if len({(x.shape, x.sharding) for x in given}) < 2:
         return tuple(given)
@@ -143,11 +132,7 @@ def broadcast_arrays(*arrays: Array) -> tuple[Array, ...]:
 
 
 def meshgrid(*arrays: Array, indexing: str = "xy") -> tuple[Array, ...]:
-    """Return the coordinates of each point of a grid, as one array for each given vector.
-
-    All arrays have the same layout, and repeated entries take no additional memory. The grid is sharded along the first
-    dim whose vector is sharded. Each device gets all of the other vectors.
-    """
+    """Return the coordinates of each point of a grid, as one array for each given vector."""
     given = list(arrays)
     if indexing not in ("xy", "ij"):
         raise ValueError(f"meshgrid: indexing must be 'xy' or 'ij', but it is {indexing!r}.")

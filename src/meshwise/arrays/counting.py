@@ -15,10 +15,7 @@ from meshwise.arrays.reductions import as_array, together
 def histogram(
     x: Any, /, bins: Any = 10, range: tuple[float, float] | None = None, weights: Any = None, density: bool = False
 ) -> tuple[Array, Array]:
-    """Return the number of elements in each bin, and the edges of the bins. The last edge belongs to the last bin.
-
-    weights: if given, the weights of the elements in each bin are summed instead.
-    """
+    """Return the number of elements in each bin, and the edges of the bins."""
     x = as_array("histogram", x).reshape(-1)
     xp = x.__array_namespace__()
     if isinstance(bins, int):
@@ -35,11 +32,7 @@ def histogram(
 
 
 def bincount(x: Any, /, weights: Any = None, minlength: int = 0) -> Array:
-    """Count how often each integer from 0 on occurs in `x`, or sum the weights of each integer.
-
-    Waits until the largest integer is known, since it determines the length of the result. Raises ValueError if `x` has
-    a negative integer.
-    """
+    """Count how often each integer from 0 on occurs in `x`, or sum the weights of each integer."""
     x = as_array("bincount", x)
     xp = x.__array_namespace__()
     if x.size and int(x.min()) < 0:

@@ -43,11 +43,7 @@ def asarray(
     sharding: Placement = None,
     copy: bool | None = None,
 ) -> Array:
-    """Make an array from numbers, nested lists, or an array of this or another library.
-
-    Each device gets a copy of its part. Nothing is copied if the whole array is on one device and stays there. An array
-    of this namespace stays where it is, unless `device` or `sharding` is given.
-    """
+    """Make an array from numbers, nested lists, or an array of this or another library."""
     wanted = None if dtype is None else as_dtype(dtype)
     if isinstance(obj, Array) and (obj.space is space or obj.space == space):
         return _again(obj, wanted, device, sharding, copy)
@@ -84,12 +80,7 @@ def of_user(
     sharding: Placement = None,
     copy: bool | None = None,
 ) -> Array:
-    """Make an array from numbers, nested lists, or an array of this or another library.
-
-    An array of this namespace is returned as it is, unless an argument asks for a change. From an array of another
-    library, each device gets a copy of its part. With copy=False, memory is shared instead. ValueError is raised if
-    that is impossible.
-    """
+    """Make an array from numbers, nested lists, or an array of this or another library."""
     foreign = isinstance(obj, Tensor) or (is_array(obj) and not isinstance(obj, Array))
     own = True if foreign and copy is None else copy  # on one device as on several
     found = asarray(space, obj, dtype, device=device, sharding=sharding, copy=own)
@@ -160,10 +151,7 @@ def _has_numpy(obj: Any) -> bool:
 
 
 def made(space: Space, shape: Any, dtype: torch.dtype, placement: tuple[Any, Placement], make: Make) -> Array:
-    """Make an array by calling `make` for each local part.
-
-    placement: (device, sharding), as users pass them.
-    """
+    """Make an array by calling `make` for each local part."""
     whole = as_shape(shape)
     placed = space.placed(whole, *placement)
     parts = tuple(
@@ -233,10 +221,7 @@ def arange(
     device: Any = None,
     sharding: Placement = None,
 ) -> Array:
-    """Make the numbers from `start` up to, but not including, `stop`, in steps of `step`.
-
-    If only one number is given, it is `stop`, and the numbers begin at 0.
-    """
+    """Make the numbers from `start` up to, but not including, `stop`, in steps of `step`."""
     start, stop = (0, start) if stop is None else (start, stop)
     start, stop, step = (value.item() if hasattr(value, "item") else value for value in (start, stop, step))
     if step == 0:

@@ -27,18 +27,12 @@ Carried = Callable[[Tensor | None], tuple[Tensor, Tensor]]
 
 
 def cumulative_sum(x: Array, /, *, axis: int | None = None, dtype: Any = None, include_initial: bool = False) -> Array:
-    """Return the cumulative sums of the entries along `axis`.
-
-    include_initial: whether the result begins with 0, the sum of no entries.
-    """
+    """Return the cumulative sums of the entries along `axis`."""
     return _cumulative(x, axis, dtype, include_initial, "cumulative_sum")
 
 
 def cumulative_prod(x: Array, /, *, axis: int | None = None, dtype: Any = None, include_initial: bool = False) -> Array:
-    """Return the cumulative products of the entries along `axis`.
-
-    include_initial: whether the result begins with 1, the product of no entries.
-    """
+    """Return the cumulative products of the entries along `axis`."""
     return _cumulative(x, axis, dtype, include_initial, "cumulative_prod")
 
 

@@ -25,11 +25,7 @@ if TYPE_CHECKING:
 
 
 def to_dtensor(x: Array, mesh: DeviceMesh, /) -> DTensor:
-    """Convert `x` to a DTensor on a device mesh of one axis over all ranks.
-
-    The DTensor is sharded along the same dim as `x`, or replicated if `x` is not sharded. Its shards have the sizes of
-    `torch.chunk`, which DTensor expects. No data moves if the parts of `x` already have these sizes.
-    """
+    """Convert `x` to a DTensor on a device mesh of one axis over all ranks."""
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
     _check(x.space, mesh, "to_dtensor")
@@ -45,10 +41,7 @@ def to_dtensor(x: Array, mesh: DeviceMesh, /) -> DTensor:
 
 
 def from_dtensor(space: Space, x: Any, /) -> Array:
-    """Convert a DTensor to an array that shares memory with the DTensor's local tensor.
-
-    x: a DTensor with the placement Shard or Replicate, on a device mesh of one axis over all ranks.
-    """
+    """Convert a DTensor to an array that shares memory with the DTensor's local tensor."""
     from torch.distributed.tensor import DTensor, Shard
 
     if not isinstance(x, DTensor):

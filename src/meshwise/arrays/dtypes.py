@@ -82,8 +82,7 @@ def promoted(one: torch.dtype, other: torch.dtype) -> torch.dtype:
 
 
 def comparable(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Cast values to `dtype`. torch cannot compare values of some dtypes. In this case, return integers that sort in
-    the same order."""
+    """Cast values to `dtype`. torch cannot compare values of some dtypes."""
     values = values.to(dtype)
     if dtype is torch.uint64:
         return values.view(torch.int64) ^ torch.iinfo(torch.int64).min
@@ -101,10 +100,7 @@ def real_of(dtype: torch.dtype) -> torch.dtype:
 
 
 def of_scalar(value: bool | int | float | complex, dtype: torch.dtype, default_float: torch.dtype) -> torch.dtype:
-    """Return the type of a result that is computed from an array of `dtype` and a Python number.
-
-    Raises OverflowError for an integer outside the range of `dtype`.
-    """
+    """Return the type of a result that is computed from an array of `dtype` and a Python number."""
     if isinstance(value, bool):
         return dtype
     if isinstance(value, int):
@@ -127,20 +123,14 @@ def limits(dtype: torch.dtype) -> tuple[int, int]:
 
 
 def compared(x: Any, dtype: torch.dtype) -> Any:
-    """Replace an integer outside the range of `dtype` by inf or -inf. Any other value is returned unchanged.
-
-    Comparisons with values of `dtype` give the same results as with the original integer.
-    """
+    """Replace an integer outside the range of `dtype` by inf or -inf."""
     if type(x) is not int or dtype not in INTEGERS or limits(dtype)[0] <= x <= limits(dtype)[1]:
         return x
     return math.copysign(math.inf, x)
 
 
 def result_type(*given: Any) -> torch.dtype:
-    """Return the type to which these arrays, dtypes and Python numbers promote.
-
-    Raises ValueError if there are only Python numbers.
-    """
+    """Return the type to which these arrays, dtypes and Python numbers promote."""
     found: torch.dtype | None = None
     default = torch.float64
     numbers = []
@@ -163,19 +153,13 @@ def result_type(*given: Any) -> torch.dtype:
 
 
 def can_cast(given: Any, to: Any, /) -> bool:
-    """Return whether the rules of promotion allow a cast to the dtype `to`.
-
-    given: a dtype or an array.
-    """
+    """Return whether the rules of promotion allow a cast to the dtype `to`."""
     dtype = given.dtype if isinstance(given, Array) else as_dtype(given)
     return promoted(dtype, as_dtype(to)) is as_dtype(to)
 
 
 def isdtype(dtype: Any, kind: Any) -> bool:
-    """Return whether a dtype equals `kind` or belongs to that kind.
-
-    kind: a dtype, the name of a kind such as "real floating", or a tuple of these, one of which must match.
-    """
+    """Return whether a dtype equals `kind` or belongs to that kind."""
     if isinstance(kind, tuple):
         return any(isdtype(dtype, each) for each in kind)
     if isinstance(kind, str) and kind in KINDS:
@@ -186,9 +170,6 @@ def isdtype(dtype: Any, kind: Any) -> bool:
 
 
 def refuse_gradients(what: str, requires_grad: bool) -> None:
-    """Raise UsageError if a tensor requires grad, since arrays have no gradients.
-
-    what: the operation that the message names.
-    """
+    """Raise UsageError if a tensor requires grad, since arrays have no gradients."""
     if requires_grad:
         raise UsageError(f"{what}: this tensor requires grad, but arrays have no gradients. Pass tensor.detach().")

@@ -50,10 +50,7 @@ HOST = torch.device("cpu")
 
 
 class NoArrayGiven(TypeError):
-    """Raised if an array function is called without an `Array`, or with a list, a tensor or another type.
-
-    The namespace catches this error, converts the arguments to arrays, and calls the function again.
-    """
+    """Raised if an array function is called without an `Array`, or with a list, a tensor or another type."""
 
 
 def is_python_number(value: Any) -> bool:
@@ -62,11 +59,7 @@ def is_python_number(value: Any) -> bool:
 
 
 def unary(name: str, op: Op, takes: frozenset[torch.dtype], result: torch.dtype | None = None) -> Rule:
-    """Make a function of one array from the torch function `op`.
-
-    takes: the dtypes that `op` supports. Integers that it does not support are converted to floats.
-    result: the dtype of the result. None keeps the dtype of the operand.
-    """
+    """Make a function of one array from the torch function `op`."""
 
     wide = of_wide(name, op)
 
@@ -93,11 +86,7 @@ def binary(
     numbers: bool = True,
     otherwise: tuple[frozenset[torch.dtype], Op] | None = None,
 ) -> Rule:
-    """Make a function of two arrays, or of an array and a number, from the torch function `op`.
-
-    numbers: whether `op` takes a Python number as its second argument.
-    otherwise: a pair (dtypes, torch function). For these dtypes, this function is called instead of `op`.
-    """
+    """Make a function of two arrays, or of an array and a number, from the torch function `op`."""
     at_once = (takes - otherwise[0] if otherwise else takes) - WIDE.keys()
     wide = of_wide(name, otherwise[1] if otherwise and otherwise[0] & INTEGERS else op)
 
@@ -201,8 +190,7 @@ def operands(name: str, given: tuple[Any, ...]) -> list[Any]:
 
 
 def _lifted(name: str, dtype: torch.dtype, takes: frozenset[torch.dtype], default_float: torch.dtype) -> torch.dtype:
-    """Return the dtype in which to compute: `dtype` if it is supported, or the default float for an integer or boolean
-    in a function of floats. Raises TypeError for any other dtype."""
+    """Return the dtype in which to compute."""
     if dtype in takes:
         return dtype
     if dtype in WHOLE and not takes & INTEGERS and torch.float64 in takes:

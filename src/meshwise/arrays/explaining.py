@@ -31,12 +31,7 @@ MOST_ARRAYS = 4
 
 @dataclass(frozen=True)
 class Placing:
-    """One layout of the arrays that an operation reads, and what the operation costs with this layout.
-
-    layout: where each array is placed, in words, by the array's name.
-    bytes: how many bytes the operation moves with this layout.
-    memory: how many bytes these arrays take, summed over all devices.
-    """
+    """One layout of the arrays that an operation reads, and what the operation costs with this layout."""
 
     layout: dict[str, str]
     bytes: int

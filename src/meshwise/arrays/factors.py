@@ -33,10 +33,7 @@ Own = dict[int, Tensor]
 
 
 class _Moves:
-    """Sends tensors between the devices that hold the parts of a sharded matrix.
-
-    The transfers are logged under the name of an operation.
-    """
+    """Sends tensors between the devices that hold the parts of a sharded matrix."""
 
     def __init__(self, x: Array, name: str) -> None:
         self.x, self.held, self.name = x, x.sharding, name
@@ -51,31 +48,22 @@ class _Moves:
         targets: Iterable[int],
         dtype: torch.dtype | None = None,
     ) -> Own:
-        """Send a tensor from part `source` to the parts `targets`, and return the copies that arrived at local parts.
-
-        tensor: the tensor to send. None if part `source` is not local.
-        """
+        """Send a tensor from part `source` to the parts `targets`, and return the copies that arrived at local
+        parts."""
         places = self.held.places
         pieces = [Move(places[source], places[k], k, shape, dtype or self.x.dtype, tensor) for k in targets]
         found = exchange(self.x.space, pieces, self.name)
         return {k: found[k] for k in self.here if k in found}
 
     def check(self, bad: Own, why: str) -> None:
-        """Raise LinAlgError on all ranks if LAPACK failed for a part on any rank. Reads the status, which waits for the
-        devices.
-
-        bad: LAPACK's status for the local parts. 0 means success.
-        """
+        """Raise LinAlgError on all ranks if LAPACK failed for a part on any rank."""
         told = [int(bad[k]) if k in bad else 0 for k in self.here]
         if any(counted(self.x, self.held, told)):
             raise np.linalg.LinAlgError(f"{self.name}: {why}")
 
 
 def cholesky(x: Array) -> Array:
-    """Return the lower Cholesky factor of a Hermitian matrix. The factor is sharded by rows.
-
-    Only the lower triangle of `x` is read. Raises LinAlgError if the matrix is not positive-definite.
-    """
+    """Return the lower Cholesky factor of a Hermitian matrix."""
     n = x.shape[0]
     x = x if x.sharding.dim == 0 else reshard(x, evenly(n, x.sharding.places), "cholesky")
     held, moves = x.sharding, _Moves(x, "cholesky")
@@ -103,13 +91,7 @@ def cholesky(x: Array) -> Array:
 
 
 class LU:
-    """The LU factorization, with partial pivoting, of a square matrix that is sharded by columns.
-
-    It can solve linear systems.
-
-    own: the local parts of the factors, packed as in LAPACK.
-    pivots: for each local part, the row exchanges as in LAPACK, counted from 1 at the first row of the part.
-    """
+    """The LU factorization, with partial pivoting, of a square matrix that is sharded by columns."""
 
     def __init__(self, x: Array, name: str, right: Array | None = None) -> None:
         """Factor the matrix `x`."""
@@ -151,11 +133,7 @@ class LU:
 
     def solution(self) -> list[Tensor]:
         """Return the solutions for all right-hand sides, as the local parts of an array with the sharding of the
-        right-hand sides.
-
-        The columns of the upper factor are sent, part by part, to all devices that hold right-hand sides. The last
-        columns are sent first, since back substitution begins with them.
-        """
+        right-hand sides."""
         for k in reversed(self.filled):
             begin, width = self.held.offsets[k], self.held.sizes[k]
             upper = self.own[k][: begin + width] if k in self.own else None
@@ -166,12 +144,8 @@ class LU:
         return [self.right[k] for k in self.moves.here]
 
     def solve_travelling(self, right: Array) -> list[Tensor]:
-        """Solve for a few right-hand sides, all of which lie on the device that holds the first columns of the matrix.
-
-        The large factors stay where they are. The right-hand sides are sent from device to device, forward to the last
-        device and then back. Returns the local parts of the solution, which is sharded by rows. A device gets as many
-        rows of the solution as it holds columns of the matrix.
-        """
+        """Solve for a few right-hand sides, all of which lie on the device that holds the first columns of the
+        matrix."""
         count, kept = right.shape[1], {}
         left = right.parts[0] if right.parts else None
         for k, after in zip_longest(self.filled, self.filled[1:]):
@@ -195,10 +169,7 @@ class LU:
 
     def signs_and_logs(self) -> tuple[list[Tensor], list[Tensor]]:
         """Return what the local parts contribute to the determinant of the matrix, as (signs, logarithms of absolute
-        values).
-
-        The determinant is the product of the contributions of all parts.
-        """
+        values)."""
         signs, logs = [], []
         for k in self.moves.here:
             begin, width = self.held.offsets[k], self.held.sizes[k]
@@ -234,15 +205,7 @@ def _upper(factor: Tensor, columns: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Tall:
-    """The QR factorization of a matrix that is sharded by rows and has at least as many rows as columns.
-
-    Q is stored as two factors: the rows of Q in part k of the matrix are the matrix product owns[k] @ tops[k].
-
-    owns: one orthogonal matrix for each local part.
-    tops: one matrix for each part. All of them are on the device that holds R, and ranks without this device have an
-        empty list.
-    small: the factor R, of shape (n, n), on one device.
-    """
+    """The QR factorization of a matrix that is sharded by rows and has at least as many rows as columns."""
 
     x: Array
     name: str
@@ -251,10 +214,7 @@ class Tall:
     small: Array
 
     def q(self, turn: Tensor | None = None) -> Array:
-        """Return Q, sharded by rows like the factored matrix.
-
-        turn: a matrix on the device that holds R. If given, the product of Q and this matrix is returned.
-        """
+        """Return Q, sharded by rows like the factored matrix."""
         x, moves = self.x, _Moves(self.x, self.name)
         n, centre = x.shape[1], x.sharding.places.index(self.small.sharding.places[0])
         parts = dict(zip(moves.here, self.owns, strict=True))
@@ -269,11 +229,7 @@ class Tall:
 
 
 def tall_qr(x: Array, name: str) -> Tall:
-    """Compute the QR factorization of a tall matrix that is sharded by rows.
-
-    Each part is factored alone. Then the R factors of all parts are sent to the device of the longest part and factored
-    together.
-    """
+    """Compute the QR factorization of a tall matrix that is sharded by rows."""
     held, moves, n = x.sharding, _Moves(x, name), x.shape[1]
     place = fullest(held)
     centre = held.places.index(place)

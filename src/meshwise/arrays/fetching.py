@@ -32,18 +32,7 @@ OPERATION = "index"
 
 @dataclass(frozen=True)
 class Asked:
-    """The entries of an array that index arrays select.
-
-    An entry is given as one number, its row-major index over the indexed dims. For example, row 2 and column 3 of 10
-    columns are entry 23.
-
-    dims: the indexed dims of the array.
-    shape: the shape to which the index arrays broadcast.
-    placed: the sharding of the index arrays, and of the result.
-    flat: one vector of entries for each local part of the index arrays. An index out of bounds is -1.
-    every: all selected entries, with the shape `shape`, on each local device. The keys are device numbers. Empty if an
-        index array is sharded, because no device has all indices then.
-    """
+    """The entries of an array that index arrays select."""
 
     dims: tuple[int, ...]
     shape: Shape
@@ -70,13 +59,7 @@ def common_shape(indices: Sequence[Array | Tensor]) -> Shape:
 
 
 def ask(x: Array, dims: tuple[int, ...], indices: Sequence[Array | Tensor], *, in_order: bool = False) -> Asked:
-    """Find the entries of `x` that are selected by index arrays. Raises IndexError if the index arrays do not
-    broadcast.
-
-    dims: the indexed dims of `x`, one dim for each index array.
-    in_order: True to divide the index arrays such that all indices of one device come before those of the next device,
-        in row-major order. A write needs this: if an entry gets several values, the last value counts.
-    """
+    """Find the entries of `x` that are selected by index arrays."""
     places = x.sharding.places
     everywhere = sharding(places)
     lengths = [x.shape[dim] for dim in dims]
@@ -153,14 +136,7 @@ def _coordinates(number: Tensor, lengths: Sequence[int], at: int | None, offset:
 
 @dataclass(frozen=True)
 class Routes:
-    """Which entries each device requests from each other device, when index arrays select entries of an array.
-
-    The device with part t of the index arrays requests entries from the device with part s of the indexed array.
-
-    orders: for each local part t, the permutation that groups its indices by the part s that holds the requested entry.
-    counts: counts[t][s] is the number of entries of part s that part t requests.
-    requests: requests[t, s] has the row-major indices of these entries, for each t and each local s.
-    """
+    """Which entries each device requests from each other device, when index arrays select entries of an array."""
 
     orders: list[Tensor]
     counts: list[list[int]]
@@ -168,10 +144,7 @@ class Routes:
 
 
 def route(x: Array, asked: Asked) -> Routes:
-    """Tell each device which of its entries are requested.
-
-    Raises IndexError on every rank if an index is out of bounds.
-    """
+    """Tell each device which of its entries are requested."""
     space, held, placed = x.space, x.sharding, asked.placed
     at = asked.dims.index(held.dim) if held.dim is not None else 0
     below = math.prod(x.shape[dim] for dim in asked.dims[at + 1 :])
@@ -236,11 +209,7 @@ def fetch(x: Array, asked: Asked) -> Array:
 
 
 def store(x: Array, views: Sequence[Tensor], asked: Asked, values: Array | complex) -> None:
-    """Write values to the entries `asked` of `x`. If an entry is selected twice, the last value is written.
-
-    views: the parts of `x`, to which the values are written.
-    values: a number, or an array with the shape and layout of the result of `fetch`.
-    """
+    """Write values to the entries `asked` of `x`."""
     space, held, placed = x.space, x.sharding, asked.placed
     routes = route(x, asked)
     rest = [dim for dim in range(len(x.shape)) if dim not in asked.dims]
@@ -278,11 +247,7 @@ def _local(x: Array, asked: Asked, part: int, numbers: Tensor) -> tuple[Tensor, 
 
 
 def last_of_each(numbers: Tensor, size: int) -> Tensor:
-    """Return for each number the last position at which an equal number occurs.
-
-    If an entry is written twice, the value at that position is the one to write.
-    numbers: integers from 0 to below `size`.
-    """
+    """Return for each number the last position at which an equal number occurs."""
     if size <= 8 * len(numbers):  # then a table of all numbers costs less than sorting those that are there
         last = torch.zeros(size, dtype=torch.int64, device=numbers.device)
         at = torch.arange(len(numbers), device=numbers.device)

@@ -53,30 +53,21 @@ def _one(name: str) -> Callable[..., Array]:
 def fftn(
     x: Array, /, s: Sequence[int] | None = None, axes: Sequence[int] | None = None, norm: str = "backward"
 ) -> Array:
-    """Compute the Fourier transform along several axes, by default along all.
-
-    s: the lengths to which the axes are cut or zero-padded. -1 keeps the length of an axis.
-    """
+    """Compute the Fourier transform along several axes, by default along all."""
     return _several(x, "fft", s, axes, norm)
 
 
 def ifftn(
     x: Array, /, s: Sequence[int] | None = None, axes: Sequence[int] | None = None, norm: str = "backward"
 ) -> Array:
-    """Compute the inverse of `fftn`.
-
-    s: the lengths to which the axes are cut or zero-padded. -1 keeps the length of an axis.
-    """
+    """Compute the inverse of `fftn`."""
     return _several(x, "ifft", s, axes, norm)
 
 
 def rfftn(
     x: Array, /, s: Sequence[int] | None = None, axes: Sequence[int] | None = None, norm: str = "backward"
 ) -> Array:
-    """Compute the Fourier transform of real values along several axes, by default along all.
-
-    The last of the axes is transformed by `rfft`.
-    """
+    """Compute the Fourier transform of real values along several axes, by default along all."""
     x = _floats(x, "rfft", norm)
     lengths, dims = _lengths(x, "rfftn", s, axes)
     x = along(x, "rfft", dims[-1], lengths[-1], norm, dims)
@@ -86,10 +77,7 @@ def rfftn(
 def irfftn(
     x: Array, /, s: Sequence[int] | None = None, axes: Sequence[int] | None = None, norm: str = "backward"
 ) -> Array:
-    """Compute the inverse of `rfftn`.
-
-    The last item of `s` is the new length of the last axis. By default, an axis of n entries gets the length 2 (n - 1).
-    """
+    """Compute the inverse of `rfftn`."""
     x = _floats(x, "irfft", norm)
     lengths, dims = _lengths(x, "irfftn", s, axes)
     x = _complex_ones(x, "ifft", lengths[:-1], dims[:-1], norm)
@@ -141,10 +129,7 @@ def _floats(given: Any, name: str, norm: str) -> Array:
 
 
 def along(x: Array, name: str, axis: int, n: int | None, norm: str, avoid: Sequence[int] = ()) -> Array:
-    """Apply `torch.fft.<name>` along one axis.
-
-    avoid: dims along which the array is not sharded if another dim can be sharded instead.
-    """
+    """Apply `torch.fft.<name>` along one axis."""
     x = _apart(x, axis, avoid, name)
     if x.sharding.dim == axis:
         return _vector(x, name, axis, n, norm)
@@ -248,22 +233,14 @@ def _twiddles(rows: int, begin: int, part: Tensor, length: int, sign: int) -> Te
 def fftfreq(
     space: Space, n: int, /, *, d: float = 1.0, dtype: Any = None, device: Any = None, sharding: Placement = None
 ) -> Array:
-    """Return the frequencies that belong to the entries of `fft`.
-
-    n: the number of samples.
-    d: the distance between two samples.
-    """
+    """Return the frequencies that belong to the entries of `fft`."""
     return _frequencies(space, n, d, dtype, (device, sharding), n)
 
 
 def rfftfreq(
     space: Space, n: int, /, *, d: float = 1.0, dtype: Any = None, device: Any = None, sharding: Placement = None
 ) -> Array:
-    """Return the frequencies that belong to the entries of `rfft`.
-
-    n: the number of samples.
-    d: the distance between two samples.
-    """
+    """Return the frequencies that belong to the entries of `rfft`."""
     return _frequencies(space, n, d, dtype, (device, sharding), n // 2 + 1)
 
 

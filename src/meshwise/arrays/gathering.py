@@ -31,11 +31,7 @@ _told: set[str] = set()
 
 
 class GatherWarning(UserWarning):
-    """Warns that an operation without a sharded implementation gathers a whole array on one device.
-
-    The same warning comes after a write to a view whose elements were moved to other devices than the original array.
-    The whole view is then sent back.
-    """
+    """Warns that an operation without a sharded implementation gathers a whole array on one device."""
 
 
 @contextmanager
@@ -56,10 +52,7 @@ def guard(mode: str) -> Iterator[None]:
 
 
 def tell(x: Array, operation: str, wanted: Sharding) -> None:
-    """Warn that an operation gathers `x`, or raise UsageError, depending on the mode that the user set by `guard`.
-
-    Does nothing if no data has to move to the sharding `wanted`.
-    """
+    """Warn that an operation gathers `x`, or raise UsageError, depending on the mode that the user set by `guard`."""
     size = elements_moved(x.shape, x.sharding, wanted) * x.dtype.itemsize
     if not size or _mode.get() == "allow":
         return
@@ -72,10 +65,8 @@ def tell(x: Array, operation: str, wanted: Sharding) -> None:
 
 
 def tell_return(x: Array, operation: str) -> None:
-    """Warn before a write to the view `x`, because all of `x` is then sent back to the devices of the original array.
-
-    In the mode "error" of `mw.guard`, UsageError is raised instead. In the mode "allow", nothing is done.
-    """
+    """Warn before a write to the view `x`, because all of `x` is then sent back to the devices of the original
+    array."""
     if _mode.get() == "allow" or EXPLAINED:
         return
     at, size = user_place(), bytes_text(math.prod(x.shape) * x.dtype.itemsize)
@@ -88,13 +79,7 @@ def tell_return(x: Array, operation: str) -> None:
 
 
 def gathered(x: Array, operation: str, place: int | None = None) -> Array:
-    """Gather all of `x` on one device. Warns or raises UsageError, according to `guard`.
-
-    If there are several ranks, every rank gets all of `x`. All ranks then compute the same result, and each keeps its
-    own part.
-
-    place: the number of the device. By default, the first device that holds a part of `x`.
-    """
+    """Gather all of `x` on one device."""
     if x.space.over_ranks:
         tell(x, operation, sharding(x.space.places))
         return replicate(x, operation=operation)
@@ -104,12 +89,7 @@ def gathered(x: Array, operation: str, place: int | None = None) -> Array:
 
 
 def placed_as(whole: Tensor, place: int, space: Space, lies: Sharding, operation: str) -> Array:
-    """Make a sharded array from a tensor that has all of its values.
-
-    The tensor is on device number `place`. If there are several ranks, each rank has an equal tensor. The array is
-    sharded along the same dim as `lies`, the sharding of another array. If the tensor lacks this dim, the array is
-    placed on one device.
-    """
+    """Make a sharded array from a tensor that has all of its values."""
     shape = tuple(whole.shape)
     if lies.dim is None:
         wanted = lies

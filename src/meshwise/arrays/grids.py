@@ -15,11 +15,7 @@ from meshwise.spec.errors import UsageError
 
 
 class Grid:
-    """The object `xp.mgrid` or `xp.ogrid`, which returns the coordinates of a grid for ranges in brackets.
-
-    `xp.mgrid[0:2, 0:3]` stacks one array per dim. `xp.ogrid` is sparse: it returns an array per dim, with length 1
-    along the other dims. A step of `5j` means five numbers.
-    """
+    """The object `xp.mgrid` or `xp.ogrid`, which returns the coordinates of a grid for ranges in brackets."""
 
     def __init__(self, xp: Any, *, sparse: bool) -> None:
         self._xp, self._sparse = xp, sparse
@@ -32,11 +28,7 @@ class Grid:
 
 
 def line_of(xp: Any, key: Any) -> Array:
-    """Return the numbers of a slice, such as 0, 1, 2 for `0:3` in `xp.mgrid[0:3]`.
-
-    A complex step such as `5j` gives 5 evenly spaced numbers from start to stop, stop included. Raises UsageError if
-    `key` is not a slice, or has no stop.
-    """
+    """Return the numbers of a slice, such as 0, 1, 2 for `0:3` in `xp.mgrid[0:3]`."""
     if not isinstance(key, slice) or key.stop is None:
         raise UsageError(f"{key!r} must be a slice with a stop: start:stop or start:stop:step, such as xp.mgrid[0:5].")
     count = int(abs(key.step)) if isinstance(key.step, complex) else None
@@ -46,10 +38,7 @@ def line_of(xp: Any, key: Any) -> Array:
 
 
 class Joined:
-    """The object `xp.r_` or `xp.c_`, which joins arrays that are written in brackets.
-
-    `xp.r_[0:3, 7, x]` joins ranges, numbers and vectors end to end. `xp.c_[x, y]` joins them as columns.
-    """
+    """The object `xp.r_` or `xp.c_`, which joins arrays that are written in brackets."""
 
     def __init__(self, xp: Any, *, columns: bool) -> None:
         self._xp, self._columns = xp, columns
@@ -79,12 +68,7 @@ def ix_(space: Space, *vectors: Any) -> tuple[Array, ...]:
 
 
 def indices(space: Space, dimensions: Sequence[int], dtype: Any = int, sparse: bool = False) -> Any:
-    """Return the indices of every element of an array of the shape `dimensions`, as NumPy's `indices` does.
-
-    The result stacks one array per dim. For the dimensions (2, 3), the first array is [[0, 0, 0], [1, 1, 1]].
-
-    sparse: True returns a tuple of arrays. The array of a dim then has length 1 along the other dims.
-    """
+    """Return the indices of every element of an array of the shape `dimensions`, as NumPy's `indices` does."""
     shape = as_shape(dimensions)
     xp = asarray(space, 0).__array_namespace__()
     lines = ix_(space, *(xp.arange(length, dtype=dtype) for length in shape))

@@ -78,11 +78,8 @@ def _shown(found: Array, key: Key, depth: int) -> Array:
 
 @dataclass(frozen=True)
 class Region:
-    """A region of an array, selected by one slice or index per dim. The entries of the region are in ascending order.
-
-    views: torch views of the region in the parts of the array.
-    flipped: the dims whose slice has a negative step. The caller has to reverse the region along these dims.
-    """
+    """A region of an array, selected by one slice or index per dim. The entries of the region are in ascending
+    order."""
 
     views: list[Tensor]
     placed: Sharding
@@ -183,10 +180,7 @@ def as_indices(dims: Sequence[int], arrays: Sequence[Array | Tensor]) -> tuple[t
 
 
 def pick(x: Array, dims: tuple[int, ...], indices: Sequence[Array | Tensor]) -> Array:
-    """Select entries of `x` by index arrays, one for each of the dims `dims`.
-
-    The result has the dims of the index arrays, which are broadcast, followed by the dims of `x` that are not indexed.
-    """
+    """Select entries of `x` by index arrays, one for each of the dims `dims`."""
     x = undivided(x)
     if x.sharding.dim in dims:
         return fetch(x, ask(x, dims, indices))
@@ -205,11 +199,7 @@ def pick(x: Array, dims: tuple[int, ...], indices: Sequence[Array | Tensor]) -> 
 
 
 def masked(x: Array, dim: int, mask: Array | Tensor) -> Array:
-    """Select the entries of `x` at which a mask is true. The mask covers successive dims of `x`, from `dim` on.
-
-    The result has the shape (number of selected entries, lengths of the other dims). The call returns only when the
-    number is known.
-    """
+    """Select the entries of `x` at which a mask is true."""
     depth = len(mask.shape)
     if not depth:
         return (
@@ -236,25 +226,14 @@ def masked(x: Array, dim: int, mask: Array | Tensor) -> Array:
 
 
 def counted(x: Array, placed: Sharding, here: Sequence[int]) -> list[int]:
-    """Exchange one integer per part of an array, such as a number of entries, and return the integers of all parts.
-
-    If there are several ranks, all ranks must call this function, and it waits for the integers of the other ranks.
-
-    placed: the sharding of the array.
-    here: the integers of the local parts.
-    """
+    """Exchange one integer per part of an array, such as a number of entries, and return the integers of all parts."""
     at = {place: count for (_, place), count in zip(x.space.local(placed), here, strict=True)}
     every = agreed(x.space, [at.get(place, 0) for place in x.space.here], OPERATION)
     return [every[place] for place in placed.places]
 
 
 def nonzero(x: Array, /) -> tuple[Array, ...]:
-    """Return the indices of elements that are not zero, as one array per dim, in row-major order.
-
-    The call returns only when the number of these elements is known. Nothing moves if `x` is replicated, or sharded
-    along its first dim. Otherwise a mask of the elements is resharded along this dim, and one byte moves for each
-    element that changes its device. No method moves less.
-    """
+    """Return the indices of elements that are not zero, as one array per dim, in row-major order."""
     if not x.shape:
         raise ValueError("nonzero needs at least one dim, but this array has none. Write xp.reshape(x, (1,)) first.")
     mask = Array(tuple(part != 0 for part in as_bits(x).parts), x.sharding, x.shape, torch.bool, x.space)

@@ -39,14 +39,7 @@ def dlpack(
     dl_device: Any = None,
     copy: bool | None = None,
 ) -> Any:
-    """Implement `x.__dlpack__()` of the array API standard.
-
-    An array on one device is shared without a copy. An array on several devices is gathered first. With one process, it
-    is gathered on the first device that holds a part. With several ranks, every rank receives the whole array.
-    `mw.guard` decides whether gathering gives a warning or an error.
-
-    With copy=False, `x` itself is replaced by the gathered array. Raises BufferError in this case if `x` has views.
-    """
+    """Implement `x.__dlpack__()` of the array API standard."""
     whole = x if x.sharding.single and not x.space.over_ranks else gathered(x, "__dlpack__")
     if copy is False and whole is not x:
         if x.alias is not None and not is_last(x):
@@ -63,10 +56,7 @@ def dlpack_device(x: Array, /) -> Any:
 
 
 def from_dlpack(space: Space, x: Any, /, *, device: Any = None, copy: bool | None = None) -> Array:
-    """Make an array from an object that has a `__dlpack__` method.
-
-    The memory is shared if the object lies on a device of the namespace and `copy` is not True. Otherwise it is copied.
-    """
+    """Make an array from an object that has a `__dlpack__` method."""
     if isinstance(x, Array):
         return asarray(space, x, device=device, copy=copy)
     if not hasattr(type(x), "__dlpack__"):
@@ -87,11 +77,7 @@ def from_dlpack(space: Space, x: Any, /, *, device: Any = None, copy: bool | Non
 
 
 def from_shards(space: Space, shards: Any, /, dim: int = 0) -> Array:
-    """Make an array whose parts are the given tensors or arrays, one per device in order.
-
-    The parts are not copied. If there are several ranks, each rank passes a list with only its own part. Raises
-    UsageError if a part lies on another kind of device.
-    """
+    """Make an array whose parts are the given tensors or arrays, one per device in order."""
     parts = [from_array(part) for part in shards]
     if len(parts) != len(space.here):
         raise UsageError(f"from_shards needs {len(space.here)} parts, one per device of the process, not {len(parts)}.")
@@ -114,12 +100,7 @@ def from_shards(space: Space, shards: Any, /, dim: int = 0) -> Array:
 
 
 def as_numpy(x: Array, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
-    """Implement `np.asarray(x)`. Waits for the values.
-
-    If the array lies on one CPU device, the result shares its memory. Otherwise the result is a copy. Unless `copy` is
-    True, this copy is read-only, because writes to it would not reach `x`. Raises ValueError if `copy` is False and a
-    copy is necessary.
-    """
+    """Implement `np.asarray(x)`."""
     here = x.sharding.single and x.parts and x.parts[0].is_cpu and not x.space.over_ranks
     shown = here and (x.alias is None or (x.alias.source is None and not x.alias.read_only))
     if here and not copy and not OPEN_DEVICES:  # which are as far from the host as a GPU is
@@ -142,23 +123,15 @@ def from_array_of(tensor: Tensor) -> np.ndarray[Any, Any]:
 
 
 def cuda_interface(x: Array) -> Any:
-    """Return the CUDA array interface of `x`, which CuPy and Numba read.
-
-    Raises AttributeError unless `x` lies on one GPU.
-    """
+    """Return the CUDA array interface of `x`, which CuPy and Numba read."""
     if x.sharding.single and x.parts and x.parts[0].is_cuda:
         return x.parts[0].__cuda_array_interface__
     raise AttributeError(f"__cuda_array_interface__: the array must be on one GPU, but it is: {reading.where(x)}.")
 
 
 def numpy_functions(functions: dict[str, Callable[..., Any]]) -> dict[str, Callable[..., Any]]:
-    """Return the methods that NumPy calls when its own functions, such as `np.sqrt(x)`, get an array of this namespace.
-
-    The methods call the function of the same name in `functions`. They raise TypeError if there is no such function, or
-    if it lacks an option that was passed. The keys of the result are `__array_ufunc__` and `__array_function__`.
-
-    functions: the functions of this namespace by name.
-    """
+    """Return the methods that NumPy calls when its own functions, such as `np.sqrt(x)`, get an array of this
+    namespace."""
 
     def ufunc(self: Array, called: Any, method: str, *given: Any, **kwargs: Any) -> Any:
         rule = functions.get(called.__name__)

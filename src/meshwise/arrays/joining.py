@@ -28,11 +28,7 @@ from meshwise.arrays.views import as_before, as_bits, axis_of, by_bits, made
 
 
 def concat(arrays: Sequence[Array], /, axis: int | None = 0) -> Array:
-    """Join arrays along an existing dim. If `axis` is None, the arrays are flattened first.
-
-    The result is divided along the same dim as most of the joined entries. If this dim is `axis`, each device holds as
-    many entries of the result as it held of all arrays together. Only entries whose device changes are moved.
-    """
+    """Join arrays along an existing dim."""
     given = _of_one_type("concat", arrays)
     if axis is None:
         given, axis = [flat(x) for x in given], 0
@@ -56,10 +52,7 @@ def stack(arrays: Sequence[Array], /, axis: int = 0) -> Array:
 
 
 def unstack(x: Array, /, axis: int = 0) -> tuple[Array, ...]:
-    """Split an array into the entries of one dim.
-
-    Each entry is a view, or a number if `x` is a vector. No data moves.
-    """
+    """Split an array into the entries of one dim."""
     dim = axis_of(axis, len(x.shape), "unstack")
     whole = [range(length) for length in x.shape]
     entries = tuple(cut(x, [*whole[:dim], at, *whole[dim + 1 :]]) for at in range(x.shape[dim]))
@@ -67,10 +60,7 @@ def unstack(x: Array, /, axis: int = 0) -> tuple[Array, ...]:
 
 
 def flip(x: Array, /, axis: int | Sequence[int] | None = None) -> Array:
-    """Reverse the entries along the given dims, by default along all dims.
-
-    No data moves. Along the divided dim, the order of the devices is reversed, too.
-    """
+    """Reverse the entries along the given dims, by default along all dims."""
     given = range(len(x.shape)) if axis is None else [axis] if isinstance(axis, int) else axis
     if not x.shape:
         return copied(x)
@@ -79,11 +69,7 @@ def flip(x: Array, /, axis: int | Sequence[int] | None = None) -> Array:
 
 @by_bits
 def roll(x: Array, /, shift: int | Sequence[int], axis: int | Sequence[int] | None = None) -> Array:
-    """Shift the entries by `shift` along a dim. Entries shifted past the end come back at the start.
-
-    If `axis` is None, the flattened array is shifted. The sharding stays the same. Only entries that cross the end of
-    their part move to another device.
-    """
+    """Shift the entries by `shift` along a dim."""
     if axis is None:
         if not isinstance(shift, int):
             raise ValueError(f"roll(shift={shift}) needs one axis for each shift. Pass axis=, or only one shift.")
@@ -105,10 +91,7 @@ def roll(x: Array, /, shift: int | Sequence[int], axis: int | Sequence[int] | No
 
 @by_bits
 def tile(x: Array, repetitions: Sequence[int] | int, /) -> Array:
-    """Repeat the whole array along each dim, as often as `repetitions` says for that dim.
-
-    Along the divided dim, entries move between devices, and all parts grow by the same factor.
-    """
+    """Repeat the whole array along each dim, as often as `repetitions` says for that dim."""
     times = [repetitions] if isinstance(repetitions, int) else list(repetitions)
     times = [1] * (len(x.shape) - len(times)) + times
     if min(times, default=0) < 0:
@@ -124,13 +107,7 @@ def tile(x: Array, repetitions: Sequence[int] | int, /) -> Array:
 
 @by_bits
 def repeat(x: Array, repeats: Any, /, axis: int | None = None) -> Array:
-    """Repeat each entry along `axis`. If `axis` is None, the entries of the flattened array are repeated.
-
-    All copies of an entry are on the device of this entry.
-
-    repeats: how often to repeat: one number for all entries, or an array with one number per entry. For an array, the
-        call waits until the length of the result is known.
-    """
+    """Repeat each entry along `axis`."""
     x = flat(x) if axis is None else x
     repeats = asarray(x.space, repeats) if isinstance(repeats, list | tuple) else repeats
     dim = axis_of(axis or 0, len(x.shape), "repeat")
@@ -157,10 +134,7 @@ def repeat(x: Array, repeats: Any, /, axis: int | None = None) -> Array:
 def diff(
     x: Array, /, n: int = 1, axis: int = -1, *, prepend: Array | None = None, append: Array | None = None
 ) -> Array:
-    """Return the differences of neighboring entries along a dim, taken `n` times.
-
-    Each time, one entry moves across each border between two parts.
-    """
+    """Return the differences of neighboring entries along a dim, taken `n` times."""
     dim = axis_of(axis, len(x.shape), "diff")
     if n < 0:
         raise ValueError(f"diff: n must be 0 or more, but it is {n}.")
@@ -181,16 +155,7 @@ def diff(
 def halo(
     x: Array, before: int, after: int, /, *, dim: int | None = None, wrap: bool = False
 ) -> tuple[torch.Tensor, ...]:
-    """Return the local parts, each extended by entries of the neighboring parts on both sides.
-
-    If a neighboring part has too few entries, the next part supplies the rest. An empty part is not extended. The
-    result does not share memory with `x`.
-
-    before, after: how many entries are added before and after a part.
-    dim: the dim along which the parts are extended, by default the divided dim.
-    wrap: True treats the array as a ring, in which the last entry precedes the first. If False, parts near the two ends
-        of the array get fewer entries.
-    """
+    """Return the local parts, each extended by entries of the neighboring parts on both sides."""
     dim = x.sharding.dim if dim is None else axis_of(dim, len(x.shape), "halo")
     if min(before, after) < 0:
         raise ValueError(f"halo: before and after must be 0 or more, but are {before} and {after}.")
@@ -220,14 +185,7 @@ def _ring(x: Array, length: int, before: int) -> list[Run]:
 
 
 def pad(x: Array, pad_width: Any, mode: str = "constant", *, constant_values: Any = 0) -> Array:
-    """Add entries before and after `x` along each dim, as NumPy's `pad`.
-
-    Along the divided dim, constants are created on the first and last devices. For the other modes, entries move to
-    these devices where necessary.
-
-    pad_width: a number, a pair (before, after), or such a pair for each dim.
-    mode: "constant", "edge", "wrap", "reflect" or "symmetric".
-    """
+    """Add entries before and after `x` along each dim, as NumPy's `pad`."""
     if mode not in ("constant", "edge", "wrap", "reflect", "symmetric"):
         raise ValueError(f"pad: mode must be constant, edge, wrap, reflect or symmetric, but is {mode!r}.")
     widths = np.broadcast_to(np.asarray(pad_width), (len(x.shape), 2)).tolist()

@@ -26,14 +26,7 @@ Cut = int | range
 
 @dataclass(frozen=True)
 class Key:
-    """A parsed index key, such as `[1:, None, mask]`.
-
-    cuts: what integers and slices select along each dim of the array. Index arrays then select among these entries.
-    arrays: a pair (dim, array) for each index array and mask, in the order of the dims. `dim` is the dim of the array
-        that is indexed. A mask may cover several dims, and `dim` is then the first of these dims.
-    out: where each dim of the result comes from, in order: a number for a dim of the array, None for a new dim, or
-        ADVANCED for all dims of the index arrays.
-    """
+    """A parsed index key, such as `[1:, None, mask]`."""
 
     cuts: tuple[Cut, ...]
     arrays: tuple[tuple[int, Array | Tensor], ...]
@@ -121,12 +114,7 @@ def _item(given: Any) -> Any:
 
 
 def on_host(given: Any) -> Any:
-    """Convert indices or booleans to a tensor on the host, and a single index to an int.
-
-    Raises IndexError for values of any other type.
-
-    given: a list, a NumPy array, a tensor or a number.
-    """
+    """Convert indices or booleans to a tensor on the host, and a single index to an int."""
     values = given.detach().cpu().numpy() if isinstance(given, Tensor) else np.asarray(given)
     if values.size == 0 and not isinstance(given, np.ndarray | Tensor):
         values = values.astype(np.int64)

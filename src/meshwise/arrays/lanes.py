@@ -15,20 +15,13 @@ from meshwise.arrays.sharding import Shape, Sharding, evenly, sharding
 
 
 def free_dim(shape: Shape, taken: Collection[int]) -> int | None:
-    """Return the longest dim outside `taken`, along which to split.
-
-    Returns None if all other dims are shorter than 2.
-    """
+    """Return the longest dim outside `taken`, along which to split."""
     others = [dim for dim in range(len(shape)) if dim not in taken and shape[dim] > 1]
     return max(others, key=lambda dim: shape[dim], default=None)
 
 
 def freed(x: Array, axes: Collection[int], operation: str) -> Array:
-    """Return `x` laid out so that none of `axes` is split.
-
-    If one of `axes` is split now, `x` is split along its longest other dim instead, or put on one device if there is
-    none. Otherwise `x` is returned unchanged.
-    """
+    """Return `x` laid out so that none of `axes` is split."""
     held = x.sharding
     if held.dim is None or held.dim not in axes:
         return x
@@ -36,11 +29,7 @@ def freed(x: Array, axes: Collection[int], operation: str) -> Array:
 
 
 def freely(held: Sharding, shape: Shape, axes: Collection[int]) -> Sharding:
-    """Return a sharding in which none of `axes` is split.
-
-    The longest dim outside `axes` is split evenly. If all these dims are shorter than 2, the array is placed on one
-    device.
-    """
+    """Return a sharding in which none of `axes` is split."""
     dim = free_dim(shape, axes)
     if dim is None:
         return sharding((fullest(held),))

@@ -17,10 +17,7 @@ from meshwise.arrays.views import as_before, as_bits, axis_of, made
 
 
 def arranged(x: Array, order: Sequence[int | None]) -> Array:
-    """Permute the dims of `x` as a view. No data moves.
-
-    order: for each dim of the result, the dim of `x` that becomes it, or None for a new dim of length 1.
-    """
+    """Permute the dims of `x` as a view."""
     if x.alias is not None and x.alias.flips and x.alias.source is not None:
         flips = [at for at, dim in enumerate(order) if dim in x.alias.flips]
         return flipped(arranged(x.alias.source, order), flips)
@@ -41,11 +38,7 @@ def arranged(x: Array, order: Sequence[int | None]) -> Array:
 
 
 def flipped(x: Array, dims: Sequence[int]) -> Array:
-    """Return a view of `x` in which the entries along the given dims are reversed.
-
-    No entry moves to another device. If `x` is divided along a reversed dim, the devices of the view are in reverse
-    order.
-    """
+    """Return a view of `x` in which the entries along the given dims are reversed."""
     if x.alias is not None and x.alias.flips and x.alias.source is not None:
         dims, x = sorted(x.alias.flips.symmetric_difference(dims)), x.alias.source
     dims = [dim for dim in dims if x.shape[dim] > 1]
@@ -115,10 +108,7 @@ def expand_dims(x: Array, /, axis: int | Sequence[int] = 0) -> Array:
 
 
 def squeeze(x: Array, /, axis: int | Sequence[int] | None = None) -> Array:
-    """Remove the given dims, which must have length 1. If `axis` is None, all dims of length 1 are removed.
-
-    If the divided dim is removed, the result lies on one device.
-    """
+    """Remove the given dims, which must have length 1."""
     shape = x.shape
     if axis is None:
         gone = [dim for dim, length in enumerate(shape) if length == 1]
@@ -142,10 +132,7 @@ def squeeze(x: Array, /, axis: int | Sequence[int] | None = None) -> Array:
 
 
 def broadcast_to(x: Array, /, shape: Shape | Sequence[int]) -> Array:
-    """Broadcast `x` to a shape, as a read-only view in which repeated entries take no memory.
-
-    No data moves: an array on one device stays there.
-    """
+    """Broadcast `x` to a shape, as a read-only view in which repeated entries take no memory."""
     wanted = tuple(int(length) for length in shape)
     more = len(wanted) - len(x.shape)
     own = (1,) * more + x.shape
@@ -180,9 +167,5 @@ def _repeated(x: Array, shape: Shape, placed: Sharding) -> Array:
 
 
 def spread(x: Array, shape: Shape, placed: Sharding, operation: str) -> Array:
-    """Broadcast `x` to `shape`, and lay it out as `placed`. Repeated entries are sent to each device that needs them.
-
-    Only the entries of `x` that a device needs and does not hold are moved. If `x` is repeated along the dim that
-    `placed` divides, each device needs all of `x`.
-    """
+    """Broadcast `x` to `shape`, and lay it out as `placed`."""
     return _repeated(reshard(x, lies_for(shape, x.shape, placed), operation), shape, placed)

@@ -29,13 +29,7 @@ Look = Callable[[Tensor, Tensor], Tensor]  # (values, part of the table) -> the 
 
 
 def searchsorted(x1: Array, x2: Any, /, *, side: str = "left", sorter: Array | None = None) -> Array:
-    """Return the indices at which the elements of `x2` would have to be inserted into the sorted vector `x1`.
-
-    NaN counts as greater than all numbers.
-
-    side: "left" for the position before equal elements, "right" for the position after them.
-    sorter: indices that sort `x1`, as argsort returns them.
-    """
+    """Return the indices at which the elements of `x2` would have to be inserted into the sorted vector `x1`."""
     if type(x1) is not Array or len(x1.shape) != 1:
         raise NoArrayGiven("searchsorted: x1 must be a sorted vector. Write xp.sort(xp.reshape(x1, (-1,))).")
     if side not in ("left", "right"):
@@ -49,10 +43,7 @@ def searchsorted(x1: Array, x2: Any, /, *, side: str = "left", sorter: Array | N
 
 
 def isin(x1: Any, x2: Any, /, *, assume_unique: bool = False, invert: bool = False) -> Array:
-    """Return, for each element of `x1`, whether it occurs in `x2`. With `invert`, return whether it does not occur.
-
-    NaN equals nothing, not even NaN.
-    """
+    """Return, for each element of `x1`, whether it occurs in `x2`."""
     if type(x2) is not Array:
         x1, x2 = (x1, _operand(x2, x1)[0]) if type(x1) is Array else (x1, x2)
     values, dtype = _operand(x1, x2)

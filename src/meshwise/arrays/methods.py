@@ -48,19 +48,12 @@ UNARY = {"neg": "negative", "pos": "positive", "abs": "abs", "invert": "bitwise_
 
 
 def of_this_space(x: Array, value: Any) -> Array | None:
-    """Convert a NumPy array, NumPy scalar, torch tensor or list to an array of the namespace of `x`.
-
-    Returns None for a value of any other type.
-    """
+    """Convert a NumPy array, NumPy scalar, torch tensor or list to an array of the namespace of `x`."""
     return asarray(x.space, value) if isinstance(value, np.ndarray | np.generic | Tensor | list | tuple) else None
 
 
 def operator(rule: Callable[..., Array], *, reflected: bool = False) -> Callable[[Array, Any], Any]:
-    """Make a method for an operator of `Array` from a function of two arrays.
-
-    The method returns NotImplemented for operands of unknown types. If `reflected`, it is the right-hand form, such as
-    `__radd__`.
-    """
+    """Make a method for an operator of `Array` from a function of two arrays."""
 
     def apply(self: Array, other: Any) -> Any:
         try:
@@ -96,10 +89,7 @@ def _terms(rule: Any, x: Array, other: Any) -> Sequence[Any] | None:
 
 
 def changing(rule: Callable[..., Array]) -> Callable[[Array, Any], Any]:
-    """Make the method for an in-place operator such as `x += y`, which changes `x` for every reference to it.
-
-    The method raises TypeError if the dtype would have to change, and ValueError if the shape would.
-    """
+    """Make the method for an in-place operator such as `x += y`, which changes `x` for every reference to it."""
     apply = operator(rule)
 
     def change(self: Array, other: Any) -> Any:
@@ -126,11 +116,7 @@ def changing(rule: Callable[..., Array]) -> Callable[[Array, Any], Any]:
 
 
 def resharded(x: Array, sharding: Placement = None, /, *, device: Any = None) -> Array:
-    """Copy `x` into another layout.
-
-    sharding: the new layout, such as `xp.shard(1)`.
-    device: the device that is to hold all of `x`.
-    """
+    """Copy `x` into another layout."""
     return asarray(x.space, x, device=device, sharding=sharding, copy=True)
 
 
@@ -142,10 +128,7 @@ def to_device(x: Array, device: Any, /, *, stream: Any = None) -> Array:
 
 
 def shards(x: Array) -> tuple[Tensor, ...]:
-    """The parts of the array on the devices of this process, as torch tensors in the order of `x.sharding.places`.
-
-    The tensors share memory with the array.
-    """
+    """The parts of the array on the devices of this process, as torch tensors in the order of `x.sharding.places`."""
     return x.parts
 
 
@@ -162,11 +145,7 @@ def size(x: Array) -> int:
 
 
 def no_such(x: Array, name: str) -> Any:
-    """Implement `Array.__getattr__`, which Python calls if an attribute is missing.
-
-    A view that torch cannot express has no attribute `parts`, so its parts are computed here. For any other name,
-    AttributeError is raised, with a hint.
-    """
+    """Implement `Array.__getattr__`, which Python calls if an attribute is missing."""
     if name == "parts":
         return fetched(x)
     if isinstance(own := Array.__dict__.get(name), property):

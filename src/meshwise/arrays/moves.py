@@ -32,13 +32,7 @@ EXPLAINED: list[object] = []
 
 class Move(NamedTuple):
     """A tensor to send from one device to another. `source` and `target` are the numbers of the devices in the
-    namespace.
-
-    key: identifies the tensor among the tensors that `exchange` returns.
-    tensor: the values, or None if the source is not in this process.
-    into: a tensor at the target that receives the values. If it is None, memory is allocated for the values. No memory
-        is allocated if source and target are the same device: `tensor` itself is used.
-    """
+    namespace."""
 
     source: int
     target: int
@@ -50,11 +44,7 @@ class Move(NamedTuple):
 
 
 def exchange(space: Space, pieces: Iterable[Move], operation: str) -> dict[Hashable, Tensor]:
-    """Send tensors between devices. Return the tensors that arrived on local devices, by the `key` of each `Move`.
-
-    If source and target are the same device, nothing is logged, and the tensor is copied to `into`. If `into` is None,
-    the tensor itself is returned. If there are several ranks, all ranks must pass the same moves in the same order.
-    """
+    """Send tensors between devices."""
     if space.over_ranks:
         return _over_ranks(space, list(pieces), operation)
     arrived = {}
@@ -104,10 +94,7 @@ def _over_ranks(space: Space, pieces: Sequence[Move], operation: str) -> dict[Ha
 
 
 def reshard(x: Array, wanted: Sharding, operation: str = "reshard", *, own: bool = False) -> Array:
-    """Change the sharding of `x`. Parts that are already on the right device are not copied.
-
-    own: True makes sure that the result shares no memory with `x`, as for a result that is returned to the user.
-    """
+    """Change the sharding of `x`."""
     held, space, shape = x.sharding, x.space, x.shape
     if held is wanted or held == wanted:
         return Array(tuple(map(torch.clone, x.parts)), wanted, shape, x.dtype, space) if own else x
@@ -181,23 +168,13 @@ def replicate(x: Array, places: tuple[int, ...] | None = None, operation: str = 
 
 
 def stacked(x: Array, places: Sequence[int], parts: Sequence[Tensor], shape: Shape, dtype: torch.dtype) -> Array:
-    """Make an array from one partial result per device, stacked along a new first dim. `combined` reduces this dim.
-
-    parts: the partial results of the local devices.
-    shape: the shape of one partial result.
-    x: any array of the same space.
-    """
+    """Make an array from one partial result per device, stacked along a new first dim."""
     partials = tuple(part.unsqueeze(0) for part in parts)
     return Array(partials, sharding(tuple(places), 0, (1,) * len(places)), (len(places), *shape), dtype, x.space)
 
 
 def plainly(space: Space) -> bool:
-    """Return True if transfers in this space are plain copies in the memory of this process. The caller may then access
-    all parts directly.
-
-    Returns False with GPUs or several ranks. Also returns False while transfers are logged or simulated: with virtual
-    devices, in `mw.comm_log`, and in `mw.explain`.
-    """
+    """Return True if transfers in this space are plain copies in the memory of this process."""
     return not (OPEN or OPEN_DEVICES or EXPLAINED or space.over_ranks or not space.on_host)
 
 
@@ -209,15 +186,7 @@ def combined(
     operation: str,
     shape: Shape | None = None,
 ) -> Array:
-    """Combine the partial results of all devices into an array with the sharding `wanted`.
-
-    Each device of `wanted` receives its part of every partial result, and reduces these parts. Their order is always
-    the order of the devices, so that the bits of the result are always the same.
-
-    partials: the partial results, stacked along dim 0.
-    reduce: a function that removes the first dim of a tensor, such as a sum over this dim.
-    shape: the shape of the result. By default, the shape of one partial result.
-    """
+    """Combine the partial results of all devices into an array with the sharding `wanted`."""
     above = sharding(wanted.places, None if wanted.dim is None else wanted.dim + 1, wanted.sizes)
     there = reshard(partials, above, operation)
     left = partials.shape[1:] if shape is None else shape
@@ -225,12 +194,7 @@ def combined(
 
 
 def agreed(space: Space, values: Sequence[int], operation: str = "agree") -> list[int]:
-    """Gather integers from all devices, in the order of the devices. If there are several ranks, wait for all of them.
-
-    Shapes that depend on values are computed from these integers, so that they are the same on all ranks.
-
-    values: the integers of the local devices. Each device has the same number of integers.
-    """
+    """Gather integers from all devices, in the order of the devices."""
     if not space.over_ranks:
         return list(values)
     came_to(operation)

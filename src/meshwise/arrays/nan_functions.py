@@ -57,11 +57,7 @@ def nanmean(x: Any, /, axis: Any = None, dtype: Any = None, keepdims: bool = Fal
 
 
 def nanvar(x: Any, /, axis: Any = None, *, ddof: float = 0.0, correction: float = 0.0, keepdims: bool = False) -> Any:
-    """Return the variance of the elements that are not NaN.
-
-    The sum of squared deviations is divided by the number of these elements minus `ddof`. The result is NaN if this
-    divisor is not above 0.
-    """
+    """Return the variance of the elements that are not NaN."""
     x = as_floats("nanvar", x)
     apart = ELEMENTWISE["abs"](_without(x - nanmean(x, axis, keepdims=True), 0.0))
     over = _count(x, axis, keepdims) - (ddof or correction)

@@ -30,10 +30,7 @@ from meshwise.arrays.strides import named, of
 
 
 def vector_norm(x: Array, /, *, axis: Any = None, keepdims: bool = False, ord: float = 2) -> Array:
-    """Return the vector norm sum(abs(x)^ord)^(1/ord) over the given axes, by default over all.
-
-    ord: inf for the greatest absolute value, -inf for the least, 0 for the number of nonzero elements.
-    """
+    """Return the vector norm sum(abs(x)^ord)^(1/ord) over the given axes, by default over all."""
     x = as_floats("vector_norm", x)
     size = x if ord == 2 and not x.dtype.is_complex else _mapped(x, torch.abs, real_of(x.dtype))
     words: Any = {"axis": axis, "keepdims": keepdims}
@@ -73,10 +70,7 @@ def _extreme(values: Array, ord: float) -> Array:
 
 
 def diagonal(x: Array, /, *, offset: int = 0) -> Array:
-    """Return the diagonal of each matrix in the last two dims, as a read-only view. No data moves.
-
-    offset: 0 returns the main diagonal, 1 the next diagonal above it, -1 the next diagonal below it.
-    """
+    """Return the diagonal of each matrix in the last two dims, as a read-only view."""
     x = as_array("diagonal", x)
     if len(x.shape) < 2:
         raise ValueError(f"diagonal needs two dims or more, but this array has shape {x.shape}.")
@@ -115,10 +109,7 @@ def trace(x: Array, /, *, offset: int = 0, dtype: Any = None) -> Array:
 
 
 def cross(x1: Array, x2: Array, /, *, axis: int = -1) -> Array:
-    """Return the cross products of the vectors of length 3 along `axis`. The other dims are broadcast.
-
-    axis: a negative number, counted from the end.
-    """
+    """Return the cross products of the vectors of length 3 along `axis`."""
     x, y = as_array("cross", x1), as_array("cross", x2)
     if not -min(len(x.shape), len(y.shape)) <= axis < 0 or x.shape[axis] != 3 or y.shape[axis] != 3:
         raise ValueError(f"cross(axis={axis}) of {x.shape} and {y.shape}: axis must be negative, and its length 3.")

@@ -34,12 +34,7 @@ def _entries(x: Array, axis: int, *bounds: int | None) -> Array:
 
 
 def digitize(x: Any, bins: Any, /, right: bool = False) -> Any:
-    """Return, for each element, the index of the bin in which it lies.
-
-    For ascending `bins`, this index is the number of entries of `bins` that are less than or equal to the element. If
-    `right` is True, only entries that are less count. For descending `bins`, the index is the number of entries that
-    are greater than the element. If `right` is True, equal entries count, too. Waits for the values of `bins`.
-    """
+    """Return, for each element, the index of the bin in which it lies."""
     x = as_array("digitize", x)
     xp, borders = x.__array_namespace__(), np.asarray(bins)
     steps = np.diff(borders)
@@ -52,11 +47,7 @@ def digitize(x: Any, bins: Any, /, right: bool = False) -> Any:
 
 
 def interp(x: Any, xs: Any, ys: Any, /, left: Any = None, right: Any = None, period: None = None) -> Array:
-    """Interpolate linearly at `x` between points with the ascending coordinates `xs` and the values `ys`.
-
-    left, right: the results for elements before the first point and after the last point. By default, they are the
-    values of these two points.
-    """
+    """Interpolate linearly at `x` between points with the ascending coordinates `xs` and the values `ys`."""
     if period is not None:
         raise UsageError(
             "interp(period=...) is not supported. Write xp.interp(x % period, xs, ys) with points of one period."
@@ -86,11 +77,7 @@ def interp(x: Any, xs: Any, ys: Any, /, left: Any = None, right: Any = None, per
 
 
 def convolve(a: Any, v: Any, /, mode: str = "full") -> Array:
-    """Convolve two vectors.
-
-    mode: "full" for every offset at which the vectors overlap, "same" for as many entries as the longer vector has,
-    "valid" for only the offsets at which all of the shorter vector overlaps the longer one.
-    """
+    """Convolve two vectors."""
     a = as_array("convolve", a)
     xp = a.__array_namespace__()
     v = xp.asarray(v)
@@ -136,12 +123,7 @@ def _slid(a: Array, weights: Array, length: int, count: int) -> Array:
 
 
 def gradient(x: Any, /, *spacing: Any, axis: Any = None, edge_order: int = 1) -> Any:
-    """Return the slope of `x` along each axis. For several axes, the result is a list with one array per axis.
-
-    The slope is computed from both neighbors of an entry, and at the two ends from one neighbor.
-
-    spacing: a number or the coordinates along the axis. Pass one spacing for all axes, or one for each.
-    """
+    """Return the slope of `x` along each axis."""
     x = as_floats("gradient", x)
     if edge_order != 1:
         raise UsageError(f"gradient(edge_order={edge_order}): only edge_order=1 is supported. Leave edge_order out.")
@@ -178,10 +160,7 @@ def _slope(x: Array, dim: int, step: Any) -> Array:
 
 
 def trapezoid(y: Any, x: Any = None, dx: float = 1.0, axis: int = -1) -> Array:
-    """Integrate `y` along an axis by the trapezoidal rule.
-
-    x: the coordinates of the entries. By default, neighboring entries are `dx` apart.
-    """
+    """Integrate `y` along an axis by the trapezoidal rule."""
     y = as_array("trapezoid", y)
     dim = axis_of(axis, len(y.shape), "trapezoid")
     width: Any = dx
@@ -194,10 +173,7 @@ def trapezoid(y: Any, x: Any = None, dx: float = 1.0, axis: int = -1) -> Array:
 
 
 def cov(m: Any, y: Any = None, /, rowvar: bool = True, bias: bool = False, ddof: int | None = None) -> Any:
-    """Return the covariance matrix of variables. Each row of `m` is one variable, or each column if `rowvar` is False.
-
-    y: an array of additional variables.
-    """
+    """Return the covariance matrix of variables."""
     m = as_floats("cov", m)
     xp = m.__array_namespace__()
     if len(m.shape) > 2:
@@ -216,10 +192,7 @@ def cov(m: Any, y: Any = None, /, rowvar: bool = True, bias: bool = False, ddof:
 
 
 def corrcoef(x: Any, y: Any = None, /, rowvar: bool = True) -> Any:
-    """Return the correlation matrix of variables. Each row of `x` is one variable, or each column if `rowvar` is False.
-
-    y: an array of additional variables.
-    """
+    """Return the correlation matrix of variables."""
     found = cov(x, y, rowvar)
     xp = found.__array_namespace__()
     if not found.shape:
@@ -230,12 +203,7 @@ def corrcoef(x: Any, y: Any = None, /, rowvar: bool = True) -> Any:
 
 
 def select(conditions: Sequence[Any], choices: Sequence[Any], /, default: Any = 0) -> Any:
-    """Choose each element from one of several arrays, by the first condition that is true for this element.
-
-    conditions: masks.
-    choices: the arrays from which to choose, one for each condition.
-    default: used for elements for which no condition is true.
-    """
+    """Choose each element from one of several arrays, by the first condition that is true for this element."""
     if not conditions or len(conditions) != len(choices):
         raise ValueError(f"select needs one choice per condition, but got {len(choices)} for {len(conditions)}.")
     as_array("select", conditions[0])

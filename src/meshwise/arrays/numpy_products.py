@@ -30,10 +30,7 @@ from meshwise.spec.errors import UsageError
 
 
 def einsum(subscripts: str, /, *operands: Any, optimize: Any = False) -> Any:
-    """Sum products over labeled dims, as in `xp.einsum("ik,kj->ij", a, b)`.
-
-    optimize: ignored, because the order of the products is fixed.
-    """
+    """Sum products over labeled dims, as in `xp.einsum("ik,kj->ij", a, b)`."""
     if not isinstance(subscripts, str) or not operands:
         raise UsageError("einsum: pass a string of labels, and then arrays: xp.einsum('ik,kj->ij', a, b).")
     first = as_array("einsum", next((x for x in operands if isinstance(x, Array)), operands[0]))
@@ -141,10 +138,7 @@ def vdot(x1: Any, x2: Any, /) -> Any:
 
 
 def kron(x1: Any, x2: Any, /) -> Any:
-    """Return the Kronecker product of two arrays.
-
-    Each element of `x1` is replaced by a block, which is this element times all of `x2`.
-    """
+    """Return the Kronecker product of two arrays."""
     x1 = as_array("kron", x1)
     x2 = x1.__array_namespace__().asarray(x2)
     dims = max(len(x1.shape), len(x2.shape))
@@ -171,15 +165,7 @@ def norm(x: Any, /, ord: Any = None, axis: Any = None, keepdims: bool = False) -
 
 
 def lstsq(a: Any, b: Any, /, rcond: float | None = None) -> tuple[Any, Any, int, Any]:
-    """Solve `a @ x = b` by least squares.
-
-    Returns (x, the sums of squared residuals, the rank of `a`, the singular values of `a`). If several x are equally
-    good, the x with the smallest norm is returned. As in NumPy, the array of sums is empty if the rank of `a` is below
-    the number of columns, or if `a` has no more rows than columns. The call returns only when the rank is computed,
-    since it is a Python int.
-
-    rcond: singular values up to `rcond` times the largest singular value count as 0.
-    """
+    """Solve `a @ x = b` by least squares."""
     a = as_array("lstsq", a)
     xp = a.__array_namespace__()
     b = xp.asarray(b)
@@ -199,10 +185,7 @@ def lstsq(a: Any, b: Any, /, rcond: float | None = None) -> tuple[Any, Any, int,
 
 
 def cond(x: Any, /, p: Any = None) -> Any:
-    """Return the condition number of a matrix, which is the norm of the matrix times the norm of its inverse.
-
-    p: the kind of norm, by default the 2-norm.
-    """
+    """Return the condition number of a matrix, which is the norm of the matrix times the norm of its inverse."""
     x = as_array("cond", x)
     if p in (None, 2, -2):
         s = svdvals(x)
@@ -211,20 +194,14 @@ def cond(x: Any, /, p: Any = None) -> Any:
 
 
 def vander(x: Any, /, N: int | None = None, increasing: bool = False) -> Any:
-    """Return the Vandermonde matrix of a vector, with its powers as columns.
-
-    The powers go from `N - 1` down to 0, or up from 0 if `increasing`.
-    """
+    """Return the Vandermonde matrix of a vector, with its powers as columns."""
     x = as_array("vander", x)
     powers = range(x.shape[0] if N is None else N)
     return x.__array_namespace__().stack([x**power for power in (powers if increasing else reversed(powers))], axis=1)
 
 
 def polyfit(x: Any, y: Any, deg: int, /, rcond: float | None = None) -> Any:
-    """Fit a polynomial of degree `deg` to the points (x, y) by least squares.
-
-    Returns the coefficients, the coefficient of the highest power first.
-    """
+    """Fit a polynomial of degree `deg` to the points (x, y) by least squares."""
     x = as_array("polyfit", x)
     xp = x.__array_namespace__()
     x, y = x + 0.0, xp.asarray(y)

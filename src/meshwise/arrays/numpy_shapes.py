@@ -22,12 +22,7 @@ from meshwise.arrays.views import axis_of
 
 
 def array_split(x: Array, sections: int | Sequence[int], /, axis: int = 0) -> list[Array]:
-    """Split an array along a dim into a list of views.
-
-    sections: the number of views, or a sequence of the indices at which to split. For example, [2, 5] gives the views
-        [:2], [2:5] and [5:]. If a number of views does not divide the length evenly, the first views are longer by one
-        entry.
-    """
+    """Split an array along a dim into a list of views."""
     dim = axis_of(axis, len(x.shape), "array_split")
     length = x.shape[dim]
     if isinstance(sections, int):
@@ -113,10 +108,7 @@ def rollaxis(x: Array, /, axis: int, start: int = 0) -> Array:
 
 
 def insert(x: Array, at: Any, values: Any, /, axis: int | None = None) -> Array:
-    """Insert values before the entries `at` along `axis`. If `axis` is None, `x` is flattened first.
-
-    Waits for the values of `at`.
-    """
+    """Insert values before the entries `at` along `axis`."""
     x, dim = (flat(x), 0) if axis is None else (x, axis_of(axis, len(x.shape), "insert"))
     xp = x.__array_namespace__()
     added = xp.asarray(values).astype(x.dtype)
@@ -150,10 +142,7 @@ def _named(name: str, dim: int, call: Callable[[], Any]) -> Any:
 
 
 def delete(x: Array, at: Any, /, axis: int | None = None) -> Array:
-    """Return `x` without the entries `at` along `axis`. If `axis` is None, `x` is flattened first.
-
-    Waits for the values of `at`. No elements of `x` move to another device.
-    """
+    """Return `x` without the entries `at` along `axis`."""
     x, dim = (flat(x), 0) if axis is None else (x, axis_of(axis, len(x.shape), "delete"))
     where = _where(at)
     kept = _named("delete", dim, lambda: np.delete(np.arange(x.shape[dim]), where))

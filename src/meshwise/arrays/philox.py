@@ -18,10 +18,7 @@ _ROUNDS = 10
 
 
 def words(low: Tensor, high: Tensor, stream: int, key: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return four random 32-bit words for each value of a 64-bit counter, as int64 tensors.
-
-    low, high: the lower and the upper 32 bits of the counters.
-    """
+    """Return four random 32-bit words for each value of a 64-bit counter, as int64 tensors."""
     a, b = low, high
     c, d = torch.full_like(low, stream & _LOW), torch.full_like(low, stream >> 32 & _LOW)
     k0, k1 = key & _LOW, key >> 32 & _LOW
@@ -38,12 +35,7 @@ def _product(words: Tensor, by: int) -> tuple[Tensor, Tensor]:
 
 
 def bits(first: int, count: int, stream: int, key: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return 64 random bits for each of `count` elements from index `first` on, as (upper 32 bits, lower 32 bits).
-
-    The bits depend only on the element's index, the stream and the key. Philox turns a counter into four words of 32
-    bits. The counter k serves two elements: element 2k gets the first two words, and element 2k + 1 gets the last two
-    words.
-    """
+    """Return 64 random bits for each of `count` elements from index `first` on, as (upper 32 bits, lower 32 bits)."""
     begin, end = first // 2, (first + count + 1) // 2
     counts = torch.arange(begin, end, dtype=torch.int64, device=device)
     a, b, c, d = words(counts & _LOW, (counts >> 32) & _LOW, stream, key)

@@ -47,11 +47,7 @@ Local = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Terms:
-    """The structure of a product of two arrays, without their values.
-
-    x, y, out: the labels of the dims of the operands and of the result.
-    shape: the shape of the result.
-    """
+    """The structure of a product of two arrays, without their values."""
 
     x: Labels
     y: Labels
@@ -61,13 +57,7 @@ class Terms:
 
 @dataclass(frozen=True)
 class _Division:
-    """How the work of a product is divided over the devices: each device computes with a range of one dim.
-
-    label: the label of this dim, as in einsum. None if the work is not divided.
-    x, y: the shardings that the operands must have.
-    result: the sharding of the result. None if the product sums over the divided dim. Each device then computes a
-        partial sum of the whole result.
-    """
+    """How the work of a product is divided over the devices: each device computes with a range of one dim."""
 
     label: int | None
     x: Sharding
@@ -99,10 +89,7 @@ def _matmul_terms(a: Shape, b: Shape) -> Terms:
 
 
 def vecdot(x1: Array, x2: Array, /, *, axis: int = -1) -> Array:
-    """Sum `conj(x1) * x2` along an axis. The other dims are broadcast.
-
-    axis: a negative number, counted from the end.
-    """
+    """Sum `conj(x1) * x2` along an axis."""
     x1, x2 = as_array("vecdot", x1), as_array("vecdot", x2)
     a, b = x1.shape, x2.shape
     if not -min(len(a), len(b)) <= axis < 0:
@@ -120,11 +107,7 @@ def vecdot(x1: Array, x2: Array, /, *, axis: int = -1) -> Array:
 
 
 def tensordot(x1: Array, x2: Array, /, axes: int | tuple[Sequence[int], Sequence[int]] = 2) -> Array:
-    """Sum products over pairs of axes.
-
-    axes: a number n for the last n axes of `x1` with the first n axes of `x2`, or two sequences with the axes of `x1`
-    and of `x2`.
-    """
+    """Sum products over pairs of axes."""
     x1, x2 = as_array("tensordot", x1), as_array("tensordot", x2)
     a, b = x1.shape, x2.shape
     asked = f"tensordot of shapes {a} and {b} over {axes!r}"
@@ -159,10 +142,7 @@ def outer(x1: Array, x2: Array, /) -> Array:
 
 
 def product(x: Array, y: Array, terms: Terms, local: Local, operation: str) -> Array:
-    """Compute the product that `terms` describe. Its dtype is `result_type(x, y)`.
-
-    local: a function that multiplies one part of `x` and one part of `y`.
-    """
+    """Compute the product that `terms` describe."""
     space = common_space(operation, [x, y])
     dtype = promoted(x.dtype, y.dtype)
     if dtype is BOOL:
@@ -213,12 +193,7 @@ def _divided(
 
 
 def _labels(a: Shape, b: Shape, x: Sharding, y: Sharding, terms: Terms) -> Iterator[tuple[int, tuple[int, ...]]]:
-    """Yield the dims along which the work of a product can be divided: (label of the dim, numbers of entries per
-    device).
-
-    The dims along which the operands are divided now come first, with their present numbers of entries. Any other dim
-    is divided evenly.
-    """
+    """Yield the dims along which the work of a product can be divided."""
     places = x.places if x.divided else y.places
     seen = set()
     for labels, lies in ((terms.x, x), (terms.y, y)):
@@ -286,14 +261,7 @@ def _outer(a: Tensor, b: Tensor) -> Tensor:
 
 
 def stack_labels(own: Shape, stack: Shape) -> Labels:
-    """Return labels, as in einsum, for the leading dims of a stack of matrices that is broadcast.
-
-    The label of a dim is its position in `stack`, or None for a dim of length 1 that is repeated. For example, (1, 3)
-    in the stack (5, 4, 3) gets the labels (None, 2).
-
-    own: the leading dims before broadcasting.
-    stack: the leading dims after broadcasting.
-    """
+    """Return labels, as in einsum, for the leading dims of a stack of matrices that is broadcast."""
     first = len(stack) - len(own)
     return tuple(first + k if length == stack[first + k] else None for k, length in enumerate(own))
 

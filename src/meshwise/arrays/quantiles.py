@@ -34,13 +34,7 @@ class TopK(NamedTuple):
 
 
 def quantile(x: Array, q: Any, /, axis: Any = None, *, method: str = "linear", keepdims: bool = False) -> Array:
-    """Return the quantiles of the elements over `axis`, by default over all elements.
-
-    A fraction `q` of the elements lies below the quantile. The result is NaN if any of the elements is NaN.
-
-    q: a number from 0 to 1, or a sequence of numbers, whose quantiles are stacked along a new first dim.
-    method: how to choose a value between two elements: "linear", "lower", "higher", "midpoint" or "nearest".
-    """
+    """Return the quantiles of the elements over `axis`, by default over all elements."""
     return _quantile(x, q, axis, method, keepdims, "quantile")
 
 
@@ -50,10 +44,7 @@ def percentile(x: Array, q: Any, /, axis: Any = None, *, method: str = "linear",
 
 
 def median(x: Array, /, axis: Any = None, *, keepdims: bool = False) -> Array:
-    """Return the median over `axis`, by default of all elements.
-
-    The median of an even number of elements is the mean of the middle two.
-    """
+    """Return the median over `axis`, by default of all elements."""
     return _quantile(x, 0.5, axis, "midpoint", keepdims, "median")
 
 
@@ -135,12 +126,7 @@ def _of_all(x: Array, at: Tensor) -> Tensor:
 
 
 def topk(x: Array, k: int, /, *, axis: int = -1, largest: bool = True) -> TopK:
-    """Return the `k` largest elements along `axis`, sorted, and their positions. If `largest` is False, the smallest
-    elements are returned.
-
-    Of equal elements, the first ones are taken. If `axis` is split, each device sends only its own k best elements of
-    each row along `axis`.
-    """
+    """Return the `k` largest elements along `axis`, sorted, and their positions."""
     x = as_array("topk", x)
     axis = axis_of(axis, len(x.shape), "topk")
     if not 0 <= k <= x.shape[axis]:

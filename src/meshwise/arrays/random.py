@@ -32,20 +32,14 @@ Draw = Callable[[Tensor, Tensor], Tensor]
 
 
 class Generator:
-    """A generator of random arrays, such as `rng = xp.random.default_rng(7)`. Each call draws new numbers.
-
-    If there are several ranks, all ranks must make the same calls. Each rank draws its own part.
-    """
+    """A generator of random arrays, such as `rng = xp.random.default_rng(7)`. Each call draws new numbers."""
 
     def __init__(self, space: Space, seed: int | None = None) -> None:
         self._space = space
         self.seed(seed)
 
     def seed(self, seed: int | None = None) -> None:
-        """Restart the generator with this seed.
-
-        Without a seed, a random one is drawn, which is the same on all ranks.
-        """
+        """Restart the generator with this seed."""
         if seed is None:
             seed = secrets.randbits(63)
             if self._space.over_ranks:
@@ -56,10 +50,7 @@ class Generator:
         self.key, self._streams = seed, itertools.count()
 
     def random(self, size: Any = None, dtype: Any = None, *, device: Any = None, sharding: Placement = None) -> Array:
-        """Draw numbers from the uniform distribution on [0, 1).
-
-        dtype: a float type, by default the namespace's default float.
-        """
+        """Draw numbers from the uniform distribution on [0, 1)."""
         kind = self._float(dtype)
         return self._drawn(size, kind, (device, sharding), lambda u, v: _uniform(u, v, kind))
 
@@ -87,10 +78,7 @@ class Generator:
         device: Any = None,
         sharding: Placement = None,
     ) -> Array:
-        """Draw numbers from the normal distribution with mean `loc` and standard deviation `scale`.
-
-        Each number is computed from a uniform number with 53 random bits, by the inverse of the distribution function.
-        """
+        """Draw numbers from the normal distribution with mean `loc` and standard deviation `scale`."""
         if scale < 0:
             raise ValueError(f"normal: scale must be 0 or more, but it is {scale}.")
         kind = self._float(dtype)
@@ -129,10 +117,7 @@ class Generator:
         device: Any = None,
         sharding: Placement = None,
     ) -> Array:
-        """Draw integers from `low` up to but not including `high`.
-
-        If `high` is None, draw from 0 up to but not including `low`.
-        """
+        """Draw integers from `low` up to but not including `high`."""
         begin, end = (0, int(low)) if high is None else (int(low), int(high))
         kind = torch.int64 if dtype is None else as_dtype(dtype)
         least, most = limits(kind)
@@ -148,10 +133,7 @@ class Generator:
         return self._drawn(size, kind, (device, sharding), draw)
 
     def permutation(self, x: Any, *, device: Any = None, sharding: Placement = None) -> Array:
-        """Return the integers below `x`, or the entries of the array `x`, in a random order.
-
-        The random order is computed as a whole on one device, or, if there are several ranks, on each rank.
-        """
+        """Return the integers below `x`, or the entries of the array `x`, in a random order."""
         if not isinstance(x, int):
             entries = asarray(self._space, x, device=device, sharding=sharding)
             found: Array = entries[self.permutation(len(entries))]
@@ -175,11 +157,7 @@ class Generator:
         device: Any = None,
         sharding: Placement = None,
     ) -> Array:
-        """Draw entries of the array `a`, or integers below the number `a`.
-
-        replace: True allows an entry to be drawn more than once.
-        p: the probability of each entry. By default all are equal.
-        """
+        """Draw entries of the array `a`, or integers below the number `a`."""
         count = a if isinstance(a, int) else len(a)
         shape = () if size is None else as_shape(size)
         placement: dict[str, Any] = {"device": device, "sharding": sharding}
@@ -225,13 +203,7 @@ numbers at a time, whose random bits take little memory on a GPU."""
 
 
 def draw_part(shape: Shape, where: tuple[slice, ...], at: torch.device, source: tuple[int, int], draw: Draw) -> Tensor:
-    """Return the random values of one part of an array. They are the same however the array is divided into parts.
-
-    shape: the shape of the whole array.
-    where: the slices of the part in the array.
-    source: (stream, key) of the generator, which determine the random bits.
-    draw: turns random bits into values.
-    """
+    """Return the random values of one part of an array."""
     own = tuple(each.stop - each.start for each in where)
     divided = next((dim for dim in range(len(shape)) if own[dim] != shape[dim]), 0)
     size, after = math.prod(own), math.prod(shape[divided:])

@@ -23,10 +23,7 @@ HOST_DEVICE = torch.device("cpu")
 
 
 def to_host(x: Array, operation: str = "read") -> Tensor:
-    """Return all of `x` as a new tensor in host memory. If there are several ranks, every rank gets all of `x`.
-
-    Raises UsageError inside `mw.explain`, which computes no values.
-    """
+    """Return all of `x` as a new tensor in host memory."""
     if EXPLAINED:
         raise UsageError(f"explain does not compute values, but {operation} reads them. Leave out what reads values.")
     if x.space.over_ranks:
@@ -59,10 +56,7 @@ def tensor(x: Array, device: Any = None) -> Tensor:
 
 
 def number(x: Array) -> Any:
-    """Return the only element of `x` as a Python number. Waits for the value.
-
-    Raises TypeError if `x` does not have exactly one element.
-    """
+    """Return the only element of `x` as a Python number."""
     if x.shape and any(length != 1 for length in x.shape):
         raise TypeError(
             f"an array of shape {x.shape} cannot become one Python number. Take one element, or reduce it: x.sum()."
@@ -115,10 +109,7 @@ MOST_SHOWN = 1000
 
 
 def text(x: Array) -> str:
-    """Implement `repr(x)`: the values, the dtype and the devices. Waits for the values.
-
-    Of a large array, only the values at the ends of each dim are read and shown.
-    """
+    """Implement `repr(x)`: the values, the dtype and the devices."""
     many = x.shape and int(np.prod(x.shape)) > MOST_SHOWN
     values = _values(x) if not many else _ends(x)
     kind = str(x.dtype).removeprefix("torch.")

@@ -30,20 +30,14 @@ IN_ORDER = frozenset((*REAL, *COMPLEX))
 
 
 def as_array(name: str, x: Any) -> Array:
-    """Return `x` if it is an `Array`, and raise NoArrayGiven otherwise.
-
-    Functions that the user calls, such as `xp.sum`, catch this error, convert `x` to an array, and try again.
-    """
+    """Return `x` if it is an `Array`, and raise NoArrayGiven otherwise."""
     if type(x) is not Array:
         raise NoArrayGiven(f"{name} needs an array, not {type(x).__name__}. Write xp.asarray(value) first.")
     return x
 
 
 def as_axes(name: str, axis: Any, dims: int) -> tuple[int, ...]:
-    """Return the dims that `axis` names, sorted. None stands for all dims.
-
-    Raises IndexError for a dim that does not exist, and ValueError for a dim that is named twice.
-    """
+    """Return the dims that `axis` names, sorted."""
     if axis is None:
         return tuple(range(dims))
     try:
@@ -70,21 +64,14 @@ def reduced_shape(shape: Shape, axes: tuple[int, ...], keepdims: bool) -> Shape:
 
 
 def left(placed: Sharding, axes: tuple[int, ...], keepdims: bool) -> Sharding:
-    """Return the sharding of the result when an array with the sharding `placed` is reduced over `axes`. The array must
-    not be divided along any of these axes."""
+    """Return the sharding of the result when an array with the sharding `placed` is reduced over `axes`."""
     if placed.dim is None or keepdims:
         return placed
     return placed.along(placed.dim - sum(axis < placed.dim for axis in axes))
 
 
 def together(x: Array, shape: Shape) -> Sharding:
-    """Return the sharding for the result of a reduction that is combined from partial results of several devices.
-
-    The result is divided along its first dim. If it has no dims, it lies on the first device that holds a part of `x`.
-
-    x: the array that is reduced.
-    shape: the shape of the result.
-    """
+    """Return the sharding for the result of a reduction that is combined from partial results of several devices."""
     places = x.sharding.places
     return evenly(shape[0], places) if shape else sharding(places[:1])
 
@@ -99,11 +86,7 @@ def reduced(
     *,
     of_empty: bool = True,
 ) -> Array:
-    """Reduce `x` over axes.
-
-    reduce: a function that reduces one part, and a function that reduces partial results stacked along dim 0.
-    of_empty: True if the first function accepts a part without entries along the axes. False leaves such parts out.
-    """
+    """Reduce `x` over axes."""
     part_reduce, partial_reduce = reduce
     shape = reduced_shape(x.shape, axes, keepdims)
     parts = [_of_part(part_reduce, part, axes, keepdims) for part in x.parts if of_empty or _has_some(part, axes)]
@@ -143,10 +126,7 @@ def _with_empty(x: Array, axes: tuple[int, ...], keepdims: bool, dtype: torch.dt
 
 
 def sum_dtype(dtype: torch.dtype, given: Any) -> torch.dtype:
-    """Return the dtype of a sum.
-
-    By default, it is a 64-bit integer type for integers, and the same type for other types.
-    """
+    """Return the dtype of a sum."""
     if given is not None:
         return as_dtype(given)
     if dtype in UNSIGNED:
@@ -155,10 +135,7 @@ def sum_dtype(dtype: torch.dtype, given: Any) -> torch.dtype:
 
 
 def total(x: Any, /, axis: Any = None, dtype: Any = None, *, keepdims: bool = False) -> Array:
-    """Sum the elements over the given axes, by default over all. Integers are summed in 64 bits.
-
-    The sum of no elements is 0.
-    """
+    """Sum the elements over the given axes, by default over all."""
     x = as_array("sum", x)
     whole = axis is None and dtype is None and not keepdims
     if whole and x.dtype in IN_ORDER and x.sharding.dim is not None and plainly(x.space):
@@ -186,10 +163,7 @@ def _in_order(partials: Sequence[Tensor]) -> Tensor:
 
 
 def product(x: Any, /, axis: Any = None, dtype: Any = None, *, keepdims: bool = False) -> Array:
-    """Multiply the elements over the given axes, by default over all. Integers are multiplied in 64 bits.
-
-    The product of no elements is 1.
-    """
+    """Multiply the elements over the given axes, by default over all."""
     x = as_array("prod", x)
     kind = sum_dtype(x.dtype, dtype)
     run = _calculated(kind)

@@ -30,13 +30,7 @@ from meshwise.arrays.views import made, size_of
 
 
 def reshape(x: Array, /, shape: Shape | int, copy: bool | None = None) -> Array:
-    """Reshape in row-major order. One length may be -1. The result is a view where NumPy would return a view.
-
-    Elements can move to other devices only if the reshape joins or splits the dim along which `x` is divided over
-    devices.
-
-    copy: True always copies. False raises ValueError if elements must be moved to other devices or reordered.
-    """
+    """Reshape in row-major order."""
     wanted = _lengths(x.shape, shape)
     x = on_its_place(x)
     if not is_number(x):
@@ -67,10 +61,7 @@ def reshape(x: Array, /, shape: Shape | int, copy: bool | None = None) -> Array:
 
 
 def on_its_place(x: Array) -> Array:
-    """Return a view of `x` that lies undivided on one device, if `x` is divided along a dim of length 1.
-
-    That device holds all of `x` already, since it holds the only entry of the dim. Any other `x` is returned unchanged.
-    """
+    """Return a view of `x` that lies undivided on one device, if `x` is divided along a dim of length 1."""
     held = x.sharding
     if held.dim is None or x.shape[held.dim] != 1:
         return x
@@ -119,14 +110,7 @@ def _lengths(shape: Shape, given: Shape | int) -> Shape:
 
 @dataclass(frozen=True)
 class Rows:
-    """A divided array in the shape (before, outer, length, after), with which its elements are moved in a reshape.
-
-    Reshaping joins or splits a group of neighboring dims, among them the divided dim. The elements of this group are
-    seen as a matrix of `outer` rows and `length` columns. Part k of the array holds the columns `begins[k]` to before
-    `ends[k]`.
-
-    before, after: the product of the lengths of the dims before the group, and after it.
-    """
+    """A divided array in the shape (before, outer, length, after), with which its elements are moved in a reshape."""
 
     before: int
     outer: int
@@ -137,8 +121,7 @@ class Rows:
     placed: Sharding
 
     def seen(self, part: Tensor, k: int) -> Tensor:
-        """Reshape part number k to (before, outer, columns of this part, after). These names are described at
-        `Rows`."""
+        """Reshape part number k to (before, outer, columns of this part, after)."""
         return part.reshape(self.before, self.outer, self.ends[k] - self.begins[k], self.after)
 
 

@@ -24,10 +24,7 @@ from meshwise.arrays.views import SIGNED, made
 
 @dataclass(frozen=True)
 class Run:
-    """A series of `count` entries along one dim of `source`, from entry `start` on in steps of `step`.
-
-    Step 0 repeats one entry.
-    """
+    """A series of `count` entries along one dim of `source`, from entry `start` on in steps of `step`."""
 
     source: Array
     start: int
@@ -45,12 +42,7 @@ def whole(x: Array, dim: int) -> Run:
 
 
 def joined(runs: Sequence[Run], dim: int, operation: str, placed: Sharding | None = None) -> Array:
-    """Join runs to an array along `dim`. Each `Run` is a series of entries of its source array.
-
-    All source arrays must have the same dtype, and the same shape except along `dim`.
-
-    placed: the sharding of the result. By default, it is chosen so that few entries move.
-    """
+    """Join runs to an array along `dim`."""
     first, sources = runs[0].source, [run.source for run in runs]
     shape = (*first.shape[:dim], sum(run.count for run in runs), *first.shape[dim + 1 :])
     placed = placed or _best(runs, dim)
@@ -82,12 +74,7 @@ def _best(runs: Sequence[Run], dim: int) -> Sharding:
 
 
 def as_held(runs: Sequence[Run], dim: int) -> Sharding:
-    """Return a sharding along `dim` for the array that results if runs are joined, so that few entries move.
-
-    Each device gets as many entries of the array as it holds in all runs together. If a source array is not divided
-    along `dim`, its run counts as divided evenly over its devices. The devices are in the order in which they appear in
-    the runs.
-    """
+    """Return a sharding along `dim` for the array that results if runs are joined, so that few entries move."""
     sizes: dict[int, int] = {}
     for run in runs:
         lies = run.source.sharding
@@ -103,10 +90,7 @@ def as_held(runs: Sequence[Run], dim: int) -> Sharding:
 
 
 def intervals(runs: Sequence[Run], dim: int, wanted: Sequence[Interval], operation: str) -> list[Tensor]:
-    """Join runs along `dim`, but make only the wanted intervals of the joined array, not the whole array.
-
-    The result has one tensor for each interval in `wanted` whose device is local. Intervals may overlap.
-    """
+    """Join runs along `dim`, but make only the wanted intervals of the joined array, not the whole array."""
     space, dtype = runs[0].source.space, runs[0].source.dtype
     shape = runs[0].source.shape
     pieces: list[Move] = []

@@ -27,11 +27,7 @@ FEWEST_A_PART = 8  # so that a round narrows, however many parts there are
 
 
 def order(values: Tensor, dim: int = 0, descending: bool = False) -> tuple[Tensor, Tensor]:
-    """Return (sorted values, indices) along `dim`, as torch.sort.
-
-    The sort is stable. NaN is greater than all numbers. Complex numbers are sorted by real part, then by imaginary
-    part.
-    """
+    """Return (sorted values, indices) along `dim`, as torch.sort."""
     if not values.is_complex():
         return torch.sort(values, dim=dim, descending=descending, stable=True)
     at = torch.sort(values.imag, dim=dim, descending=descending, stable=True).indices
@@ -49,10 +45,7 @@ def sort_values(values: Tensor, descending: bool = False) -> Tensor:
 
 
 def merge(runs: Sequence[Tensor], descending: bool = False) -> tuple[Tensor, Tensor]:
-    """Merge sorted vectors.
-
-    Returns the merged values, and the position of each value in the concatenation of the vectors.
-    """
+    """Merge sorted vectors."""
     joined = torch.cat(list(runs))
     if descending or not _by_numpy(joined):
         return order(joined, 0, descending)
@@ -75,12 +68,7 @@ def _by_numpy(values: Tensor) -> bool:
 
 @dataclass
 class _Window:
-    """What the function `cuts` knows about the r smallest elements of a vector. All parts of the vector are sorted.
-
-    low: elements of part k before low[k] are among the r smallest.
-    high: elements of part k from high[k] on are not among the r smallest. The elements between are undecided.
-    wanted: how many of the undecided elements are among the r smallest.
-    """
+    """What the function `cuts` knows about the r smallest elements of a vector. All parts of the vector are sorted."""
 
     low: list[int]
     high: list[int]
@@ -96,14 +84,7 @@ class _Window:
         return range(self.low[part] + self.step - 1, self.high[part], self.step)
 
     def narrow(self, parts: Tensor, step: int) -> None:
-        """Decide for more elements whether they are among the r smallest, with a sample of the undecided elements.
-
-        The sample has every `step`-th undecided element of each part. Take element number t of the sorted sample,
-        counted from 1. At least t * step undecided elements come up to it in sorted order, and at most (number of
-        parts) * (step - 1) more.
-
-        parts: the number of the part from which each element of the sorted sample comes.
-        """
+        """Decide for more elements whether they are among the r smallest, with a sample of the undecided elements."""
         count = len(self.low)
         if step == 1:
             self.low = [low + n for low, n in zip(self.low, _tally(parts[: self.wanted], count), strict=True)]
@@ -124,13 +105,7 @@ def _tally(parts: Tensor, count: int) -> list[int]:
 
 
 def cuts(x: Array, ranks: Sequence[int], *, descending: bool = False) -> list[list[int]]:
-    """Return how many of the r smallest elements of a vector are in each of its parts, for each r in `ranks`.
-
-    If `descending`, the r largest elements are counted. The call reads elements of the parts, so it waits for the
-    devices.
-
-    x: the vector. Each of its parts must be sorted as by the function `order`.
-    """
+    """Return how many of the r smallest elements of a vector are in each of its parts, for each r in `ranks`."""
     held = x.sharding
     windows = [_Window([0] * len(held.sizes), list(held.sizes), rank) for rank in ranks]
     while True:
@@ -156,10 +131,7 @@ def cuts(x: Array, ranks: Sequence[int], *, descending: bool = False) -> list[li
 
 
 def picked(x: Array, asked: Sequence[Sequence[int]]) -> tuple[Tensor, ...]:
-    """Return the elements at the given positions of each part, in host memory, on every rank.
-
-    Waits for the values.
-    """
+    """Return the elements at the given positions of each part, in host memory, on every rank."""
     here = zip(x.parts, x.space.local(x.sharding), strict=True)
     chosen = tuple(part[torch.tensor(asked[k], dtype=torch.int64)] for part, (k, _) in here)
     counts = tuple(map(len, asked))

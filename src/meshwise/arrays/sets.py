@@ -51,20 +51,14 @@ class UniqueInverse(NamedTuple):
 
 
 def unique_all(x: Array, /) -> UniqueAll:
-    """Return the distinct elements of `x` sorted, with their first positions, the inverse indices and the counts.
-
-    Each NaN counts as a distinct element. Waits for the values, because the shapes depend on them.
-    """
+    """Return the distinct elements of `x` sorted, with their first positions, the inverse indices and the counts."""
     found = _found(x, "unique_all", where=True)
     first = _picked(found, indices(found.flat, found.sorted, found.name), torch.int64)
     return UniqueAll(_values(found), first, _inverse(x, found), _counts(found))
 
 
 def unique_inverse(x: Array, /) -> UniqueInverse:
-    """Return the distinct elements of `x` sorted, and for each element of `x` its index among the distinct elements.
-
-    Waits for the values.
-    """
+    """Return the distinct elements of `x` sorted, and for each element of `x` its index among the distinct elements."""
     found = _found(x, "unique_inverse", where=True)
     return UniqueInverse(_values(found), _inverse(x, found))
 
@@ -82,12 +76,7 @@ def unique_values(x: Array, /) -> Array:
 
 @dataclass(frozen=True)
 class _Found:
-    """A flattened array after sorting, with the positions of its distinct elements.
-
-    begins: for each local part, a mask of the sorted elements that differ from the element before them.
-    counts: the number of elements in each part that the mask selects.
-    first: the position in each part of the first element that the mask selects.
-    """
+    """A flattened array after sorting, with the positions of its distinct elements."""
 
     flat: Array
     sorted: SortedParts
@@ -97,10 +86,7 @@ class _Found:
     name: str
 
     def spread(self, parts: Sequence[Tensor], dtype: torch.dtype) -> Array:
-        """Make a vector with one value for each distinct element, e.g. how often this element occurs in the array.
-
-        parts: the local parts of this vector.
-        """
+        """Make a vector with one value for each distinct element, e.g. how often this element occurs in the array."""
         lies = sharding(self.flat.sharding.places, 0, tuple(self.counts))
         return Array(tuple(parts), lies, (sum(self.counts),), dtype, self.flat.space)
 
@@ -139,12 +125,7 @@ def _unique(part: Tensor) -> Tensor:
 
 
 def flattened(x: Array, name: str) -> Array:
-    """Flatten `x` in row-major order, and split the resulting vector over the devices of `x`.
-
-    If `x` is not split, the vector lies on the first device of `x`.
-
-    name: the name of the calling operation, for the communication log.
-    """
+    """Flatten `x` in row-major order, and split the resulting vector over the devices of `x`."""
     if x.sharding.dim is None:
         x = reshard(x, sharding(x.sharding.places[:1]), name)
     found = reshape(x, (-1,))

@@ -18,11 +18,8 @@ Slices = tuple[slice, ...]
 
 @dataclass(frozen=True)
 class Sharding:
-    """How an array lies on devices. A place is the number of a device in the list of devices of the array's namespace.
-
-    If `dim` is None, each device in `places` holds all of the array. Otherwise the entries of `dim` are divided, in
-    order: part k has `sizes[k]` entries, and lies on the device `places[k]`. A part may be empty.
-    """
+    """How an array lies on devices. A place is the number of a device in the list of devices of the array's
+    namespace."""
 
     places: tuple[int, ...]
     dim: int | None = None
@@ -75,29 +72,20 @@ class Sharding:
 
 @functools.lru_cache(maxsize=4096)
 def sharding(places: tuple[int, ...], dim: int | None = None, sizes: tuple[int, ...] = ()) -> Sharding:
-    """Return the `Sharding` with these values. The result is cached.
-
-    Equal shardings are therefore mostly the same object, and compare fast by `is`.
-    """
+    """Return the `Sharding` with these values."""
     return Sharding(places, dim, sizes)
 
 
 @functools.lru_cache(maxsize=4096)
 def evenly(length: int, places: tuple[int, ...], dim: int = 0) -> Sharding:
-    """Divide `length` entries of `dim` over `places` as torch.tensor_split does.
-
-    The first parts are the longer ones.
-    """
+    """Divide `length` entries of `dim` over `places` as torch.tensor_split does."""
     each, more = divmod(length, len(places))
     return sharding(places, dim, tuple(each + (part < more) for part in range(len(places))))
 
 
 @functools.lru_cache(maxsize=4096)
 def by_weights(length: int, weights: tuple[float, ...]) -> tuple[int, ...]:
-    """Return sizes that add up to `length` and are in proportion to the weights.
-
-    The sizes with the largest fractional remainders are rounded up.
-    """
+    """Return sizes that add up to `length` and are in proportion to the weights."""
     total = math.fsum(weights)
     shares = [length * weight / total for weight in weights]
     sizes = [int(share) for share in shares]
@@ -109,13 +97,7 @@ def by_weights(length: int, weights: tuple[float, ...]) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Layout:
-    """A layout that a user asks for before the shape is known. Made by `xp.shard`, `xp.replicated` and `xp.single`.
-
-    dim: the divided dim, or None if the array is not divided.
-    sizes: the number of entries on each device.
-    weights: numbers to which the sizes are proportional, such as the speeds of the devices. Without sizes and weights,
-    the sizes differ by at most one.
-    """
+    """A layout that a user asks for before the shape is known. Made by `xp.shard`, `xp.replicated` and `xp.single`."""
 
     places: tuple[int, ...]
     dim: int | None = None
@@ -157,15 +139,7 @@ def fitting(wanted: Sharding, shape: Shape) -> Sharding:
 def as_layout(
     places: tuple[int, ...], dim: int, sizes: Sequence[int] | None, weights: Sequence[float] | None
 ) -> Layout:
-    """Make the layout in which a dim is divided over devices. `xp.shard` returns this layout.
-
-    Raises UsageError for invalid sizes or weights, or if both are given. Without sizes and weights, the numbers of
-    entries differ by at most one.
-
-    places: the numbers of the devices.
-    sizes: the number of entries on each device.
-    weights: a number for each device, to which its number of entries is proportional.
-    """
+    """Make the layout in which a dim is divided over devices."""
     if sizes is not None and weights is not None:
         raise UsageError("shard: sizes and weights both set the lengths of the parts. Give only one of the two.")
     for what, given in (("sizes", sizes), ("weights", weights)):
@@ -184,12 +158,7 @@ def as_layout(
 
 
 def overlaps(shape: Shape, held: Sharding, wanted: Sharding) -> Iterator[tuple[int, int, Slices, Slices]]:
-    """Yield the blocks of elements to copy when the sharding of an array changes from `held` to `wanted`.
-
-    Each block is a tuple (number of the source part, number of the target part, slices in the source part, slices in
-    the target part). Empty blocks are left out. If the array is replicated, a device that has a copy takes its blocks
-    from this copy.
-    """
+    """Yield the blocks of elements to copy when the sharding of an array changes from `held` to `wanted`."""
     for target, place in enumerate(wanted.places):
         wants = wanted.interval(shape, target)
         if held.dim is None:

@@ -48,12 +48,7 @@ class SlogDet(NamedTuple):
 
 
 def cholesky(x: Array, /, *, upper: bool = False) -> Array:
-    """Return the Cholesky factor L of a positive-definite matrix. The matrix equals L L^H, and L is lower triangular.
-
-    Raises LinAlgError for a matrix that is not positive definite.
-
-    upper: True returns the adjoint of L, an upper triangular matrix.
-    """
+    """Return the Cholesky factor L of a positive-definite matrix."""
     x = as_matrices("cholesky", x, square=True)
     if not (is_one_split(x) and is_large(x)):
         return matrix_of_each(x, "cholesky", partial(torch.linalg.cholesky, upper=upper))
@@ -63,11 +58,7 @@ def cholesky(x: Array, /, *, upper: bool = False) -> Array:
 
 
 def inv(x: Array, /) -> Array:
-    """Invert a matrix, or each matrix of a stack.
-
-    Raises LinAlgError for a singular matrix. If a matrix of at least 32 MiB is divided, all devices invert it together,
-    and the inverse is divided by columns.
-    """
+    """Invert a matrix, or each matrix of a stack."""
     x = as_matrices("inv", x, square=True)
     if not (is_one_split(x) and is_large(x)):
         return matrix_of_each(x, "inv", torch.linalg.inv)
@@ -87,10 +78,7 @@ def det(x: Array, /) -> Array:
 
 
 def slogdet(x: Array, /) -> SlogDet:
-    """Return the sign of the determinant and the logarithm of its absolute value.
-
-    For a complex matrix, the sign is a complex number of absolute value 1.
-    """
+    """Return the sign of the determinant and the logarithm of its absolute value."""
     x = as_matrices("slogdet", x, square=True)
     if not (is_one_split(x) and is_large(x)):
         return SlogDet(*of_each(x, "slogdet", torch.linalg.slogdet))
@@ -105,13 +93,7 @@ def slogdet(x: Array, /) -> SlogDet:
 
 
 def solve(x1: Array, x2: Array, /) -> Array:
-    """Solve x1 @ y = x2 for y. `x2` is a vector, or has the right-hand sides as columns.
-
-    Raises LinAlgError if `x1` is singular. If a matrix `x1` of at least 32 MiB is divided, all devices factor it
-    together. The solution is then divided by rows if there are few right-hand sides, and by columns if there are many.
-    If `x1` is smaller or undivided, it is sent to the devices that hold the right-hand sides, or the system is solved
-    on one device, whichever moves fewer bytes.
-    """
+    """Solve x1 @ y = x2 for y."""
     a, given = as_matrices("solve", x1, square=True), as_floats("solve", x2)
     if not given.shape or given.shape[-2 if len(given.shape) > 1 else 0] != a.shape[-1]:
         raise ValueError(f"solve of shapes {a.shape} and {given.shape}: the second array needs {a.shape[-1]} rows.")

@@ -32,10 +32,7 @@ from meshwise.arrays.views import axis_of
 
 
 def sort(x: Array, /, axis: int | None = -1, *, descending: bool = False, stable: bool = True) -> Array:
-    """Sort `x` along `axis`. If `axis` is None, `x` is flattened first.
-
-    NaN is greater than all numbers. The sort is always stable.
-    """
+    """Sort `x` along `axis`."""
     return _along(x, axis, descending, 0, "sort")
 
 
@@ -75,17 +72,8 @@ def _vector(x: Array, axis: int, descending: bool, wanted: int, name: str) -> Ar
 
 @dataclass(frozen=True)
 class SortedParts:
-    """The result of sorting a vector that is split over devices. Each device has as many elements as before the sort.
-
-    First, each part was sorted alone. Then the parts exchanged elements, and each part merged the elements that it
-    received. Each list except `sent` has one entry per local part. `local` and `merge` are empty unless they were
-    requested.
-
-    values: the sorted values.
-    local: the indices that sorted each part alone.
-    merge: the indices that sorted the elements that each part received, concatenated in the order of the senders.
-    sent: sent[k][j] is the number of elements that part k sent to part j, for all parts.
-    """
+    """The result of sorting a vector that is split over devices. Each device has as many elements as before the
+    sort."""
 
     values: list[Tensor]
     local: list[Tensor]
@@ -94,10 +82,7 @@ class SortedParts:
 
 
 def sort_parts(x: Array, name: str, *, descending: bool = False, where: bool = False) -> SortedParts:
-    """Sort a split vector.
-
-    where: True also records the original position of each element.
-    """
+    """Sort a split vector."""
     space, held = x.space, x.sharding
     local: list[Tensor] = []
     if where:
@@ -116,8 +101,7 @@ def sort_parts(x: Array, name: str, *, descending: bool = False, where: bool = F
 
 
 def indices(x: Array, done: SortedParts, name: str) -> list[Tensor]:
-    """Return the original index in `x` of each element of the sorted vector `done`. There is one tensor for each local
-    part."""
+    """Return the original index in `x` of each element of the sorted vector `done`."""
     held = x.sharding
     small = torch.int32 if max(held.sizes) < 2**31 else torch.int64
     came = swapped(x, done.sent, [at.to(small) for at in done.local], small, name)
@@ -131,11 +115,7 @@ def indices(x: Array, done: SortedParts, name: str) -> list[Tensor]:
 def swapped(
     x: Array, sizes: Sequence[Sequence[int]], parts: Sequence[Tensor], dtype: torch.dtype, name: str
 ) -> list[list[Tensor]]:
-    """Exchange entries between parts. Returns, for each local part, a list of what it receives from each part.
-
-    parts: one vector per local part of `x`.
-    sizes: the first `sizes[k][0]` entries of part k go to part 0, the next `sizes[k][1]` entries to part 1, and so on.
-    """
+    """Exchange entries between parts."""
     space, places = x.space, x.sharding.places
     segments = {}
     for (k, _), part in zip(space.local(x.sharding), parts, strict=True):

@@ -27,12 +27,7 @@ ALL = "all"
 
 @dataclass(frozen=True)
 class Space:
-    """The devices of a namespace. The number of a device is called its place.
-
-    names: the names by which users refer to the devices.
-    here: the places of this process, in order.
-    default_float: the dtype of arrays that are made from Python floats.
-    """
+    """The devices of a namespace. The number of a device is called its place."""
 
     devices: tuple[torch.device, ...]
     names: tuple[str, ...]
@@ -60,11 +55,7 @@ class Space:
         return [(part, place) for part, place in placed.numbered if place in self.here]
 
     def placed(self, shape: Shape, device: Any = None, wanted: Layout | Sharding | None = None) -> Sharding:
-        """Return the sharding of a new array.
-
-        `wanted` is used if given. Without `wanted`, the whole array lies on `device`. Without `device`, too, the array
-        is divided along its first dim over all devices.
-        """
+        """Return the sharding of a new array."""
         if isinstance(wanted, Layout):
             return self._known(wanted.of(shape))
         if wanted is not None and not isinstance(wanted, Sharding):
@@ -76,10 +67,7 @@ class Space:
         return evenly(shape[0], self.places) if shape else sharding((0,))
 
     def place(self, device: Any) -> int:
-        """Return the number of a device in this namespace. `device` is a name, such as "cuda:0", or the number itself.
-
-        Raises UsageError if the namespace has no such device.
-        """
+        """Return the number of a device in this namespace."""
         if isinstance(device, int) and not isinstance(device, bool) and 0 <= device < len(self.names):
             return device
         name = str(device)
@@ -92,11 +80,7 @@ class Space:
         return alike[0]
 
     def speeds(self, machine: Machine) -> list[float]:
-        """Return the memory bandwidth of each device in bytes per second.
-
-        The measured bandwidth is used if there is one, and otherwise the nominal bandwidth. Raises UsageError if
-        neither is known for some device.
-        """
+        """Return the memory bandwidth of each device in bytes per second."""
         known = {device.name: device.memory_rate or device.memory_bandwidth for device in machine.devices}
         pairs = zip(self.devices, self.names, strict=True)
         found = [known.get(str(device)) or known.get(name) for device, name in pairs]
@@ -119,10 +103,7 @@ class Space:
 
 
 def find_space(devices: Any, default_float: torch.dtype) -> Space:
-    """Return the `Space` of these devices. In a run with several ranks, return the space of the ranks' devices.
-
-    Raises UsageError for devices that do not exist, or that are not the devices of the ranks.
-    """
+    """Return the `Space` of these devices."""
     world = rank_context().world
     if world.size == 1:
         found = find_devices(devices)
@@ -149,10 +130,7 @@ def _asked_of_ranks(devices: Any) -> tuple[str, int | None]:
 
 @functools.cache
 def make_space(devices: tuple[torch.device, ...], default_float: torch.dtype, here: tuple[int, ...]) -> Space:
-    """Return the `Space` of these devices. The result is cached, so that equal spaces are the same object.
-
-    here: the numbers of the devices that belong to this process.
-    """
+    """Return the `Space` of these devices."""
     if len(here) < len(devices):
         names = tuple(f"{devices[0].type}:{rank}" for rank in range(len(devices)))
         return Space(devices, names, here, default_float)
@@ -165,10 +143,7 @@ def make_space(devices: tuple[torch.device, ...], default_float: torch.dtype, he
 
 
 def find_devices(devices: Any) -> tuple[torch.device, ...]:
-    """Return the torch devices that a user asks for, by default all GPUs, or one CPU if there are none.
-
-    Raises UsageError for devices that do not exist.
-    """
+    """Return the torch devices that a user asks for, by default all GPUs, or one CPU if there are none."""
     if devices is None:
         kind, count = accelerators()
         return _count(kind, count) if kind else _count("cpu", 1)

@@ -58,10 +58,7 @@ class Eigen(NamedTuple):
 
 
 def qr(x: Array, /, *, mode: str = "reduced") -> QR:
-    """Return the QR decomposition: Q with orthonormal columns, and an upper triangular R.
-
-    mode: "reduced" or "complete".
-    """
+    """Return the QR decomposition."""
     if mode not in ("reduced", "complete"):
         raise ValueError(f"qr: mode must be 'reduced' or 'complete', but it is {mode!r}.")
     x = as_matrices("qr", x)
@@ -72,10 +69,7 @@ def qr(x: Array, /, *, mode: str = "reduced") -> QR:
 
 
 def svd(x: Array, /, *, full_matrices: bool = True) -> SVD:
-    """Return the singular value decomposition: U, the singular values S in descending order, and the adjoint of V.
-
-    full_matrices: whether U and V are square.
-    """
+    """Return the singular value decomposition."""
     x = as_matrices("svd", x)
     wide = x.shape[-2] < x.shape[-1]
     tall = _tall(adjoint(x) if wide else x)
@@ -103,10 +97,7 @@ def svdvals(x: Array, /) -> Array:
 
 
 def pinv(x: Array, /, *, rtol: Any = None) -> Array:
-    """Return the pseudo-inverse of matrices.
-
-    rtol: singular values below `rtol` times the largest one count as 0. By default max(M, N) times eps.
-    """
+    """Return the pseudo-inverse of matrices."""
     x = as_matrices("pinv", x)
     u, s, vh = svd(x, full_matrices=False)
     kept = elementwise.FUNCTIONS["greater"](s, _cutoff(x, s, rtol))
@@ -117,10 +108,7 @@ def pinv(x: Array, /, *, rtol: Any = None) -> Array:
 
 
 def matrix_rank(x: Array, /, *, rtol: Any = None) -> Array:
-    """Return the number of singular values that are greater than `rtol` times the largest one.
-
-    rtol: by default max(M, N) times eps.
-    """
+    """Return the number of singular values that are greater than `rtol` times the largest one."""
     x = as_matrices("matrix_rank", x)
     s = svdvals(x)
     return reductions.count_nonzero(elementwise.FUNCTIONS["greater"](s, _cutoff(x, s, rtol)), axis=-1)

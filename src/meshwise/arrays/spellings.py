@@ -93,8 +93,7 @@ def _names_of(x: Any) -> Any:
 
 
 def dot(x1: Any, x2: Any, /) -> Any:
-    """Multiply as NumPy's `dot`: vectors and matrices as by `@`, numbers elementwise. For other shapes, products are
-    summed over the last dim of `x1` and the second to last dim of `x2`."""
+    """Multiply as NumPy's `dot`: vectors and matrices as by `@`, numbers elementwise."""
     x1 = as_array("dot", x1)
     xp = _names_of(x1)
     x2 = xp.asarray(x2)
@@ -178,10 +177,7 @@ def ptp(x: Any, /, axis: Any = None) -> Any:
 
 
 def average(x: Any, /, axis: Any = None, weights: Any = None) -> Any:
-    """Return the mean.
-
-    weights: a weight for each element, or for each entry along `axis`. By default, all weights are equal.
-    """
+    """Return the mean."""
     x = as_array("average", x)
     if weights is None:
         return x.mean(axis)
@@ -228,10 +224,7 @@ def sort_in_place(x: Array, /, axis: int = -1) -> None:
 
 
 def item(x: Array, /, *index: Any) -> Any:
-    """Return one element as a Python number. Waits for the value.
-
-    index: one index per dim, or one index in the flattened array. It may be left out if there is only one element.
-    """
+    """Return one element as a Python number."""
     if not index:
         return number(x)
     if len(index) == 1 and not isinstance(index[0], tuple):
@@ -254,10 +247,7 @@ def copy_of(x: Array, /) -> Array:
 
 
 def in_row_major_order(x: Any, /) -> Any:
-    """Implement NumPy's `ascontiguousarray`. The result has at least one dim.
-
-    `x` is copied if NumPy would have stored it in another order than row-major order.
-    """
+    """Implement NumPy's `ascontiguousarray`."""
     x = as_array("ascontiguousarray", x)
     return copy_of(x) if strides_of(x) is not None else x if x.shape else x.reshape(1)
 
@@ -283,8 +273,7 @@ def float_power(x1: Any, x2: Any, /) -> Any:
 def unique(
     x: Any, /, return_index: bool = False, return_inverse: bool = False, return_counts: bool = False, axis: Any = None
 ) -> Any:
-    """Return the distinct elements in ascending order. If asked for, also return the first position of each distinct
-    element, the index of each element of `x` among the distinct elements, and their counts."""
+    """Return the distinct elements in ascending order."""
     x = as_array("unique", x)
     if axis is not None:
         raise UsageError(f"unique(axis={axis}) is not supported. Leave axis out to find distinct elements.")

@@ -30,10 +30,7 @@ Function = Callable[[Tensor], Any]
 
 
 def as_matrices(name: str, given: Any, *, square: bool = False) -> Array:
-    """Convert `given` to an array of floats with at least two dims. Raises ValueError if it has fewer dims.
-
-    square: True also raises ValueError if the matrices in the last two dims are not square.
-    """
+    """Convert `given` to an array of floats with at least two dims."""
     x = as_floats(name, given)
     if len(x.shape) < 2 or (square and x.shape[-1] != x.shape[-2]):
         raise ValueError(
@@ -63,11 +60,7 @@ def is_one_split(x: Array) -> bool:
 
 
 def by_stack(x: Array, name: str, function: Function) -> Any:
-    """Apply `function` to each matrix of a stack. A single matrix counts as a stack with one matrix.
-
-    If the matrices are divided over devices, the stack is resharded first. Returns an array, or a tuple of arrays if
-    `function` returns several tensors.
-    """
+    """Apply `function` to each matrix of a stack."""
     stack = len(x.shape) - 2
     x = freed(x, {stack, stack + 1}, name)
     made = [called(name, function, part) for part in x.parts]
@@ -89,12 +82,7 @@ def _arrays(made: list[Any], array: Callable[[list[Tensor]], Array]) -> Any:
 
 
 def on_one(x: Array, name: str, function: Function, *, told: bool = False) -> Any:
-    """Gather a divided matrix on one device, and apply `function` to it.
-
-    A result is then divided along the same dim as `x`. A result without this dim stays on one device.
-
-    told: True warns that a whole array is gathered. For a large matrix, this warning is always given.
-    """
+    """Gather a divided matrix on one device, and apply `function` to it."""
     place = fullest(x.sharding)
     if told or is_large(x):
         whole = gathered(x, name, place)
@@ -107,21 +95,13 @@ def on_one(x: Array, name: str, function: Function, *, told: bool = False) -> An
 
 
 def of_each(x: Array, name: str, function: Function, *, told: bool = False) -> tuple[Array, ...]:
-    """Apply `function` to one matrix or to each matrix of a stack. A single divided matrix is gathered on one device
-    first.
-
-    told: True warns about this.
-    """
+    """Apply `function` to one matrix or to each matrix of a stack."""
     made = on_one(x, name, function, told=told) if is_one_split(x) else by_stack(x, name, function)
     return (made,) if isinstance(made, Array) else tuple(made)
 
 
 def matrix_of_each(x: Array, name: str, function: Function) -> Array:
-    """Apply a function that returns one tensor to a matrix, or to each matrix of a stack. A divided matrix is gathered
-    first.
-
-    name: the name of the operation, for logs and messages.
-    """
+    """Apply a function that returns one tensor to a matrix, or to each matrix of a stack."""
     return of_each(x, name, function)[0]
 
 
@@ -141,10 +121,7 @@ def one_matrix(x: Array) -> Array:
 
 
 def with_stack(found: Array, x: Array) -> Array:
-    """Add the leading dims of `x`, all of length 1, to a result that was computed without them.
-
-    found: the result. It was computed from the matrix `one_matrix(x)`.
-    """
+    """Add the leading dims of `x`, all of length 1, to a result that was computed without them."""
     more = x.shape[:-2]
     if not more:
         return found

@@ -46,11 +46,7 @@ def mean(x: Any, /, axis: Any = None, dtype: Any = None, *, keepdims: bool = Fal
 
 
 def var(x: Any, /, axis: Any = None, *, correction: float = 0.0, ddof: float = 0.0, keepdims: bool = False) -> Array:
-    """Return the variance over the given axes, by default of all elements.
-
-    The sum of squared distances from the mean is divided by the number of elements minus `correction`. NumPy's name for
-    `correction` is `ddof`.
-    """
+    """Return the variance over the given axes, by default of all elements."""
     x = as_floats("var", x)
     axes, dim = as_axes("var", axis, len(x.shape)), x.sharding.dim
     kind, shape = real_of(x.dtype), reduced_shape(x.shape, axes, keepdims)
@@ -85,11 +81,7 @@ def var(x: Any, /, axis: Any = None, *, correction: float = 0.0, ddof: float = 0
 
 
 def real_of_nan(part: Tensor) -> Tensor:
-    """Return the real part of a complex tensor. A real tensor is returned unchanged.
-
-    `var` uses it if there are no elements: the mean is then NaN, which is complex in a complex array, but a variance
-    must be real.
-    """
+    """Return the real part of a complex tensor."""
     return part.real.clone() if part.is_complex() else part
 
 

@@ -28,10 +28,7 @@ def of(shape: Shape, strides: Strides) -> tuple[int, ...]:
 
 @functools.lru_cache(maxsize=4096)
 def named(shape: Shape, strides: tuple[int, ...]) -> Strides:
-    """Return the strides, or None if they are the strides of row-major order.
-
-    Strides of dims of length 1 are ignored.
-    """
+    """Return the strides, or None if they are the strides of row-major order."""
     expected = 1
     for length, stride in zip(reversed(shape), reversed(strides), strict=True):
         if 0 not in shape and length > 1 and stride != expected:
@@ -91,14 +88,7 @@ def of_reshape(shape: Shape, strides: Strides, wanted: Shape) -> tuple[bool, Str
 
 @functools.lru_cache(maxsize=4096)
 def of_result(shape: Shape, operands: tuple[tuple[int, ...], ...]) -> Strides:
-    """Return the strides that NumPy gives to the result of an elementwise function (NumPy's order K).
-
-    The dims of the result are in the same order in memory as the dims of the operands. If the operands contradict each
-    other about two dims, these two dims are in row-major order.
-
-    operands: the strides of each operand for the dims of the result. They are 0 for a dim that the operand lacks or
-        repeats, and for a dim of length 1.
-    """
+    """Return the strides that NumPy gives to the result of an elementwise function (NumPy's order K)."""
     inner_first: list[int] = []
     for dim in reversed(range(len(shape))):
         at = len(inner_first)

@@ -58,10 +58,7 @@ def _cube_root(part: Tensor) -> Tensor:
 
 
 def angle(x: Any, /, deg: bool = False) -> Any:
-    """Return the angle of complex numbers, from -pi to pi.
-
-    deg: True returns degrees instead of radians.
-    """
+    """Return the angle of complex numbers, from -pi to pi."""
     x = as_array("angle", x)
     found = ELEMENTWISE["atan2"](imag(x), real(x))
     return found * (180 / math.pi) if deg else found
@@ -90,11 +87,7 @@ def _outer(x1: Array, x2: Any, name: str) -> Any:
 
 
 def as_ufunc(xp: Any, name: str, call: Any) -> None:
-    """Add the methods of NumPy's ufuncs to a function of two arrays.
-
-    `outer` is always added. `reduce` and `accumulate` are added if the namespace has a function for them. All other
-    methods raise an error that says what to write instead.
-    """
+    """Add the methods of NumPy's ufuncs to a function of two arrays."""
     call.outer = lambda x1, x2: _outer(xp.asarray(x1), x2, name)
     for method, (names, instead) in METHODS.items():
         rule = getattr(xp, names[name]) if name in names else None

@@ -21,10 +21,7 @@ LOWEST = torch.iinfo(torch.int64).min
 
 
 def of_wide(name: str, op: Op) -> Op:
-    """Wrap `op`, a function of one or two tensors, to support uint16, uint32 and uint64.
-
-    The wrapped function returns the dtype of its arguments. If `op` returns booleans, it returns booleans, too.
-    """
+    """Wrap `op`, a function of one or two tensors, to support uint16, uint32 and uint64."""
     of_64 = _by_order(op) if name in _ORDERS else _OF_64.get(name, op)
 
     def run(*given: Tensor) -> Tensor:

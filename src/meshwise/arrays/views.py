@@ -33,10 +33,7 @@ SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: to
 
 
 def as_bits(x: Array) -> Array:
-    """View an array in a signed type of the same size if torch cannot move elements of its dtype.
-
-    `as_before` undoes it.
-    """
+    """View an array in a signed type of the same size if torch cannot move elements of its dtype."""
     kind = SIGNED.get(x.dtype)
     return x if kind is None else Array(tuple(part.view(kind) for part in x.parts), x.sharding, x.shape, kind, x.space)
 
@@ -49,11 +46,7 @@ def as_before(x: Array, dtype: torch.dtype) -> Array:
 
 
 def by_bits(rule: Callable[..., Any]) -> Callable[..., Any]:
-    """Make a function also work for uint16, uint32 and uint64. The function must do nothing but move elements of its
-    first array.
-
-    It is called with signed integers of the same bits, and its result is converted back.
-    """
+    """Make a function also work for uint16, uint32 and uint64."""
 
     @functools.wraps(rule)
     def call(x: Array, /, *given: Any, **named: Any) -> Any:
@@ -68,10 +61,7 @@ def by_bits(rule: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def axis_of(axis: int, ndim: int, what: str) -> int:
-    """Return `axis` counted from the front.
-
-    Raises IndexError if it does not exist. NumPy's AxisError is an IndexError, too.
-    """
+    """Return `axis` counted from the front."""
     if not hasattr(axis, "__index__"):
         raise TypeError(f"{what}: axis must be an integer, but it is {axis!r}.")
     if not -ndim <= axis < ndim:
@@ -81,10 +71,7 @@ def axis_of(axis: int, ndim: int, what: str) -> int:
 
 def first_divided(shape: Shape, places: tuple[int, ...], dim: int = 0) -> Sharding:
     """Return a sharding that divides an array evenly over devices along a dim: the first dim, from `dim` on, with more
-    than one entry.
-
-    If `dim` is 0, the parts follow each other in row-major order.
-    """
+    than one entry."""
     while shape[dim] == 1 and dim + 1 < len(shape):
         dim += 1
     return evenly(shape[dim], places, dim)

@@ -5,8 +5,6 @@ is zero. This module computes that second derivative. It differentiates with res
 loss that have one row per sample and were made by a product with a parameter or by a custom autograd function.
 Selecting the hardest samples cannot be found in this way, since a selection has no derivative: such a loss is
 recognized by its sort or top-k operator.
-
-Tested in tests/guards/test_coupled_losses.py.
 """
 
 from __future__ import annotations
@@ -39,14 +37,7 @@ _seen: Any = WeakIdKeyDictionary()  # tensors of which a program has asked to se
 
 
 def couples_samples(loss: Tensor, samples: int) -> bool | None:
-    """Return True if a loss combines samples with each other, so that it is no mean or sum with one term per sample.
-    Return False for such a mean or sum, and None if this cannot be determined.
-
-    Runs the backward of the loss function twice, but not the backward of the model. Draws no random numbers and leaves
-    no gradients behind.
-
-    samples: the number of samples in the batch.
-    """
+    """Return True if a loss combines samples with each other, so that it is no mean or sum with one term per sample."""
     if samples < 2 or not loss.requires_grad or loss.grad_fn is None or loss.numel() != 1:
         return None
     found = _between(loss.grad_fn, samples)
@@ -141,11 +132,7 @@ def _compares(node: Any, kind: str, samples: int) -> bool:
 
 @functools.cache
 def notice_hooks() -> None:
-    """Record, from now on, which tensors get gradient hooks. `_has_hooked` needs this record.
-
-    A search for such tensors among all objects of the process would be dangerous. It would refer to every tuple for a
-    moment, and Python raises an error in a thread that is just building a tuple if something else refers to it.
-    """
+    """Record, from now on, which tensors get gradient hooks."""
     for name in ("register_hook", "retain_grad"):
         setattr(Tensor, name, _noticed(getattr(Tensor, name)))
 

@@ -4,8 +4,6 @@ The functions read the autograd graph: the operators that led to the loss, and t
 
 Autograd nodes keep operands and arguments in attributes named `_saved_…`, which are not public. The names used here are
 those of torch 2.13, in `tools/autograd/derivatives.yaml`.
-
-Tested in tests/engine/test_sum_losses.py.
 """
 
 from __future__ import annotations
@@ -54,12 +52,7 @@ LEAF = "torch::autograd::AccumulateGrad"
 
 
 def summed_loss(loss: Tensor) -> str:
-    """Return the name of a loss function that `loss` adds up over samples without dividing by their number. Return an
-    empty string if no such sum is found.
-
-    If `loss` adds several terms, each term is checked. Reads the values of constant factors, which waits for an
-    accelerator.
-    """
+    """Return the name of a loss function that `loss` adds up over samples without dividing by their number."""
     for node, following in _walk(loss.grad_fn):
         kind, below = node.name(), _below(node)
         if kind in KNOWN and getattr(node, "_saved_reduction", None) == SUM:
@@ -74,10 +67,7 @@ def summed_loss(loss: Tensor) -> str:
 
 def adds_rows(loss: Tensor, samples: int) -> bool:
     """Return whether `loss` is a sum of exactly `samples` terms that Python code has added up, one term for each
-    sample.
-
-    Each term must depend on a single row of data. Returns False if the sum is multiplied or divided by a number.
-    """
+    sample."""
     terms = list[Any]()
     for node, following in _walk(loss.grad_fn):
         kind, below = node.name(), _below(node)
@@ -166,11 +156,7 @@ def _reads_data(term: Any) -> bool:
 
 def uneven_mean(loss: Tensor, samples: int) -> str:
     """Return the `weight` that the user must pass to `mw.backward` for a loss that is a mean over items, such as
-    tokens, if samples may have different numbers of items. Return an empty string for any other loss.
-
-    The weight is source code, e.g. "(y != -100).sum()". It is "…" if the graph does not show the right weight. The call
-    reads a value from the graph, so it waits for an accelerator.
-    """
+    tokens, if samples may have different numbers of items."""
     for node, following in _walk(loss.grad_fn):
         kind = node.name()
         if kind.startswith("NllLoss") and getattr(node, "_saved_reduction", None) == MEAN:

@@ -1,8 +1,6 @@
 """Measure the machine: `meshwise bench`.
 
 It checks every path, and saves the result.
-
-Tested in tests/cli/test_bench.py and test_bench_hosts.py.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""List and verify the saved states of a run: `meshwise checkpoints`.
-
-Tested in tests/cli/test_checkpoints.py.
-"""
+"""List and verify the saved states of a run: `meshwise checkpoints`."""
 
 from __future__ import annotations
 

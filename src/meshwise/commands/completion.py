@@ -1,7 +1,4 @@
-"""Complete words in a shell: jobs, files, plan fields, devices, runs.
-
-Tested in tests/cli/test_completion.py.
-"""
+"""Complete words in a shell: jobs, files, plan fields, devices, runs."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Show devices here, in words, or in a file: `meshwise devices`.
-
-Tested in tests/cli/test_bench.py.
-"""
+"""Show devices here, in words, or in a file: `meshwise devices`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Show what the ranks of a run print: `meshwise logs`.
-
-Tested in tests/cli/test_submit.py.
-"""
+"""Show what the ranks of a run print: `meshwise logs`."""
 
 from __future__ import annotations
 

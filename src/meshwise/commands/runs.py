@@ -1,7 +1,4 @@
-"""List the runs that there are, and remove some: `meshwise runs`.
-
-Tested in tests/cli/test_runs.py.
-"""
+"""List the runs that there are, and remove some: `meshwise runs`."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
 """Decide whether an option after a script's name is the script's.
 
 This is decided by the script's source. If the source does not declare the option, it may be meant for meshwise.
-
-Tested in tests/cli/test_script_arguments.py.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Let a run save and end for good: `meshwise stop`.
-
-Tested in tests/cli/test_submit.py.
-"""
+"""Let a run save and end for good: `meshwise stop`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Write the weights of a run's saved state: `meshwise weights`.
-
-Tested in tests/cli/test_checkpoints.py.
-"""
+"""Write the weights of a run's saved state: `meshwise weights`."""
 
 from __future__ import annotations
 

@@ -200,8 +200,7 @@ def one_way(sends: Pairs, receives: Pairs, group: Group) -> None:
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """Return the bytes of `tensor` as a flat uint8 tensor. The result is a view if `tensor` is contiguous, else a
-    copy."""
+    """Return the bytes of `tensor` as a flat uint8 tensor."""
     flat = _contiguous(tensor.detach()).reshape(-1)
     # One element is contiguous to torch whatever its stride, but not to `view`.
     return flat.as_strided(flat.shape, (1,)).view(torch.uint8)

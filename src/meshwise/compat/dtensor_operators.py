@@ -6,8 +6,6 @@ tensor, although the parameters of alike blocks have the same ones, also on the 
 
 Both hooks are private. Read in torch 2.13: `distributed/tensor/_dispatch.py`, `_ops/utils.py`, `_dtensor_spec.py`,
 `_op_schema.py`. Strategies of another version are left as they are.
-
-Tested in tests/parallel/test_experts.py and tests/compat/test_strategies.py.
 """
 
 from __future__ import annotations

@@ -141,10 +141,7 @@ def _handled(self: FakeTensors, func: Any, types: Any, args: Any = (), kwargs: A
 
 
 def _without_constants(out: Any) -> None:
-    """Clear the attribute `constant` of fake tensors, and record its values by `give_value` instead.
-
-    torch keeps the real values of small fake tensors in `constant`. It would compute with them on the simulated device,
-    which does not exist."""
+    """Clear the attribute `constant` of fake tensors, and record its values by `give_value` instead."""
     for tensor in tensors_in(out):
         if isinstance(tensor, FakeTensor) and tensor.constant is not None:
             give_value(tensor, tensor.constant)
@@ -161,9 +158,7 @@ NORMS = (
 
 
 def _with_wide_statistics(func: Any, args: tuple[Any, ...], out: Any) -> Any:
-    """Return the results `out` of a normalization operator on bf16 or fp16 tensors, with its statistics in float32.
-    Real kernels return statistics in float32 (on a CPU only if the weight is float32), while torch's fake kernels
-    return them in the narrow dtype."""
+    """Return the results `out` of a normalization operator on bf16 or fp16 tensors, with its statistics in float32."""
     if operator_name(func) == "native_group_norm_backward":
         return (out[0] if out[0] is None else out[0].to(args[1].dtype), *out[1:])
     if operator_name(func) not in NORMS or out[1].dtype not in (torch.bfloat16, torch.float16):

@@ -6,7 +6,6 @@ Alike are calls of one operator with tensors of equal shapes, strides, offsets, 
 equal other arguments. torch's own cache of fake tensors does the same in ten times the time. What it leaves out is left
 out here: results that depend on values, changed sizes, tensors that are not fake.
 Read in torch 2.11, 2.13 and 2.15: `_subclasses/fake_tensor.py`, `_cached_dispatch_impl`, `FakeTensor.__new__`.
-Tested in tests/rehearsal/test_alike.py.
 """
 
 from __future__ import annotations
@@ -37,10 +36,7 @@ whether it is a view of that argument, and not the argument itself; shape, strid
 
 
 class Alike:
-    """The results of an operator call, kept to answer equal calls without running the operator.
-
-    written: the indices of the argument tensors to which the call writes.
-    noted: a dict for further facts about the call. The code that uses this object may add entries."""
+    """The results of an operator call, kept to answer equal calls without running the operator."""
 
     __slots__ = ("kind", "noted", "specs", "written")
 
@@ -50,17 +46,13 @@ class Alike:
 
     def outputs(self, mode: Any, tensors: list[Any]) -> Any:
         """Return new fake results for a call that is equal to the remembered one, without running the operator.
-        tensors: the argument tensors of the new call.
-        mode: the fake tensor mode in which to make the results."""
+        tensors: the argument tensors of the new call. mode: the fake tensor mode in which to make the results."""
         found = [spec and _made(spec, mode, tensors) for spec in self.specs]
         return found[0] if self.kind is None else self.kind(found)
 
 
 def key_of(func: Any, args: Iterable[Any], kwargs: dict[str, Any], tensors: list[Any]) -> tuple[Any, ...] | None:
-    """Return a key that is the same for calls of an operator with equal results. Return None if the operator must run
-    for every such call.
-
-    tensors: a list to which the tensors among the call's arguments are appended, in order."""
+    """Return a key that is the same for calls of an operator with equal results."""
     left_out = _is_left_out.get(func)
     if left_out is None:
         left_out = _is_left_out[func] = _leaves_out(func)
@@ -113,9 +105,7 @@ def found(key: tuple[Any, ...]) -> Alike | None:
 
 
 def remember(key: tuple[Any, ...], func: Any, args: Any, kwargs: Any, tensors: list[Any], out: Any) -> Alike | None:
-    """Keep the results `out` of an operator call under `key`, to answer equal calls. Return them as an `Alike`.
-
-    Return None, and keep nothing, if a later call with the same key might have different results."""
+    """Keep the results `out` of an operator call under `key`, to answer equal calls."""
     kind = type(out) if isinstance(out, list | tuple) else None
     if kind not in (None, list, tuple):
         return None

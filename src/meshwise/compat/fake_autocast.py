@@ -46,8 +46,7 @@ _cache: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}
 
 
 def register() -> list[torch.library.Library]:
-    """Make autocast work on the fake device. Each operator that autocast changes gets a kernel for this device, which
-    casts the arguments and then calls the operator. The kernels last as long as the returned libraries are alive."""
+    """Make autocast work on the fake device."""
     through = torch.library.Library("_", "IMPL")
     through.fallback(torch.library.fallthrough_kernel, KEY)
     library = torch.library.Library("aten", "IMPL")

@@ -216,11 +216,7 @@ def begin_record() -> None:
 
 
 def _save_pending() -> None:
-    """Save the Python error with which a backward is failing, so that `_backward_that_tells` can raise it. Do nothing
-    if there is no error.
-
-    While torch handles a failed backward, it calls the device guard, which is Python code. The guard fails because of
-    the pending error, and the user would see only the guard's error."""
+    """Save the Python error with which a backward is failing, so that `_backward_that_tells` can raise it."""
     try:
         _raise_pending()
     except BaseException as error:

@@ -5,7 +5,6 @@ These are the values that a program computes from numbers and from the integers 
 Models read such values: rates along the depth (`linspace(...).item()`), or whether a mask has zeros. A value is a real
 CPU tensor beside the fake one; what is computed from values alone has a value too. Views share real memory, so each of
 them shows writes in place; if a write cannot be carried out, all of them lose their value.
-Tested in tests/rehearsal/test_values.py.
 """
 
 from __future__ import annotations
@@ -75,12 +74,7 @@ def may_differ(fake: Tensor) -> bool:
 
 
 def concerns_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], fakes: list[Any]) -> bool:
-    """Return whether `with_values` should run an operator, to compute the values of fake tensors.
-
-    An operator with tensor arguments is run if all their values are known, or if it overwrites a tensor that had
-    values. `isnan` and `isinf` are always run. An operator without tensor arguments is run if it is small (see
-    `_is_small`).
-    fakes: the fake tensors among the arguments."""
+    """Return whether `with_values` should run an operator, to compute the values of fake tensors."""
     if not fakes:
         return _is_small(func, args, kwargs, fakes)
     if not any(_VALUE in fake.__dict__ for fake in fakes):  # nearly always
@@ -140,11 +134,7 @@ def _guessed(tensor: Tensor) -> float | None:
 def with_values(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[[], Any], mode: Any, needs: tuple[Any, ...]
 ) -> Any:
-    """Run an operator on fake tensors by calling `run()`, and return its result. If the values of all arguments are
-    known, also compute the values of the result on the CPU.
-
-    needs: the errors that `run` raises if the shape of the result depends on values. After such an error, the shape is
-    taken from the computed values, and the result is a new fake tensor of `mode`."""
+    """Run an operator on fake tensors by calling `run()`, and return its result."""
     given = list(tensors_in((args, kwargs)))
     if operator_name(func) in OVERWRITES:
         _find(given)
@@ -211,10 +201,7 @@ def _computed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _find(given: list[Tensor]) -> None:
-    """Mark the values of the fake tensor `given[0]` as known, because an operator is about to overwrite all of them.
-    `lose` may have marked them as unknown.
-
-    A view of a larger storage stays unknown, because the rest of the storage is not overwritten."""
+    """Mark the values of the fake tensor `given[0]` as known, because an operator is about to overwrite all of them."""
     value = _beside(given[0])
     if value is not None and value.nbytes == value.untyped_storage().nbytes():
         _lost.set(value, False)

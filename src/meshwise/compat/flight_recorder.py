@@ -54,8 +54,7 @@ def progress() -> list[GroupProgress]:
 
 
 def read_progress(dump: bytes) -> list[GroupProgress]:
-    """Return how far this rank has come in each process group, given a JSON dump of torch's flight recorder. Return an
-    empty list if the dump has another format."""
+    """Return how far this rank has come in each process group, given a JSON dump of torch's flight recorder."""
     try:
         told = json.loads(dump)
         return [_group(key, status, told.get("entries", [])) for key, status in told.get("pg_status", {}).items()]

@@ -75,10 +75,7 @@ _AWAITED: tuple[tuple[Any, Callable[[Listener, Any], None]], ...] = (
 
 def _telling(name: str, real: Any, tell: Callable[[Listener, Any], None]) -> Any:
     """Wrap `query` or `synchronize` of CUDA events or streams, so that it calls `tell(listener, event or stream)` if
-    the work is completed.
-
-    If the process has several threads, `synchronize` first sleeps for LATE seconds. During this time, a thread that
-    forgets to wait for this thread goes on, so that the listener sees the race."""
+    the work is completed."""
 
     def call(self: Any) -> Any:
         _told.later = True

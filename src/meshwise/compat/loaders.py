@@ -139,9 +139,7 @@ SPARED = (*WARNINGS, signal.SIGINT)
 
 @dataclass(frozen=True)
 class Spared:
-    """A `worker_init_fn` of a DataLoader that makes the worker ignore warning signals of schedulers (see `spare`).
-
-    then: the user's own `worker_init_fn`, which is called afterwards. None if there is none."""
+    """A `worker_init_fn` of a DataLoader that makes the worker ignore warning signals of schedulers (see `spare`)."""
 
     then: Callable[[int], Any] | None
 
@@ -152,8 +150,7 @@ class Spared:
 
 
 def spare() -> None:
-    """Make this DataLoader worker ignore SIGINT and the warning signals of schedulers. A SIGTERM from the rank that
-    started the worker still ends it. Call this function in the main thread."""
+    """Make this DataLoader worker ignore SIGINT and the warning signals of schedulers."""
     if hasattr(signal, "sigwaitinfo"):  # not on macOS and Windows
         signal.pthread_sigmask(signal.SIG_BLOCK, SPARED)
         threading.Thread(target=_wait, args=(os.getppid(),), name="meshwise-signals", daemon=True).start()

@@ -2,8 +2,6 @@
 
 torch's `model.to(torch.float64)` drops the imaginary parts of complex numbers; `store_model` keeps them. Read in torch
 2.11, 2.13 and 2.15: `nn/modules/module.py`, `to`.
-
-Tested in tests/script/test_generate.py, tests/parallel and tests/parallel/test_complex.py.
 """
 
 from __future__ import annotations

@@ -7,8 +7,6 @@ The functions of `torch.distributed` are wrapped, where Python calls them by tha
 An asynchronous exchange (`async_op=True`, `isend`, `irecv`) gets copies of its buffers. What it writes is NaN until its
 `wait` or its future ends; then the result is copied in. Two kinds of mistakes are noted: a buffer that changed while an
 exchange was writing or sending it, and an exchange that nobody has waited for.
-
-Tested in tests/equivalence/test_races.py.
 """
 
 from __future__ import annotations
@@ -72,8 +70,7 @@ class Perturbed:
             hold_stream(seconds)
 
     def call(self, name: str, real: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Call a function of torch.distributed with random delays. If the call is asynchronous, give it copies of its
-        tensors."""
+        """Call a function of torch.distributed with random delays."""
         self.delay()
         if name in ("isend", "irecv") or kwargs.get("async_op"):
             writes, reads = (None if at is None else args[at] for at in WRITES_AND_READS[name])
@@ -83,14 +80,7 @@ class Perturbed:
         return found
 
     def held(self, name: str, writes: Any, reads: Any, begin: Callable[[Any, Any], Any]) -> Any:
-        """Begin an asynchronous exchange, and return its handle. Return None if this rank is not in the process group.
-
-        The exchange works on copies. The program's tensors get the results when the program waits, so that reading them
-        earlier is noticed.
-        name: the name of the exchange, for messages.
-        writes: the tensors that receive.
-        reads: the tensors that are sent.
-        begin: begins the exchange on copies of `writes` and `reads`, and returns torch's handle."""
+        """Begin an asynchronous exchange, and return its handle."""
         exchange = _Exchange(self, f"{name} at {user_place() or 'meshwise'}", writes, reads)
         work = begin(exchange.hidden, exchange.sent)
         if work is None:  # this rank is in no group of it
@@ -135,8 +125,7 @@ class _Exchange:
         return getattr(self.__dict__["work"], name)
 
     def settle(self) -> None:
-        """Copy the received data into the program's tensors, because the exchange has ended. Record a race if the
-        program has meanwhile changed a tensor that was being received or sent."""
+        """Copy the received data into the program's tensors, because the exchange has ended."""
         if self.settled:
             return
         self.settled = True

@@ -22,10 +22,7 @@ from meshwise.spec.world import VARIABLES, World
 
 
 def be_alone(world: World, make: Callable[[], object]) -> Any:
-    """Call `make`, which creates an Accelerator, in such a way that accelerate sees a run of one process.
-
-    Return accelerate's `PartialState`, which all Accelerators of this process share. Its rank and local rank are this
-    process's real ones, so that only rank 0 writes files and logs."""
+    """Call `make`, which creates an Accelerator, in such a way that accelerate sees a run of one process."""
     states = import_module("accelerate.state")
     alone = {name: value for name, value in os.environ.items() if name not in VARIABLES}
     with mock.patch.dict(os.environ, alone | {"ACCELERATE_TORCH_DEVICE": world.device}, clear=True):
@@ -38,8 +35,7 @@ def be_alone(world: World, make: Callable[[], object]) -> Any:
 
 
 def seed_order(loader: DataLoader[Any], seed: int | None) -> None:
-    """Replace the random sampler of `loader` by accelerate's SeedableRandomSampler. The order of the samples in an
-    epoch is then determined by `seed` and the epoch's number, as with accelerate on one device."""
+    """Replace the random sampler of `loader` by accelerate's SeedableRandomSampler."""
     sampler: Any = loader.sampler
     seeded = import_module("accelerate.data_loader").SeedableRandomSampler(
         data_source=sampler.data_source,
@@ -87,8 +83,7 @@ def accumulates(trainer: Any) -> bool:
 
 
 def run_closure(plugin: Any, module: Any, optimizer: Any, closure: Any) -> Any:
-    """Run the closure of an optimizer step (forward, backward and gradient clipping), and return its result. plugin:
-    Lightning's precision plugin."""
+    """Run the closure of an optimizer step (forward, backward and gradient clipping), and return its result. plugin."""
     return plugin._wrap_closure(module, optimizer, closure)
 
 

@@ -82,14 +82,7 @@ def plain_loss(loss: Tensor, mesh: DeviceMesh) -> Tensor | None:
 
 
 def _separate(root: Any, mesh: DeviceMesh) -> None:
-    """Make each term of a loss get the right gradient in the backward. root: the autograd node of the loss.
-
-    A term computed from this rank's samples gets this rank's own gradient, as a plain tensor. A term computed only from
-    sharded parameters, such as a norm of weights, is the same on all ranks. It gets the average of the ranks'
-    gradients.
-
-    Hooks convert the gradients at the nodes where terms are added. Only nodes of single numbers are searched, because
-    DTensor refuses to be added to a plain tensor with more elements."""
+    """Make each term of a loss get the right gradient in the backward. root: the autograd node of the loss."""
     numbers, consumers = {root}, dict[Any, list[Any]]()
     open_nodes, sharded = [root], list[Any]()
     while open_nodes:

@@ -47,11 +47,7 @@ def _torch_handle(generator: torch.Generator) -> Handle:
 
 class _NumpyState:
     """Returns the state of numpy's global generator: the key, the position, whether a second normal number waits, and
-    that number.
-
-    numpy needs 40 µs for this, a look at the generator's memory takes half a microsecond. If the memory is that of the
-    last call, when no normal number was waiting, then nothing was drawn since, and the last state is returned.
-    """
+    that number."""
 
     def __init__(self) -> None:
         self._memory, self._state = b"", (b"", 0, 0, 0.0)
@@ -99,12 +95,7 @@ def handles_of(*holders: Any) -> tuple[Handle, ...]:
 
 @dataclass(frozen=True)
 class Draws:
-    """Two functions that draw the order of an epoch from the right state of the random generators.
-
-    Each function gets a function that draws. It sets the state, calls that function, and returns the result.
-    begin: for draws at the beginning of an epoch. If a loop resumes in the middle of an epoch, `begin` uses the state
-        from the beginning of the epoch, so that the draws are the same.
-    go_on: for all later draws. It uses the current state."""
+    """Two functions that draw the order of an epoch from the right state of the random generators."""
 
     begin: Callable[[Callable[[], Any]], Any]
     go_on: Callable[[Callable[[], Any]], Any]
@@ -143,8 +134,7 @@ class ProgramGenerator:
 
     @contextlib.contextmanager
     def drawing(self) -> Iterator[None]:
-        """Return a context manager for draws from the program's own random state. Inside a loop, where torch's
-        generator is seeded for each step, the program's state is used and advanced instead."""
+        """Return a context manager for draws from the program's own random state."""
         if self._loops == 0:
             yield
             return
@@ -158,24 +148,18 @@ class ProgramGenerator:
 
 
 class OrderGenerators:
-    """The generators from which a loader draws its order. Their states can be read, set and restored for a replay.
-
-    A loop that resumes in the middle of an epoch draws the order again from the state in which the epoch began. The
-    program's generators, which have drawn more numbers since then, keep their current states.
-    """
+    """The generators from which a loader draws its order. Their states can be read, set and restored for a replay."""
 
     def __init__(self, program: ProgramGenerator, handles: tuple[Handle, ...]) -> None:
         self._program, self._handles = program, handles
 
     def states(self) -> States:
-        """Return the states of the generators from which the order is drawn. For torch's generator, this is the state
-        outside of loops, even if this method is called inside a loop."""
+        """Return the states of the generators from which the order is drawn."""
         with self._program.drawing():
             return tuple(handle.state() for handle in self._handles)
 
     def set_states(self, states: States) -> None:
-        """Set the states of the generators from which the order is drawn. For torch's generator, this sets the state
-        outside of loops, even if this method is called inside a loop."""
+        """Set the states of the generators from which the order is drawn."""
         with self._program.drawing():
             for handle, state in zip(self._handles, states, strict=True):
                 handle.set_state(state)
@@ -189,11 +173,7 @@ class OrderGenerators:
         return states
 
     def draws(self, states: States, *, again: bool) -> Draws:
-        """Return the functions that draw the order of an epoch.
-
-        states: the states of the generators when the epoch began.
-        again: whether a loop resumes the epoch, and must draw the same order again. `begin` then draws from `states`,
-            and restores the current states of the generators afterwards."""
+        """Return the functions that draw the order of an epoch."""
         return Draws(partial(self._replay, states) if again else self._live, self._live)
 
     def _live(self, function: Callable[[], T]) -> T:

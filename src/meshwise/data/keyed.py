@@ -170,18 +170,13 @@ class KeyedDraws:
 
 
 class ExactDraws:
-    """Makes the random draws of a run independent of the number of devices.
-
-    In each microbatch, a rank draws its rows of the numbers that one device would draw.
-    """
+    """Makes the random draws of a run independent of the number of devices."""
 
     def __init__(self) -> None:
         self.unkeyed: set[str] = set()
 
     def of_microbatch(self, key: tuple[int, int, int], part: BatchSlice) -> KeyedDraws:
-        """Return the object that computes the random numbers for this rank's samples of a microbatch.
-        key: (seed, step, number of the microbatch).
-        part: this rank's samples of the microbatch."""
+        """Return the object that computes the random numbers for this rank's samples of a microbatch. key."""
         rows = Rows(part.first, len(part.indices), part.micro, part.samples)
         draws = KeyedDraws(key, rows, by_rows(rows), attention_as_operators=True)
         draws.unkeyed = self.unkeyed
@@ -290,8 +285,7 @@ def _random_normal(uniform: Uniform, given: Arguments) -> Tensor:
 
 
 def _whole_numbers(uniform: Tensor, given: Arguments) -> Tensor:
-    """Convert uniform numbers in [0, 1) to integers from `low` up to, but not including, `high`. In the arguments of
-    `random_`, these bounds are called `from` and `to`."""
+    """Convert uniform numbers in [0, 1) to integers from `low` up to, but not including, `high`."""
     low: Any = given.get("low", given.get("from", 0))
     high: Any = given["high"] if "high" in given else given.get("to")
     whole: Tensor = low + (uniform * ((2**24 if high is None else high) - low)).floor()
@@ -304,9 +298,7 @@ def _normal(uniform: Tensor) -> Tensor:
 
 
 def _in_place(turn: Callable[[Tensor, Arguments], Tensor]) -> Draws:
-    """Return a function that computes a random in-place operator, such as `normal_`, from uniform random numbers.
-
-    turn: converts numbers in [0, 1) to the operator's distribution, given the operator's arguments."""
+    """Return a function that computes a random in-place operator, such as `normal_`, from uniform random numbers."""
 
     def draw(uniform: Uniform, given: Arguments) -> Any:
         tensor = given["self"]
@@ -317,9 +309,7 @@ def _in_place(turn: Callable[[Tensor, Arguments], Tensor]) -> Draws:
 
 def _new(turn: Callable[[Tensor, Arguments], Tensor]) -> Draws:
     """Return a function that computes the new tensor of a random operator, such as `randn`, from uniform random
-    numbers.
-
-    turn: converts numbers in [0, 1) to the operator's distribution, given the operator's arguments."""
+    numbers."""
 
     def draw(uniform: Uniform, given: Arguments) -> Tensor:
         like: Tensor = given["self"] if "self" in given else torch.empty(0, device="cpu")

@@ -53,19 +53,14 @@ def epoch_order(seed: int, epoch: int, samples: int) -> Tensor:
 
 
 def part(start: int, stop: int, parts: int, index: int) -> tuple[int, int]:
-    """Divide the range [start, stop) into `parts` contiguous ranges, and return number `index`. Their sizes differ by
-    at most one."""
+    """Divide the range [start, stop) into `parts` contiguous ranges, and return number `index`."""
     size, rest = divmod(stop - start, parts)
     first = start + index * size + min(index, rest)
     return first, first + size + (index < rest)
 
 
 def world_part(start: int, stop: int, world: World) -> tuple[int, int]:
-    """Return this rank's part of the range [start, stop).
-
-    The sizes of the parts differ by at most one, or are in proportion to `world.shares`. Each rank gets at least one
-    sample if there are enough.
-    """
+    """Return this rank's part of the range [start, stop)."""
     count, size = stop - start, world.size
     if world.chunks:
         each = -(-count // size)
@@ -86,10 +81,7 @@ def divides_evenly(total: int, world: World) -> bool:
 def batch_bounds(
     samples: int, batch_size: int, begin: int = 0, left_out: Sequence[tuple[int, int]] = ()
 ) -> Iterator[tuple[int, int]]:
-    """Yield the begin and the end of each global batch, from sample `begin` on.
-
-    left_out: ranges of samples to skip.
-    """
+    """Yield the begin and the end of each global batch, from sample `begin` on."""
     if not left_out:
         starts = range(begin, samples, batch_size)
         return zip(starts, itertools.chain(starts[1:], (samples,)), strict=False)

@@ -36,10 +36,7 @@ LOOKS = 16
 
 @dataclass(frozen=True)
 class LoaderSettings:
-    """Settings for a DataLoader that reads a user's data set.
-
-    several: whether several ranks may read the same batch. Each rank then keeps only its own rows of the batch.
-    extra: other keyword arguments of the DataLoader."""
+    """Settings for a DataLoader that reads a user's data set."""
 
     collate: Callable[[list[Any]], Any] | None = None
     workers: int = 0
@@ -49,10 +46,7 @@ class LoaderSettings:
 
 
 def count_samples(data: Any, what: str) -> int:
-    """Return the number of samples in `data`. Raises DataError if it has no samples or no length.
-
-    what: the name of the data set for the message.
-    """
+    """Return the number of samples in `data`."""
     if isinstance(data, (tuple, dict)):
         tensors = list(data.values()) if isinstance(data, dict) else list(data)
         strange = [type(t).__name__ for t in tensors if not isinstance(t, Tensor) or t.dim() == 0]
@@ -94,8 +88,7 @@ def read_slices(read: Reader, slices: Iterable[BatchSlice], epoch: int) -> Itera
 
 
 def _batch_reader(data: Any, settings: LoaderSettings) -> Callable[[Tensor], Any] | None:
-    """Return a function that takes sample indices and returns a batch. Return None if `data` is neither tensors in
-    memory nor has a method `batch`."""
+    """Return a function that takes sample indices and returns a batch."""
     if _gives_batches(data):
         return data.batch  # type: ignore[no-any-return]
     ready_made = getattr(type(data), "__getitem__", None)  # a subclass may do more to its samples
@@ -119,21 +112,13 @@ def rows_at(tensor: Tensor, indices: Tensor) -> Tensor:
 
 
 def _gives_batches(data: Any) -> bool:
-    """Return True if `data` has the method `batch(indices)`. Hugging Face datasets do not count, as their method
-    `batch` does something else.
-    """
+    """Return True if `data` has the method `batch(indices)`."""
     method = getattr(data, "batch", None)
     return callable(method) and "indices" in inspect.signature(method).parameters
 
 
 class KeyedDataset(Dataset[Any]):
-    """A data set that is indexed by (epoch, index). Its random draws depend only on this pair and the seed.
-
-    Seeding costs 20 µs a sample. So batches are read without it until one has drawn random numbers. That batch is read
-    again, and from then on each sample is seeded.
-
-    If `data` has a method `__getitems__`, that method may return a collated batch, as torch's DataLoader allows.
-    """
+    """A data set that is indexed by (epoch, index). Its random draws depend only on this pair and the seed."""
 
     def __init__(self, data: Any, seed: int, several: bool = False) -> None:
         self.data, self.seed, self.several = data, seed, several
@@ -189,14 +174,10 @@ class KeyedDataset(Dataset[Any]):
 
 
 class seeded_by:
-    """Seeds torch, numpy and Python with a key for the with-body, and restores their states afterwards.
-
-    Enter it once per batch: saving and restoring the states takes 100 µs (70 µs of it for numpy), longer than seeding.
-    """
+    """Seeds torch, numpy and Python with a key for the with-body, and restores their states afterwards."""
 
     def __init__(self, *key: int) -> None:
-        """key: the numbers from which to compute the seed, e.g. (seed, epoch). Without a key, the generators are not
-        seeded, and their states are only restored at the end of the block."""
+        """key: the numbers from which to compute the seed, e.g."""
         self._key = key
 
     def __enter__(self) -> seeded_by:
@@ -206,11 +187,7 @@ class seeded_by:
         return self
 
     def has_drawn(self) -> bool:
-        """Return whether the `with` block of this object has drawn random numbers so far. The object must have been
-        made with a key.
-
-        To compare the states, this method seeds the generators as at the start of the block. Later draws therefore
-        repeat the first draws."""
+        """Return whether the `with` block of this object has drawn random numbers so far."""
         now = _states()
         _seed(*self._key)
         return now != _states()
@@ -232,11 +209,7 @@ def _seed(*key: int) -> None:
 
 
 class _KeyBatches:
-    """The batch sampler of a DataLoader that is used for many epochs.
-
-    Before an epoch, `batches` is set to the sample indices of its batches, and `epoch` to its number. Each batch is
-    yielded as a list of (epoch, index), from which `KeyedDataset` seeds the random draws of a sample.
-    """
+    """The batch sampler of a DataLoader that is used for many epochs."""
 
     def __init__(self) -> None:
         self.batches: Iterable[Tensor] = ()

@@ -55,17 +55,7 @@ _OF_WORKERS = ("worker_init_fn", "prefetch_factor", "persistent_workers", "multi
 
 @dataclass(frozen=True)
 class LoaderSpec:
-    """How the batches of a user's loader are divided among the ranks.
-
-    pairs: a function (draws, epoch, begin, most) that yields (this rank's rows of a batch, `BatchSlice`).
-        draws: how to draw the order. If None, the order depends on (seed, epoch) alone, as in states of earlier
-            versions.
-        begin: the number of samples of the epoch to skip, counted over all ranks. If each rank reads its own stream,
-            this rank skips its own rows of `begin // batch_size` batches.
-        most: if given, only one batch with at most this many samples is yielded. Streams ignore it.
-    drawn: the generators from which the order is drawn. Empty if the order is fixed.
-    own: whether each rank reads its own stream and draws independently.
-    draws_base_seed: whether reading an epoch draws the base seed of torch's DataLoader iterator."""
+    """How the batches of a user's loader are divided among the ranks."""
 
     length: int | None
     batch_size: int
@@ -105,8 +95,7 @@ def split_loader(loader: DataLoader[Any], seed: int, world: World, streams: str)
 
 
 def _rows(data: Any) -> Any:
-    """Return the samples of a tuple or dict as a list, and any other data set unchanged. If `reader` got a tuple or
-    dict, it would expect tensors with one row per sample in it."""
+    """Return the samples of a tuple or dict as a list, and any other data set unchanged."""
     return [data[index] for index in range(len(data))] if isinstance(data, (tuple, dict)) else data
 
 
@@ -144,10 +133,7 @@ def _shuffled(generator: torch.Generator | None, seed: int, samples: int) -> Ord
 def _ordered(
     loader: DataLoader[Any], seed: int, world: World, order_of: Order, *, drawn_again: bool = False
 ) -> LoaderSpec:
-    """Split a loader whose data set has a known size. `order_of` returns the order of the indices in an epoch.
-
-    drawn_again: whether to draw another order at the end of an epoch, as torch's sampler does. The order is not used,
-        but the draw advances the sampler's generator."""
+    """Split a loader whose data set has a known size."""
     samples, size = len(loader.dataset), loader.batch_size or 1  # type: ignore[arg-type]
     whole = samples - samples % size if loader.drop_last else samples
     read = reader(_rows(loader.dataset), _settings(loader, seed, world))
@@ -164,8 +150,7 @@ def _ordered(
 
 
 def _foreign(loader: DataLoader[Any], seed: int, world: World) -> LoaderSpec:
-    """Split the batches of the user's own sampler. The sampler runs on every rank, and each rank keeps its rows of the
-    sampler's batches."""
+    """Split the batches of the user's own sampler."""
     read = reader(_rows(loader.dataset), _settings(loader, seed, world))
     batch_sampler: Iterable[list[int]] = loader.batch_sampler  # type: ignore[assignment]
 
@@ -191,8 +176,7 @@ def _keyed_batches(batches: Iterable[Any], seed: int, epoch: int, begin: int) ->
 
 
 def _behind(begin: int, batches: Iterator[list[Any]]) -> Iterator[list[Any]]:
-    """Return an iterator over `batches` without the batches that lie within the first `begin` samples. The batches to
-    skip are read before this function returns, because their lengths must be counted."""
+    """Return an iterator over `batches` without the batches that lie within the first `begin` samples."""
     end = 0
     while end < begin and (batch := next(batches, None)) is not None:
         end += len(batch)
@@ -245,8 +229,7 @@ def _skipped(items: Iterator[Any], count: int) -> tuple[Iterator[Any], Any]:
 
 
 def _ready(loader: DataLoader[Any], world: World) -> LoaderSpec:
-    """Split a loader with `batch_size=None`, whose data set returns complete batches. Every rank reads each batch, and
-    keeps its own rows."""
+    """Split a loader with `batch_size=None`, whose data set returns complete batches."""
 
     def pairs(draws: Draws | None, epoch: int, begin: int, most: int | None = None) -> Pairs:
         go_on = draws.go_on if draws else _call
@@ -288,10 +271,7 @@ def _cut(batch: Any, first: int, count: int) -> Any:
 
 
 def _compared(count: int, checksum: int) -> list[int]:
-    """Return how many items each rank has read. Collective.
-
-    Raises DataError if all ranks have read equally many items, but the items differ.
-    """
+    """Return how many items each rank has read."""
     counts, sums = collectives.all_gather(torch.tensor([count, checksum])).T.tolist()
     if len(set(sums)) != 1 and len(set(counts)) == 1:
         raise DataError(
@@ -301,8 +281,7 @@ def _compared(count: int, checksum: int) -> list[int]:
 
 
 def _checksum(items: Any) -> int:
-    """Return a cheap checksum of samples, by which ranks notice that they have loaded different samples. It covers
-    about 64 numbers of each tensor or array, and all numbers, texts and bytes."""
+    """Return a cheap checksum of samples, by which ranks notice that they have loaded different samples."""
     told = []
     for leaf in all_leaves(items):
         if isinstance(leaf, numpy.ndarray) and leaf.dtype.kind in "biuf":

@@ -33,17 +33,12 @@ class Wrapper:
         self._fed: Iterator[Any] | None = None
 
     def take(self) -> Iterator[Any] | None:
-        """Return the DataLoader's batches if the wrapping loader asks for them, which is the first call in a loop.
-        Return None at later calls, which come from other code."""
+        """Return the DataLoader's batches if the wrapping loader asks for them, which is the first call in a loop."""
         fed, self._fed = self._fed, None
         return fed
 
     def pairs(self, inner: Iterator[tuple[Any, BatchSlice]]) -> Iterator[tuple[Any, BatchSlice]]:
-        """Yield each batch of the wrapping loader with its `BatchSlice`.
-
-        inner: the DataLoader's batches, each with its `BatchSlice`.
-
-        Raises UsageError if the wrapping loader yields more or fewer batches than it reads from the DataLoader."""
+        """Yield each batch of the wrapping loader with its `BatchSlice`."""
         read: deque[BatchSlice] = deque()
 
         def feed() -> Iterator[Any]:
@@ -76,10 +71,7 @@ def loader_inside(thing: Any) -> str | None:
 
 
 def read_through(outer: Any, name: str, inner: _Loader) -> Wrapper:
-    """Make the loader `outer` read from `inner`, which is assigned to its attribute `name`.
-
-    The class of `outer` is replaced by a subclass of the same name.
-    """
+    """Make the loader `outer` read from `inner`, which is assigned to its attribute `name`."""
     kind = type(outer)
     setattr(outer, name, inner)
     wrapper = Wrapper(kind.__name__, lambda: kind.__iter__(outer))

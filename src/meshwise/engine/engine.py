@@ -79,18 +79,7 @@ class Notices:
 
 @dataclass(eq=False)
 class Given:
-    """The objects that the program gave to `mw.distribute`, except its models and optimizers.
-
-    stream: the random numbers of models, in a program by rank that has called `mw.split`; else None.
-    schedulers: the learning rate schedulers.
-    fed: weak references to the schedulers with a `step` that takes a metric, e.g. ReduceLROnPlateau.
-    loaders: the distributed loaders.
-    loop_states: the objects that `mw.checkpoint` returned, each a `LoopState` (script/checkpoint.py).
-    earlier: objects that were given by earlier programs in this process.
-    waits: True in the middle of a Lightning step that takes several batches. A run that is asked to stop finishes such
-        a step first, because Lightning does not save its gradients.
-    saves: how often each file was saved. The counts are equal on all ranks, so they name the same save on every rank.
-    loads: how often a file was loaded. The count is equal on all ranks."""
+    """The objects that the program gave to `mw.distribute`, except its models and optimizers."""
 
     stream: ModelStream | None = None
     schedulers: weakref.WeakSet[LRScheduler] = field(default_factory=weakref.WeakSet)
@@ -109,8 +98,7 @@ class Given:
         self.schedulers.add(scheduler)
 
     def finishes_epoch(self) -> bool:
-        """Return whether the program should continue although the run was asked to stop. If so, it must first finish
-        its step (see `waits`) or its epoch (see `LoopState.finishes_epoch`)."""
+        """Return whether the program should continue although the run was asked to stop."""
         return self.waits or any(state.finishes_epoch() for state in self.loop_states)
 
     def close(self) -> None:

@@ -14,8 +14,6 @@ forward_ends(), program_begins(), evaluations_end(), program_ends().
 
 A listener returns nothing and steers nothing. An event without listeners costs nothing. A listener may leave after its
 probation: a number of backwards, which all ranks count alike, or in each loop a number of batches.
-
-Tested in tests/engine/test_events.py.
 """
 
 from __future__ import annotations
@@ -49,13 +47,7 @@ class When(enum.IntEnum):
 
 @dataclass(eq=False)
 class Probation:
-    """A listener of an engine's events, which may be called only for a limited time.
-
-    only: the names of the events at which the listener is called.
-    backwards: the number of backwards after which the listener is no longer called. The backwards of all loops count.
-    batches: the number of batches in a loop after which the listener is no longer called in this loop.
-    anew: a function that is called when `backwards` is counted from 0 again, see `Events.begins`.
-    whole: the events at which it is called once the program sees whole batches; empty if it is left out then."""
+    """A listener of an engine's events, which may be called only for a limited time."""
 
     listener: object
     when: When
@@ -68,12 +60,7 @@ class Probation:
 
 
 class OfLoop(NamedTuple):
-    """The listeners' methods to call at the next batches of a loop.
-
-    state: the `Events.state` for which these methods were looked up.
-    due: after this many batches of the loop, a listener expires, and the methods must be looked up again.
-    asked: the methods to call when the loop asks for a batch.
-    given: the methods to call when the loop gets a batch."""
+    """The listeners' methods to call at the next batches of a loop."""
 
     state: object
     due: float
@@ -110,14 +97,7 @@ class Events:
         anew: Callable[[], None] | None = None,
         whole: tuple[str, ...] | None = None,
     ) -> None:
-        """Call the methods of `listener` at events. For example, call `listener.step_ends` at the event `step_ends`.
-
-        when: the position of the listener in the order of calls.
-        only: the events at which to call the listener.
-        backwards: the number of backwards after which the listener is no longer called.
-        batches: the number of batches in a loop after which the listener is no longer called in this loop.
-        anew: a function that is called when `backwards` is counted from 0 again, see `begins`.
-        whole: the events at which to call it once the program sees whole batches; by default, these are no others."""
+        """Call the methods of `listener` at events."""
         kept = tuple(name for name in only if hasattr(listener, name))
         then, ends = kept if whole is None else whole, self._backwards() + backwards
         self._all.append(Probation(listener, when, kept, backwards, batches, anew, then, ends))
@@ -143,8 +123,7 @@ class Events:
                 hear(*facts)
 
     def begins(self) -> None:
-        """Count the `backwards` of each listener from 0 again, and call the listener's function `anew`. Called when a
-        new training program begins, and at the 1st, 2nd, 4th, 8th ... loop at a source line."""
+        """Count the `backwards` of each listener from 0 again, and call the listener's function `anew`."""
         for each in self._all:
             each.ends = self._backwards() + each.backwards
             if each.anew is not None:
@@ -162,8 +141,7 @@ class Events:
         self.state = object()
 
     def of_loop(self, given: int) -> OfLoop:
-        """Return the listeners' methods to call at the next batches of a loop. Listeners that have expired in this loop
-        are left out. given: how many batches the loop has yielded so far."""
+        """Return the listeners' methods to call at the next batches of a loop."""
         now = [each for each in self._hearing() if each.batches > given]
         due = min((each.batches for each in now), default=math.inf)
         return OfLoop(self.state, due, _heard(now, "batch_asked"), _heard(now, "batch_given"))

@@ -1,8 +1,6 @@
 """Track what this rank has read in a script's loops.
 
 Sums over ranks need it.
-
-Tested in tests/script/test_over_ranks.py.
 """
 
 from __future__ import annotations
@@ -56,11 +54,7 @@ class Loops:
         self._places = Counter[object]()
 
     def is_elsewhere(self, loop: LoopRead) -> bool:
-        """Return whether listeners should observe this loop as if it were new. Also set `loop.place` to the user's
-        source line.
-
-        Loops are counted for each source line and loader. The result is True for the 1st, 2nd, 4th, 8th, ... loop,
-        because a program may change what it does in later epochs."""
+        """Return whether listeners should observe this loop as if it were new."""
         loop.place, place = user_place(), (user_lines(), loop.loader)
         self._places[place] += 1
         return self._places[place].bit_count() == 1
@@ -81,8 +75,7 @@ class Loops:
         self.ended = None
 
     def end(self, read: LoopRead) -> BatchSlice | None:
-        """Record that the loop `read` has ended. Return this rank's slice of the current batch of the enclosing loop,
-        or None if there is no such loop."""
+        """Record that the loop `read` has ended."""
         for reads in (self._open, self.round):
             if read in reads:
                 reads.remove(read)
@@ -90,14 +83,7 @@ class Loops:
         return self._open[-1].part if self._open else None
 
     def check_one_share(self, verb: str, *, weighed: bool) -> None:
-        """Raise UsageError if it is not known over which batch a value is a mean.
-
-        The value may belong to the current batch of every loop since the last backward. For mw.backward, it may also
-        belong to an earlier batch of a loop. The ranks must have the same shares of all these batches.
-
-        verb: the function that was called with the value, e.g. "mw.backward".
-        weighed: whether the program gave a weight for the value. The shares may then differ, but the number of ranks
-            without samples must be the same in all batches."""
+        """Raise UsageError if it is not known over which batch a value is a mean."""
         backward = verb == "mw.backward"
         parts = [part for read in self.round for part in (read.earlier if backward else None, read.part) if part]
         padded = {min(part.total, self.ranks) for part in parts}
@@ -118,10 +104,7 @@ class Loops:
         )
 
     def backward(self, *, weighed: bool) -> None:
-        """Record that a backward has run. Later values of `mw.sum` do not belong to the batches before this backward.
-
-        weighed: whether the program gave a weight for the loss. If several loops run together, as by `zip`, their
-            current batches then stay in `round`, because the next value may belong to any of these batches."""
+        """Record that a backward has run."""
         self._weighed = weighed and len(self.round) > 1
         self.round = self.round if self._weighed else []
         self.ended = None if self._open else self.ended

@@ -25,10 +25,7 @@ CONTAINERS = (list, dict, set, deque, defaultdict, Counter, OrderedDict)
 
 
 class ModuleState:
-    """What calls of modules may write to.
-
-    written: the attributes that runs have set to other values.
-    """
+    """What calls of modules may write to."""
 
     def __init__(self, modules: list[nn.Module]) -> None:
         self.modules = modules

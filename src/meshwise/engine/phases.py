@@ -59,8 +59,7 @@ class Phases:
 
     @property
     def step_done(self) -> bool:
-        """Whether a step has ended that is not counted in `steps` yet. `steps` is updated when the next batch is
-        requested."""
+        """Whether a step has ended that is not counted in `steps` yet."""
         return self._open and (self._stepped or not self.optimizers)
 
     @property
@@ -87,8 +86,7 @@ class Phases:
         self.steps = steps
 
     def batch_asked(self, loop: LoopRead | None) -> None:
-        """Record that a loop requests its next batch, which may not exist. loop: None if the program makes the batch by
-        `mw.split`."""
+        """Record that a loop requests its next batch, which may not exist. loop."""
         self._recorder = current()
         if self._open and (self._stepped or not self.optimizers):
             self.steps += 1
@@ -109,8 +107,7 @@ class Phases:
             self._close_range()
 
     def loop_ends(self, loop: LoopRead) -> None:
-        """Record that a loop gets no further batch. The phase `data` ends, and becomes `idle`. If an error has ended
-        the loop, the phase remains `data`, so that the report of the error names this phase."""
+        """Record that a loop gets no further batch."""
         if current().phase == "data":
             self.since = None
             if sys.exc_info()[0] is None:
@@ -138,11 +135,7 @@ class Phases:
             self._range = open_range("backward")
 
     def backward_ends(self, mean: Tensor | None, own: Tensor | None) -> None:
-        """Record the end of a backward. Also record the global loss `mean`, if the last record is older than LOSS_EVERY
-        seconds.
-
-        mean: None if the backward raised an error. The phase then remains `backward`, so that the report of the error
-        names it."""
+        """Record the end of a backward."""
         if self._range is not None:
             self._close_range()
         assert self.since is not None

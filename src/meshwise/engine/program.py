@@ -42,13 +42,7 @@ WHOLE_STATE = "An optimizer that was not given to mw.distribute keeps its whole 
 
 @dataclass(frozen=True)
 class _Holds:
-    """The parameters that an optimizer holds.
-
-    count: the number of these parameters.
-    ours: whether any of them belongs to the program's models.
-    foreign: the parameters that belong to none of the program's models.
-    replaced: whether the plan has put a new parameter in place of any of them.
-    new: whether the optimizer has made no step with these parameters yet."""
+    """The parameters that an optimizer holds."""
 
     count: int
     ours: bool
@@ -63,12 +57,7 @@ class Program:
     def __init__(
         self, world: World, samples: Callable[[], int | None], notify: Callable[[str], None], *, piggyback_loss: bool
     ) -> None:
-        """Begin with no models.
-
-        samples: returns how many samples this rank works on: 0 for a padding sample, None outside of loops over
-            batches.
-        notify: prints a line for the user.
-        piggyback_loss: whether the loss is sent along with the gradients, as most backwards also average the loss."""
+        """Begin with no models."""
         self.world, self._samples, self._notify, self._piggyback_loss = world, samples, notify, piggyback_loss
         self.plan: Plan | None = None
         self.reduction: Reduction | None = None
@@ -129,8 +118,7 @@ class Program:
         return "cpu" if first is None else str(first.device)
 
     def begins_with(self, models: Sequence[nn.Module]) -> bool:
-        """Return whether a new training program begins with these models. This is so if any model is new, and the
-        current program has run a backward already. If so, record where the new program begins."""
+        """Return whether a new training program begins with these models."""
         new = any(all(model is not known for known in self.models) for model in models)
         begins = new and self.backwards > self.began
         if begins:
@@ -166,11 +154,7 @@ class Program:
             self.add_optimizer(optimizer)
 
     def forget_unused(self) -> None:
-        """Forget models that the program no longer uses. If no model is left, forget the plan too. Collective if there
-        were any models.
-
-        All ranks collect garbage first, so that a model without references is gone from memory. A model is kept only if
-        it exists on all ranks. For example, a copy of the best model that only rank 0 keeps is forgotten."""
+        """Forget models that the program no longer uses."""
         if not self._roots:
             return
         self.in_use = []
@@ -282,8 +266,7 @@ class Program:
         self._stepped.clear()
 
     def reduced_backward(self, loss: Tensor, last: bool, factor: Callable[[], Tensor] | None) -> None:
-        """Run the backward of a microbatch of a job. last: whether this is the last microbatch of its step. If so,
-        gradients are averaged over the ranks, and multiplied by `factor()` if `factor` is given."""
+        """Run the backward of a microbatch of a job. last: whether this is the last microbatch of its step."""
         if self.reduction is not None:
             self.reduction.backward(loss, reduce=last, factor=factor, whole=True)
         else:
@@ -298,8 +281,7 @@ class Program:
                     p.grad.mul_(by.to(p.grad.dtype))
 
     def check_step(self, optimizer: Optimizer) -> bool:
-        """Prepare a step of `optimizer`: reduce the gradients that are not reduced yet. Return whether the optimizer
-        belongs to the program. Raise UsageError if this step would make the ranks diverge without an error."""
+        """Prepare a step of `optimizer`: reduce the gradients that are not reduced yet."""
         reduction, own, holds = self.reduction, weakref.ref(optimizer), self.holds(optimizer)
         ours = holds.ours
         if reduction is not None or self._replaced:
@@ -339,8 +321,7 @@ class Program:
             raise UsageError(NOT_OURS if none else STEPPED_TWICE)
 
     def holds(self, optimizer: Optimizer) -> _Holds:
-        """Return which parameters the optimizer holds. The parameters are looked up again if the optimizer or the
-        program has got new parameters."""
+        """Return which parameters the optimizer holds."""
         count = 0
         for group in optimizer.param_groups:
             count += len(group["params"])

@@ -64,8 +64,7 @@ def draw_alike() -> int:
 
 
 def seed_draws(world: World, *key: int) -> None:
-    """Seed this rank's random draws (dropout) by its rank and by `key`, such as (seed, step). A resumed run then draws
-    the same numbers, and different ranks draw independently. Rank 0 draws the same numbers as one device."""
+    """Seed this rank's random draws (dropout) by its rank and by `key`, such as (seed, step)."""
     seed_generators(world.device, mixed(*key, world.rank))
 
 
@@ -100,10 +99,7 @@ class StepDraws:
         self._before: list[Tensor] = []
 
     def begins(self, key: tuple[int, int] | None) -> None:
-        """Seed the generators for the random draws of an optimizer's step.
-
-        key: the key of the current batch. None before the first batch that has a key: nothing is done then, because all
-            ranks still draw the same numbers."""
+        """Seed the generators for the random draws of an optimizer's step."""
         if key is None:
             return
         self._last, self._steps = key, self._steps + 1 if key == self._last else 0
@@ -119,10 +115,7 @@ class StepDraws:
 
 class ModelStream:
     """Gives models the random numbers of their forward, once the program has called `mw.split`. They are keyed by the
-    state of the program's stream, the batches since it moved, and the rank.
-
-    paused: returns True while models must draw from torch's generator instead. This is so in a loop over a distributed
-        loader and in `meshwise check`, which seed that generator for each batch."""
+    state of the program's stream, the batches since it moved, and the rank."""
 
     def __init__(self, world: World, paused: Callable[[], bool]) -> None:
         self._world, self._paused = world, paused
@@ -147,8 +140,7 @@ class ModelStream:
         self._states = None
 
     def close(self) -> None:
-        """Remove the hooks from the models. From then on, models draw from torch's generator like the rest of the
-        program."""
+        """Remove the hooks from the models."""
         for handle in self._handles:
             handle.remove()
 

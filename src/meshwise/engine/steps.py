@@ -9,7 +9,6 @@
     optimizer   the program's own: every rank makes the same step
 
 A job runs the forwards and backwards of its microbatches itself (job/step.py).
-Tested in tests/script/test_distribute.py.
 """
 
 from __future__ import annotations
@@ -69,13 +68,7 @@ def batches(
     limited: Callable[[int], Iterator[Batch]] | None = None,
     loop: LoopRead | None = None,
 ) -> Generator[Batch, None, None]:
-    """Yield batches from `source` while all ranks continue. Set `engine.stopped` if the run was asked to stop.
-
-    name: what the loop is called in reports.
-    size: the number of samples in a batch.
-    limited: returns an iterator whose next batch has at most n samples, for `limited(n)`. It is read instead of
-        `source` if `engine.watcher` wants a smaller batch, e.g. the last batch of a check.
-    loop: the record of this loop, if it is a loop of a script or the training loop of a job."""
+    """Yield batches from `source` while all ranks continue."""
     now = loop or LoopRead()
     pass_by(AS_WRITTEN)  # not what hooks of models call, which is compiled with them
     if engine.script and engine.world.size > 1 and engine.reads.is_elsewhere(now):
@@ -142,10 +135,7 @@ def backward(
 def _run_backward(
     engine: Engine, loss: Tensor, before: Tensor, weight: Tensor | float | None, part: BatchSlice | None, summed: bool
 ) -> Tensor:
-    """Run the backward of this rank's loss, and return the loss of the global batch.
-
-    before: the loss before a loss scaler multiplied it.
-    summed: whether the loss is a sum over samples, instead of a mean."""
+    """Run the backward of this rank's loss, and return the loss of the global batch."""
     reduction, reads = engine.program.reduction, engine.reads
     if reduction is None:
         return _alone(engine, loss, before, weight)
@@ -208,12 +198,7 @@ def watched(engine: Engine) -> contextlib.AbstractContextManager[None]:
 @contextlib.contextmanager
 def _keeping(program: Program, reduce: bool, watched: contextlib.AbstractContextManager[None]) -> Iterator[None]:
     """Return a context manager for a backward under `mw.accumulate`, or for the first backward after it: gradients stay
-    on their rank inside. The next backward reduces them, or `optimizer.step`, or any code that reads or sets a `.grad`
-    before: clipping, unscaling, logging a norm and an update by hand find the gradients of one device.
-
-    reduce: whether the backward reduces gradients. If not, they stay as they are on each rank. They are reduced when
-        code outside of a backward reads or sets the gradient of a parameter.
-    watched: another context manager, to enter inside this one."""
+    on their rank inside."""
     program_calls.leave_gradients()
     with watched:
         yield
@@ -234,8 +219,7 @@ def _read(program: Program, p: Tensor) -> None:
 
 
 def follow_optimizers(engine: Engine) -> None:
-    """From now on, check each step of the program's optimizers. Also call the methods `step_begins` and `step_ends` of
-    the engine's listeners. This ends when the engine is closed."""
+    """From now on, check each step of the program's optimizers."""
     program, events, stepping = engine.program, engine.events, set[int]()  # by id
 
     def begins(optimizer: Optimizer, *_: object) -> None:

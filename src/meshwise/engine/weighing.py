@@ -25,16 +25,7 @@ Losses = list[tuple[Tensor, Tensor | float]]
 
 class StepWeights:
     """Scales this rank's losses, so that the average of the gradients over the ranks is the gradient of the mean over
-    the batch.
-
-    The weight of a loss is the number of items over which the loss is a mean. If the items are samples, all weights are
-    known in advance. Each loss is multiplied by this rank's ratio (`BatchSlice.ratio`).
-
-    If the items are e.g. tokens, a rank knows only its own weight. Each loss is multiplied by its weight. After the
-    backward, the gradients are divided by the sum of all weights.
-
-    unit: the first weight, by which all losses are divided to keep gradients from being huge. It is 1 with `coupled`.
-    coupled: whether ranks exchange gradients inside the backward. `unit` must then be equal on all ranks."""
+    the batch."""
 
     def __init__(self, ranks: int, coupled: bool) -> None:
         self._ranks, self.coupled = ranks, coupled
@@ -45,10 +36,7 @@ class StepWeights:
     def scale(
         self, mean: Tensor, weight: Tensor | float | None, part: BatchSlice, before: Tensor | None = None
     ) -> Tensor:
-        """Return the loss to call backward on: `mean`, scaled for the average over the ranks.
-
-        weight: the weight of the loss; None if this is the number of samples in `part`.
-        before: `mean` before a loss scaler multiplied it; None without a loss scaler."""
+        """Return the loss to call backward on."""
         seen = mean.detach() if before is None else before.detach()
         if weight is not None:
             return self._scale(mean, weight, seen)
@@ -64,10 +52,7 @@ class StepWeights:
         return mean * (weight / self.unit).to(mean.dtype)
 
     def begin_sum(self, more: Tensor | None = None) -> Callable[[], Tensor]:
-        """Begin to sum losses and their weights over the ranks. Return a function that waits for the sums. It returns
-        the factor by which the gradients must be multiplied.
-
-        more: other numbers of this rank to sum in the same collective, shape (n,). See `means`."""
+        """Begin to sum losses and their weights over the ranks."""
         assert self.unit is not None
         unit, sums = self.unit, total_of(self.losses)
         sent = sums if more is None else torch.cat([sums, more.to(sums)])
@@ -112,10 +97,7 @@ def stacked(pairs: Losses) -> tuple[Tensor, Tensor]:
 
 
 def mean_of_sum(total: Tensor, part: BatchSlice, over: int) -> Tensor:
-    """Convert a sum over this rank's samples to their mean, multiplied by `over`.
-
-    over: 1 to get the mean. Pass the number of samples in the whole batch to get a value whose weighted mean over the
-        ranks is the sum over the batch."""
+    """Convert a sum over this rank's samples to their mean, multiplied by `over`."""
     return total * (over / max(part.samples, 1))
 
 
@@ -155,8 +137,7 @@ def _split_weight(
 
 
 def refuse_loss(loss: Tensor, part: BatchSlice | None) -> NoReturn:
-    """Raise UsageError for a script's loss. If `part` is None, the script called mw.backward outside of a loop over
-    batches. Otherwise the loss has several elements."""
+    """Raise UsageError for a script's loss."""
     if part is None:
         raise UsageError(
             "mw.backward was called outside a loop over a distributed loader, so the size of the batch is not known. "
@@ -177,16 +158,7 @@ def check_said(reduction: str | None, weight: object) -> None:
 
 
 def check_reduction(found: Any, reduction: str | None, ranks: int, where: str, verb: str, samples: int = 0) -> str:
-    """Check that a loss is what the program says: a mean or a sum over samples. Return a note for the user if it seems
-    to be something else, and an empty string otherwise.
-
-    Raise UsageError if the loss is certainly a sum, but the program did not say so.
-
-    found: the loss, or a tuple (loss, weight), where the weight is the number of items over which the loss is a mean.
-    reduction: "mean" or "sum" as given by the program, or None.
-    where: the source line of the program's call, for the message.
-    verb: the text of the program's call, for the message.
-    samples: how many samples this rank has. 0 if unknown: the checks that need this number are then left out."""
+    """Check that a loss is what the program says: a mean or a sum over samples."""
     loss = found[0] if isinstance(found, tuple) and found else found
     if not isinstance(loss, Tensor):
         return ""
@@ -206,8 +178,7 @@ def check_reduction(found: Any, reduction: str | None, ranks: int, where: str, v
 
 
 def unsaid_weight(loss: Tensor, samples: int, where: str, verb: str) -> str:
-    """Return a note for the user if the loss is a mean over items other than samples, such as tokens. The program must
-    then tell meshwise how many items this rank has. Return an empty string for other losses."""
+    """Return a note for the user if the loss is a mean over items other than samples, such as tokens."""
     weight = uneven_mean(loss, samples)
     return weight and (
         f"{where}: this loss is not a mean over samples (classes have weights, samples have different numbers of "
@@ -217,8 +188,7 @@ def unsaid_weight(loss: Tensor, samples: int, where: str, verb: str) -> str:
 
 
 def refuse_joined_sum() -> None:
-    """Raise UsageError for a call of mw.backward with reduction="sum". The loss has a term from `mw.sum(...,
-    grad=True)`, which is a sum over all ranks already and would be added once per rank."""
+    """Raise UsageError for a call of mw.backward with reduction="sum"."""
     raise UsageError(
         f"{user_place()}: mw.backward(…, reduction='sum') got a loss with a term of mw.sum(…, grad=True). That term "
         "covers the whole batch, and would be added once per rank. Call mw.sum(…, grad=True) on all terms, and remove "
@@ -236,8 +206,7 @@ def check_sum_alone(weight: object, where: str) -> None:
 
 
 def unpadded(mean: Tensor, weight: Tensor | float | None, samples: int) -> tuple[Tensor, Tensor | float | None]:
-    """Return the loss `mean` and its weight. If this rank has only padding, return 0 for both. The mean over no samples
-    would be NaN, and a weight of 0 would not remove the NaN from a sum over ranks."""
+    """Return the loss `mean` and its weight."""
     if weight is None:
         return mean, None
     weight = weight if samples else weight * 0

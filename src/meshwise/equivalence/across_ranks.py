@@ -34,8 +34,7 @@ TINY = torch.finfo(torch.float64).tiny
 
 class _Arrays(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
-        """Pickle a plain strided tensor as a NumPy array on the host. Every other object is pickled as usual, also a
-        bfloat16 tensor, because NumPy has no bfloat16."""
+        """Pickle a plain strided tensor as a NumPy array on the host."""
         plain = type(value) is Tensor and not value.requires_grad
         if plain and value.layout == torch.strided and value.dtype != torch.bfloat16:
             return torch.from_numpy, (value.numpy(force=True),)
@@ -43,8 +42,7 @@ class _Arrays(pickle.Pickler):
 
 
 def to_rank_0(value: Any, group: Group = None) -> list[Any]:
-    """Gather `value` from every rank of `group` on the group's rank 0. Returns the values in rank order there, and an
-    empty list on all other ranks. Collective."""
+    """Gather `value` from every rank of `group` on the group's rank 0."""
     written = io.BytesIO()
     _Arrays(written, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
     parts = gather_objects(written.getvalue(), group)
@@ -52,11 +50,7 @@ def to_rank_0(value: Any, group: Group = None) -> list[Any]:
 
 
 def of_any_rank(named: dict[Name, Any], group: Group = None) -> dict[Name, Any]:
-    """Return, for each name that any rank has, the value from the first rank that has it.
-
-    Use it to join state that is spread over the ranks, such as the state of a sharded optimizer. Only rank 0 of the
-    group gets the result. All other ranks get an empty dict. Collective.
-    """
+    """Return, for each name that any rank has, the value from the first rank that has it."""
     names = gather_objects(list(named), group)
     earlier = {name for others in names[: get_rank(group)] for name in others}
     parts = to_rank_0({name: value for name, value in named.items() if name not in earlier}, group)
@@ -67,14 +61,7 @@ def tensors_diverge(
     kind: str, named: Mapping[str, Tensor], *, divided: bool = False, group: Group = None
 ) -> Divergence:
     """Return, for each tensor that differs between ranks, the largest distance of any rank's copy from the first rank's
-    copy.
-
-    The distance is relative to the norm of the first copy, and is measured on random projections of the tensors. It is
-    infinite if a rank lacks the tensor or has it in another shape. Collective; only rank 0 gets the result.
-
-    kind: the kind of value, such as `gradients`, which becomes part of each key of the result.
-    divided: whether ranks may hold only some of the tensors, so that a missing tensor is no difference.
-    """
+    copy."""
     ranks = to_rank_0({name: sketch(value) for name, value in named.items()}, group)
     found = {}
     for name in {name for sketches in ranks for name in sketches}:
@@ -89,8 +76,7 @@ def tensors_diverge(
 
 
 def numbers_diverge(kind: str, named: Mapping[str, float], group: Group = None) -> Divergence:
-    """Return how much each number differs from rank 0's number, relative to the size of rank 0's number. Numbers that
-    are equal on all ranks are left out. Collective; every rank gets the result."""
+    """Return how much each number differs from rank 0's number, relative to the size of rank 0's number."""
     ranks = gather_objects(dict(named), group)
     found = {}
     for name in {name for numbers in ranks for name in numbers}:
@@ -102,11 +88,7 @@ def numbers_diverge(kind: str, named: Mapping[str, float], group: Group = None) 
 
 def start_diverges(trace: Trace) -> Divergence:
     """Return the differences between ranks before the first step: in tied weights, classes of modules, parameters and
-    buffers.
-
-    Every rank learns which parameters, tied weights and modules are missing on some rank. Only rank 0 learns how values
-    differ. Collective.
-    """
+    buffers."""
     found: Divergence = {}
     group = _alike()
     ranks = gather_objects((trace.tied, trace.modules, list(trace.initial_parameters)), group)
@@ -119,22 +101,17 @@ def start_diverges(trace: Trace) -> Divergence:
 
 
 def _alike() -> Group:
-    """Return the process group whose ranks must have equal parameters, gradients and losses. Without pipeline
-    parallelism, this is the group of all ranks. In a pipeline, it is None, which collectives take as the ranks of this
-    stage.
-    """
+    """Return the process group whose ranks must have equal parameters, gradients and losses."""
     return None if stages.pipe() is not None else everyone()
 
 
 def cannot_train(divergence: Divergence) -> bool:
-    """Return whether some rank lacks parameters or tied weights that another rank has. Training would then hang or
-    fail."""
+    """Return whether some rank lacks parameters or tied weights that another rank has."""
     return any(far == LACKS and kind in ("tied weights", "initial parameters") for (kind, _), far in divergence.items())
 
 
 def low_precision_on_any(parameters: Named) -> dict[str, str]:
-    """Return the parameters whose values are all representable in float16 or bfloat16 on some rank, with that dtype.
-    Collective."""
+    """Return the parameters whose values are all representable in float16 or bfloat16 on some rank, with that dtype."""
     ranks = gather_objects({name: precision_of(p) for name, p in parameters.items()})
     return {name: dtype for found in ranks for name, dtype in found.items() if dtype.endswith("16")}
 
@@ -152,13 +129,7 @@ def slices_of_ranks(slices: Sequence[BatchSlice], world: World) -> tuple[list[li
 
 
 def collect_step(step: StepTrace, model: nn.Module, optimizer: Optimizer | None, *, divided: bool) -> None:
-    """Complete the trace of a step that several ranks have made. Gather what each rank recorded, and add the state of
-    the model and the optimizer after the step. Collective.
-
-    step: the trace of this rank. It is changed in place.
-    optimizer: None if the program updates the parameters without an optimizer.
-    divided: whether each rank has the optimizer state of only some parameters.
-    """
+    """Complete the trace of a step that several ranks have made."""
     step.outputs, step.peers, differ = _outputs_of_ranks(step.outputs)
     step.contents = _contents_of_ranks(step.contents)
     own = to_rank_0((get_rank(everyone()), step.own_gradients, step.own_boxes), _alike())
@@ -194,14 +165,7 @@ def collect_step(step: StepTrace, model: nn.Module, optimizer: Optimizer | None,
 
 
 def _outputs_of_ranks(own: list[Output]) -> tuple[list[Output], list[list[list[Output]]], Divergence]:
-    """Gather the recorded module outputs of all ranks on rank 0. Ranks with the same samples form a group. Collective.
-
-    Return (outputs, groups, divergence):
-
-    - outputs: the outputs of the first rank of each group, in one list
-    - groups: the outputs of every rank, by group. Empty if no group has several ranks.
-    - divergence: how much the outputs of a module differ within a group
-    """
+    """Gather the recorded module outputs of all ranks on rank 0."""
     found: dict[int, list[list[Output]]] = {}
     differ: Divergence = {}
     for rank, outputs in to_rank_0((get_rank(), own), _alike()):
@@ -218,8 +182,7 @@ def _outputs_of_ranks(own: list[Output]) -> tuple[list[Output], list[list[list[O
 
 
 def _contents_of_ranks(own: list[Contents]) -> list[Contents]:
-    """Gather the ranks' batches on rank 0, in rank order. If several ranks work on the same samples, only one copy is
-    kept. Collective."""
+    """Gather the ranks' batches on rank 0, in rank order."""
     found: dict[int, list[Contents]] = {}
     for rank, contents in to_rank_0((get_rank(), own), _alike()):
         found.setdefault(rank, contents)
@@ -227,8 +190,7 @@ def _contents_of_ranks(own: list[Contents]) -> list[Contents]:
 
 
 def _apart(first: Output, other: Output) -> float:
-    """Return how much the outputs of one call differ between two ranks, relative to the size of `first`. Return
-    infinity if their shapes or layouts differ."""
+    """Return how much the outputs of one call differ between two ranks, relative to the size of `first`."""
     if first.sketches.keys() != other.sketches.keys():
         return LACKS
     pairs = [(first.sketches[layout], other.sketches[layout]) for layout in first.sketches]
@@ -242,8 +204,7 @@ def _length(sketch: Tensor) -> float:
 
 
 def _join_stages(step: StepTrace) -> None:
-    """Join the parts of `step` that the stages of a pipeline hold, on the first stage. Does nothing without a pipeline.
-    Collective."""
+    """Join the parts of `step` that the stages of a pipeline hold, on the first stage."""
     pipe = stages.pipe()
     if pipe is None:
         return
@@ -262,9 +223,7 @@ def _join_stages(step: StepTrace) -> None:
 
 
 def collect_run(trace: Trace) -> None:
-    """Complete the trace of a run on several ranks. Gather what the ranks recorded about random draws, and store how
-    much their evaluation metrics differ. In a pipeline, also gather the initial parameters and buffers of all stages.
-    Collective."""
+    """Complete the trace of a run on several ranks."""
     trace.unkeyed = set().union(*gather_objects(trace.unkeyed))
     trace.random_modules = set().union(*gather_objects(trace.random_modules))
     trace.rank_divergence |= numbers_diverge("evaluation", trace.evaluation, _alike())

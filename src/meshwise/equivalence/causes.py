@@ -11,12 +11,7 @@ from enum import Enum
 
 
 class CauseKind(Enum):
-    """A kind of mistake that `meshwise check` can name as the likely cause of a difference.
-
-    title: the name of the cause in messages and JSON.
-    meaning: an explanation in one sentence.
-    address: the page and section of the documentation that describe the cause.
-    """
+    """A kind of mistake that `meshwise check` can name as the likely cause of a difference."""
 
     LOSS_WEIGHTING = "loss weighting", "the ranks' means are not weighted by the number of items that each mean covers"
     COUPLED = "coupled samples", "the loss compares samples with each other, and each rank has only its own"

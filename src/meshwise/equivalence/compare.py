@@ -38,12 +38,7 @@ HARDLY = 1e-3  # of a difference: what is left of it where it was made up for
 
 @dataclass(frozen=True)
 class Compared:
-    """A summary of all comparisons of one kind of value.
-
-    count: the number of comparisons.
-    faults: how many of them differ by more than the limit.
-    largest: the comparison with the largest difference.
-    """
+    """A summary of all comparisons of one kind of value."""
 
     kind: str
     count: int
@@ -53,15 +48,7 @@ class Compared:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The comparison of the reference run on one device with the run under a plan.
-
-    kinds: a summary for each kind of value.
-    differences: every comparison that was made, also of equal values.
-    first: the first fault in the order of events. None if the two runs are equal.
-    modules: the name of each module, with its class.
-    left_out: sentences that say what could not be compared, and why.
-    unseen: the module outputs that could not be compared.
-    """
+    """The comparison of the reference run on one device with the run under a plan."""
 
     kinds: tuple[Compared, ...]
     differences: tuple[Difference, ...]
@@ -110,11 +97,7 @@ def _compared(kind: str, differences: Sequence[Difference]) -> Compared:
 
 
 def _over_ranks(differences: Iterable[Difference], divergence: Divergence) -> list[Difference]:
-    """Return the differences. If the ranks disagree on a value, its error becomes at least as large as their
-    disagreement. Otherwise a value that is right on rank 0, but wrong on another rank, would count as right.
-
-    divergence: (kind, name) of a value -> how much the value differs between ranks.
-    """
+    """Return the differences."""
     found = []
     for d in differences:
         ranks = divergence.get((d.kind, d.name), 0.0)
@@ -128,8 +111,7 @@ def _over_ranks(differences: Iterable[Difference], divergence: Divergence) -> li
 
 def _reduced_by_hand(gradients: list[Difference]) -> list[Difference]:
     """Return the differences of gradients, without errors that the program itself corrects before the optimizer step,
-    e.g. by an all_reduce. A corrected gradient gets the smaller error that it has when the optimizer reads it. A
-    gradient that is wrong by a constant factor keeps its error, because clipping could hide the factor."""
+    e.g. by an all_reduce."""
     got = {d.name: d.relative for d in gradients if d.kind == "clipped gradients"}
     made = {
         d.name: got.get(d.name, math.inf)

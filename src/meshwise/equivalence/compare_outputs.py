@@ -3,8 +3,6 @@
 Outputs are rows of samples, slices, or partial sums.
 
 Slices are parts of the output along the sequence dimension (positions) or along the last dimension (features).
-
-Tested in tests/equivalence/test_outputs.py and tests/equivalence/test_pieces.py.
 """
 
 from __future__ import annotations
@@ -42,11 +40,7 @@ ADAPTIVE_STEPS = (
 
 @dataclass(frozen=True)
 class Unseen:
-    """A module call with an output that could not be compared, and the reason.
-
-    at: the position of the call in the step.
-    kind: the class of the module.
-    """
+    """A module call with an output that could not be compared, and the reason."""
 
     step: int
     at: int
@@ -56,11 +50,7 @@ class Unseen:
 
 
 def left_out(reference: Trace, actual: Trace, unseen: Sequence[Unseen], noise: Named) -> Iterator[str]:
-    """Yield sentences that say what the comparison leaves out.
-
-    unseen: the module outputs that could not be compared.
-    noise: masks of the parameter elements that were not compared.
-    """
+    """Yield sentences that say what the comparison leaves out."""
     for (module, kind, why), calls in Counter((each.module, each.kind, each.why) for each in unseen).items():
         yield f"outputs of {module or 'the model'} ({kind}): {why} ({calls} call{'s' * (calls > 1)})."
     small = {name: int(mask.sum()) for name, mask in noise.items() if bool(mask.any())}
@@ -83,9 +73,7 @@ def left_out(reference: Trace, actual: Trace, unseen: Sequence[Unseen], noise: N
 
 
 def _of_norms(reference: Trace, names: Sequence[str]) -> list[str]:
-    """Return the biases in front of a batch norm or instance norm, among the parameters in `names`. The gradient of
-    such a bias is only rounding noise. A bias is returned only if its optimizer divides gradients by their magnitude,
-    as Adam does, because the division turns the noise into full steps."""
+    """Return the biases in front of a batch norm or instance norm, among the parameters in `names`."""
     calls = [output for step in reference.steps[:1] for output in step.outputs]
     behind = {one.module: following.kind for one, following in pairwise(calls)}
     adapted = {n.rpartition(" ")[0] for n in reference.steps[0].optimizer_state if n.rpartition(" ")[2] in NORMALISED}
@@ -97,11 +85,7 @@ _Seen = tuple[Output, Parts | None, tuple[float, float] | None, Ways]
 
 
 def compared_outputs(step: int, mine: StepTrace, other: StepTrace, unseen: list[Unseen]) -> list[Difference]:
-    """Compare the module outputs of a step. Outputs that cannot be compared are appended to `unseen`.
-
-    mine: the step on one device.
-    other: the step under the plan.
-    """
+    """Compare the module outputs of a step."""
     theirs: dict[Any, list[Output]] = defaultdict(list)
     for output in other.outputs:
         theirs[output.key].append(output)
@@ -140,12 +124,7 @@ def compared_outputs(step: int, mine: StepTrace, other: StepTrace, unseen: list[
 
 
 def of_samples(outputs: Iterable[Difference], unseen: list[Unseen]) -> Iterator[Difference]:
-    """Yield the module outputs that agree with one device. Append the outputs that differ to `unseen`, the list of
-    outputs that could not be compared.
-
-    This is called for steps whose loss and gradients are right. So an output that differs was compared in a wrong way:
-    its rows are not samples. Example: by chance, an expert gets as many tokens as there are samples.
-    """
+    """Yield the module outputs that agree with one device."""
     for difference in outputs:
         if difference.fault:
             why = "its rows are not those of the samples, since nothing made of them differs"

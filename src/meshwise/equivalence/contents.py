@@ -3,8 +3,6 @@
 A sketch is a random projection of the sample's values. A sample must have the same values, whichever rank reads it.
 Only tensors with one row for each sample are compared. Rows of different widths cannot be compared, as where each rank
 pads to the longest of its own samples.
-
-Tested in tests/equivalence/test_kinds.py.
 """
 
 from __future__ import annotations
@@ -33,12 +31,7 @@ DEPTH, MANY = 4, 16  # how deep a generator is looked for in what a data set hol
 
 @dataclass(frozen=True)
 class Reading:
-    """Where batches come from: the data set, its random generator and its collate function.
-
-    source: the class of the data set, with the source line that reads a sample.
-    draws: the name of the random generator that the data set uses. Empty if there is none.
-    collate: the name of the user's collate function. Empty for the default one.
-    """
+    """Where batches come from: the data set, its random generator and its collate function."""
 
     source: str = ""
     draws: str = ""
@@ -47,12 +40,7 @@ class Reading:
 
 @dataclass(frozen=True)
 class Field:
-    """The comparison of one tensor of a batch.
-
-    relative, absolute: the largest difference between one device and the ranks.
-    wrong: the indices of the samples that differ.
-    samples: the number of samples compared.
-    """
+    """The comparison of one tensor of a batch."""
 
     name: str
     relative: float
@@ -76,8 +64,7 @@ def _is_generator(thing: Any) -> bool:
 
 
 def _held(thing: Any, name: str, deep: int = DEPTH) -> str:
-    """Return the path of a random generator that an object holds, such as `Data.rng`. Return an empty string if there
-    is none."""
+    """Return the path of a random generator that an object holds, such as `Data.rng`."""
     if _is_generator(thing):
         return name
     if isinstance(thing, type | ModuleType | nn.Module | Tensor):
@@ -115,12 +102,7 @@ def _tensors(batch: Any) -> Iterator[tuple[str, Tensor]]:
 def compared_fields(
     one: Sequence[Contents], ranks: Sequence[Contents], samples: Sequence[int], of_ranks: Sequence[int]
 ) -> Iterator[Field]:
-    """Compare the tensors of one microbatch on one device with the same tensors on the ranks. Nothing is compared if
-    the two sides read different samples.
-
-    samples: the sample indices on one device, in the order read.
-    of_ranks: the sample indices on all ranks, in the order read.
-    """
+    """Compare the tensors of one microbatch on one device with the same tensors on the ranks."""
     if len(one) != 1 or not ranks or sorted(samples) != sorted(of_ranks):
         return
     at = {sample: number for number, sample in enumerate(of_ranks)}

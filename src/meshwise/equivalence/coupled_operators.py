@@ -6,8 +6,6 @@ A tensor with two dimensions that both grow with the number of rows holds pairs 
 a single number is a statistic of the batch. Sorting, indexing or moving along rows compares samples. In a single
 forward pass this may be chance, as when there are as many features as samples. If the same call does it with another
 number of samples, it is not.
-
-Tested in tests/equivalence/test_coupled_operators.py.
 """
 
 from __future__ import annotations
@@ -42,12 +40,7 @@ _TOGETHER = OVER_ROWS | SPREAD | CURVED | ALONG_ROWS | {"mm", "index"}
 
 @dataclass(frozen=True)
 class Together:
-    """An operator that combines several samples of a batch, such as a mean over the batch.
-
-    operator: the name of the operator.
-    module: the module that calls it. None outside of the model.
-    text: a sentence for messages, which says what the operator does and at which source line.
-    """
+    """An operator that combines several samples of a batch, such as a mean over the batch."""
 
     operator: str
     module: str | None
@@ -60,14 +53,7 @@ class Together:
 
 
 def noting_coupled(rows: int, found: Coupled, module: Callable[[], str | None]) -> AbstractContextManager[Any]:
-    """Record in `found` the operators inside the with block that may combine samples.
-
-    There are two kinds. The result of an operator may have two dimensions that are multiples of `rows`, e.g. a matrix
-    of similarities. Or the operator works along the samples, e.g. a mean, a sort or an index.
-
-    rows: the number of samples in the batch.
-    module: a function that returns the module that runs now, or None outside of the model.
-    """
+    """Record in `found` the operators inside the with block that may combine samples."""
     calls: Counter[tuple[str, str | None]] = Counter()
 
     def note(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -93,11 +79,7 @@ def noting_coupled(rows: int, found: Coupled, module: Callable[[], str | None]) 
 
 
 def _rows_taken_together(name: str, tensor: Tensor, result: Any, given: dict[str, Any], rows: int) -> int:
-    """Return how many rows an operator combines, e.g. 8 for a variance over 8 rows. Return 0 if the operator does not
-    combine rows, or if it computes a total over all rows, such as the sum at the end of a loss.
-
-    rows: the number of samples. If the number of combined rows is no multiple of `rows`, the result is 0.
-    """
+    """Return how many rows an operator combines, e.g. 8 for a variance over 8 rows."""
     if not tensor.is_floating_point() or tensor.dim() == 0:
         return 0
     size = len(tensor)
@@ -120,11 +102,7 @@ def _rows_taken_together(name: str, tensor: Tensor, result: Any, given: dict[str
 
 
 def taken_together(one: Coupled, rank: Coupled) -> list[Together]:
-    """Return the operator calls that combine a different number of samples on a rank than on one device. They have the
-    order of the calls on one device.
-
-    one, rank: what `noting_coupled` recorded on one device and on a rank.
-    """
+    """Return the operator calls that combine a different number of samples on a rank than on one device."""
     rows: dict[Any, set[int]] = {}
     for *call, count in rank:
         rows.setdefault(tuple(call), set()).add(count)

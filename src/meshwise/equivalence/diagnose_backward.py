@@ -4,8 +4,6 @@ The evidence is the gradients that reach the outputs of modules. Ranks with the 
 gradient of an output. If they get only parts of it, or a multiple, the module that uses the output lacks a sum over
 ranks in its backward, or sums once too often. If the gradients of all outputs are right, the gradient of a parameter is
 itself only a part.
-
-Tested in tests/equivalence/test_tensor_by_hand.py.
 """
 
 from __future__ import annotations
@@ -30,12 +28,7 @@ WRITE = "Write the all_reduce into the backward of a torch.autograd.Function"
 @dataclass(frozen=True)
 class Back:
     """The gradient that reaches the output of one module call in the backward pass. It says how the gradient on the
-    ranks is related to the gradient on one device.
-
-    at: the position of the call among all module calls of the forward pass.
-    is_part: whether the ranks' gradients add up to the gradient on one device. Each rank then has only a part.
-    factor: the ranks' gradient divided by the gradient on one device. 0 if the elements have different ratios.
-    """
+    ranks is related to the gradient on one device."""
 
     module: str
     at: int
@@ -81,12 +74,7 @@ def by_hand_in_the_backward(evidence: Evidence) -> Cause | None:
 
 
 def _of_a_parameter(evidence: Evidence) -> Cause | None:
-    """Explain a wrong gradient of a parameter. The caller has found that the gradient of the module's output is right.
-    Return None if there is no explanation.
-
-    There are two explanations. Each rank may have only a part of the parameter's gradient, and the parts were not
-    summed over the ranks. Or the module's backward sums the gradient once too often, or over the wrong ranks.
-    """
+    """Explain a wrong gradient of a parameter."""
     reference, actual = evidence.steps
     wrong = [d.name for d in evidence.faults("gradients") if d.name in actual.gradients]
     found = {name: weights_in(reference, actual, [name]) for name in wrong}
@@ -119,20 +107,13 @@ def _of_a_parameter(evidence: Evidence) -> Cause | None:
 
 
 def _adds_up(found: RankWeights | None, alike: int) -> bool:
-    """Return True if each rank seems to hold only a part of a parameter's gradient.
-
-    found: the weights with which the ranks' gradients add up to the gradient on one device. The weights of whole
-        gradients sum to 1. If `alike` ranks each hold a part, every part has the weight of a whole gradient. So the
-        weights sum to `alike`.
-    alike: the number of ranks that have the same samples.
-    """
+    """Return True if each rank seems to hold only a part of a parameter's gradient."""
     one = found.one if found is not None and found.unique else None
     return one is not None and alike > 1 and min(one) > 0 and near(sum(one), alike)
 
 
 def _backs(evidence: Evidence) -> Iterator[Back]:
-    """Yield the gradients that reach module outputs, in the order of the backward pass. Outputs that cannot be compared
-    are left out."""
+    """Yield the gradients that reach module outputs, in the order of the backward pass."""
     one, plan = evidence.steps
     peers = peers_in(plan)
     first = [output for output in one.outputs if output.microbatch == 0]
@@ -176,8 +157,7 @@ def _factor(one: Output, ranks: Sequence[Output]) -> float | None:
 
 
 def _gradient(output: Output) -> Output:
-    """Return a copy of `output` for its gradient: `sketches` holds the random projections of the gradient, not of the
-    value."""
+    """Return a copy of `output` for its gradient."""
     return replace(output, sketches=output.gradient)
 
 

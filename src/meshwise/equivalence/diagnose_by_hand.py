@@ -1,8 +1,6 @@
 """Diagnose differing outputs of modules that exchange data by hand.
 
 By hand means with torch.distributed collectives that the program itself calls.
-
-Tested in tests/equivalence/test_by_hand.py and tests/equivalence/test_tensor_by_hand.py.
 """
 
 from __future__ import annotations
@@ -24,16 +22,7 @@ from meshwise.spec.words import some
 
 def sum_by_hand_is_missing(evidence: Evidence) -> str:
     """Return a sentence if the program must add up the outputs of the first wrong module over the ranks, but does not
-    do so. Return an empty string otherwise.
-
-    There are three signs:
-
-    - the ranks' outputs add up to the output on one device
-    - each rank gives the module a slice of the features, and the module returns a slice of the sequence positions
-    - the program itself shards the module's parameters
-
-    The last two signs count only if the module sums nothing over the ranks.
-    """
+    do so."""
     name = evidence.first.name
     if evidence.first.facts.get("parts") == "a sum":
         return (
@@ -66,8 +55,7 @@ def _follows_features(evidence: Evidence) -> bool:
 
 
 def over_another_group(evidence: Evidence) -> str:
-    """Return a sentence about the first module with wrong outputs if it sums over the wrong process group. Return an
-    empty string otherwise. The right group consists of the ranks that have the same samples."""
+    """Return a sentence about the first module with wrong outputs if it sums over the wrong process group."""
     said = evidence.of_another_group(evidence.exchanges(evidence.first.name, True))
     return f"{evidence.where(evidence.first.name)} is the first whose outputs differ; {said}" if said else ""
 
@@ -114,12 +102,8 @@ def counted_by_ranks(evidence: Evidence) -> Cause | None:
 
 
 def ranks_have_parts(evidence: Evidence) -> str:
-    """Return a sentence for the user if ranks with the same samples get different outputs from the first wrong module.
-    Such outputs are usually parts of a sum, and an all_reduce is missing.
-
-    Return an empty string if the ranks agree. Also return it if the output of rank 0 is right, because it is then no
-    part of a sum.
-    """
+    """Return a sentence for the user if ranks with the same samples get different outputs from the first wrong
+    module."""
     if not evidence.first.facts.get("first rank", 0.0) > LIMIT:
         return ""
     text = f"{evidence.where(evidence.first.name)} returns different outputs on ranks that have the same samples"
@@ -140,15 +124,7 @@ def _call(evidence: Evidence) -> tuple[int, str, int]:
 
 
 def _scaled(evidence: Evidence, groups: Groups) -> Iterator[tuple[float, float, str]]:
-    """Look for a formula that explains the wrong outputs of the ranks: `wrong = factor * right + multiple * addend`.
-    Yield (factor, multiple, addend) for each formula that fits.
-
-    The addend is the name of a bias of the module, `1` for a constant, or an empty string if nothing is added. Example:
-    (1, 3, "linear.bias") if each of four ranks adds the whole bias to its part of a sum.
-
-    groups: the outputs of the ranks, where ranks with the same samples form a group. The outputs of a group are summed
-        to get `wrong`.
-    """
+    """Look for a formula that explains the wrong outputs of the ranks."""
     key = _call(evidence)
     one = next((output for output in evidence.steps[0].outputs if output.key == key), None)
     rows = _rows(groups)

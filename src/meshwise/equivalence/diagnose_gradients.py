@@ -23,11 +23,7 @@ from meshwise.spec.words import some
 
 def _no_gradient(evidence: Evidence) -> Cause | None:
     """Explain a gradient that exists in the run on one device, but not in the run under the plan, or the other way
-    round. Return None if the first wrong gradient exists in both runs.
-
-    Under the plan, the gradient may be missing because it was not reduced, because the autograd graph does not reach
-    the parameter, or because the parameter is frozen or unused.
-    """
+    round."""
     first = evidence.first
     lacking = first.facts.get("lacking")
     if lacking is None:
@@ -115,12 +111,7 @@ def _lower_precision(evidence: Evidence) -> str:
 
 
 def _exchanged_by_hand(evidence: Evidence) -> Cause | None:
-    """Explain a wrong gradient by a collective that the program itself calls. This applies if the right gradient is not
-    a weighted sum of the ranks' own gradients, so that some contribution is missing on all ranks.
-
-    The collective is searched in the module of the parameter, then in the modules that are called next. Return None if
-    no collective is found, or if the right gradient is a weighted sum.
-    """
+    """Explain a wrong gradient by a collective that the program itself calls."""
     solved = weights_in(*evidence.steps, [evidence.first.name])
     if solved is None or solved.one is not None:
         return None
@@ -174,11 +165,7 @@ def _all_wrong(evidence: Evidence) -> bool:
 
 
 def _called_next(evidence: Evidence) -> list[str]:
-    """Return the modules that the forward pass calls after the module with the first wrong gradient.
-
-    Only the first microbatch is looked at. The list ends with the first module that has right gradients. Modules that
-    contain the module with the wrong gradient are left out.
-    """
+    """Return the modules that the forward pass calls after the module with the first wrong gradient."""
     owner = owner_of(evidence.first.name)
     names = [output.module for output in evidence.steps[0].outputs if output.microbatch == 0]
     last = max((at for at, name in enumerate(names) if name == owner), default=len(names))
@@ -194,9 +181,7 @@ def _whole_modules(names: list[str], evidence: Evidence) -> bool:
 
 
 def _common_module(names: list[str]) -> str:
-    """Return the name of the innermost module that contains the modules of all these parameters. Example:
-    `net.0.weight` belongs to the module `net.0`, so `["net.0.weight"] -> "net"`, and `["net.0.weight", "net.2.bias"] ->
-    "net"`."""
+    """Return the name of the innermost module that contains the modules of all these parameters."""
     parts = [owner_of(owner_of(name)).split(".") for name in names]
     shared = takewhile(lambda level: len(set(level)) == 1, zip(*parts, strict=False))
     return ".".join(level[0] for level in shared)

@@ -1,8 +1,6 @@
 """Diagnose causes that one kind of state shows by itself.
 
 Such state is the contents of a batch, the buffers of a module, a value that is not finite, or a metric.
-
-Tested in tests/equivalence/test_kinds.py.
 """
 
 from __future__ import annotations
@@ -79,9 +77,7 @@ def own_statistics(evidence: Evidence) -> str:
 
 
 def open_exchange(evidence: Evidence) -> str:
-    """Return a sentence if the program read a value before a collective had written it. The check fills the buffer of a
-    running collective with NaN, so such a value is NaN under the plan. Return an empty string if no value was read too
-    early, or if the check does not fill buffers (`CheckSpec.perturb` is False)."""
+    """Return a sentence if the program read a value before a collective had written it."""
     one, plan = evidence.steps
     if not math.isinf(evidence.first.relative) or not math.isfinite(one.loss) or not plan.nan_while_open:
         return ""
@@ -89,8 +85,7 @@ def open_exchange(evidence: Evidence) -> str:
 
 
 def not_finite(evidence: Evidence) -> str:
-    """Return a sentence about a value that is finite on one device, but not under the plan. Return an empty string if
-    there is none."""
+    """Return a sentence about a value that is finite on one device, but not under the plan."""
     one, plan = evidence.steps
     if not math.isfinite(one.loss) or math.isfinite(plan.loss) or "lacking" in evidence.first.facts:
         return ""

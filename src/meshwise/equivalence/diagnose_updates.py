@@ -1,8 +1,6 @@
 """Diagnose differing updates when gradients agree.
 
 The causes are a skipped step, state that a resume lost, and a wrong update.
-
-Tested in tests/equivalence/test_kinds.py.
 """
 
 from __future__ import annotations
@@ -23,8 +21,7 @@ FIRST_MOMENTS = ("exp_avg", "momentum_buffer")
 
 def skipped_step(evidence: Evidence) -> str:
     """Return a sentence if, in the step with the first difference, parameters change on one device but none changes
-    under the plan. Return an empty string otherwise. If no step at all changes parameters under the plan, also return
-    an empty string, because the optimizer then holds other parameters."""
+    under the plan."""
     (one, plan), step = evidence.steps, evidence.first.step
     mine, theirs = (_values(trace) for trace in (evidence.reference, evidence.actual))
     moved = _moved(mine, step)
@@ -45,12 +42,7 @@ def _moved(values: list[Named], step: int) -> list[str]:
 
 
 def other_microbatches(evidence: Evidence) -> str:
-    """Return a sentence if the program seems to have skipped an optimizer.step() under the plan. Return an empty string
-    otherwise.
-
-    The sign is a step with too many microbatches under the plan. The first of them are the microbatches of the step on
-    one device, and the rest belong to the next step.
-    """
+    """Return a sentence if the program seems to have skipped an optimizer.step() under the plan."""
     counts = [evidence.first.facts.get(side) for side in ("one device", "the plan")]
     one, plan = (
         [sorted(index for part in micro for index in part) for micro in step.samples] for step in evidence.steps
@@ -84,8 +76,7 @@ def fewer_steps(evidence: Evidence) -> str:
 
 def changed_by_a_load(evidence: Evidence) -> str:
     """Return a sentence if, under the plan, the program loads a state dict into the model between optimizer.step() and
-    the next batch, and the first wrong value changes there. Return an empty string if no state dict is loaded, or if
-    the value changes there on one device too."""
+    the next batch, and the first wrong value changes there."""
     text = changed_behind_step(evidence)
     return f"{text} The model loads a state dict with other values there." if text and evidence.steps[1].loaded else ""
 
@@ -123,11 +114,7 @@ def began_anew(evidence: Evidence) -> str:
 
 
 def _is_first(step: StepTrace, name: str) -> bool:
-    """Return True if an optimizer's first moment (momentum) begins in this step. It is then a multiple of this step's
-    gradient, because no earlier gradient contributes to it.
-
-    name: `PARAMETER KEY` in the optimizer's state, e.g. `net.weight exp_avg`.
-    """
+    """Return True if an optimizer's first moment (momentum) begins in this step."""
     parameter, _, key = name.rpartition(" ")
     gradient = step.clipped_gradients.get(parameter, step.gradients.get(parameter))
     state = step.optimizer_state.get(name)

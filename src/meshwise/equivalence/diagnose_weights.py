@@ -24,8 +24,7 @@ NONE = 1e-6  # a weight that is none
 
 
 def by_numbers(evidence: Evidence) -> Cause | None:
-    """Name the source line where a loss stops being a mean over samples. Return None if no line explains the loss, or
-    if the ranks do not have different samples."""
+    """Name the source line where a loss stops being a mean over samples."""
     plan, numbers = evidence.steps[1], _numbers(evidence)
     if not numbers:
         return None
@@ -42,11 +41,7 @@ def by_numbers(evidence: Evidence) -> Cause | None:
 
 def not_a_mean(evidence: Evidence) -> Joined | None:
     """Return the first scalar in the computation of the loss whose value on one device does not follow from the ranks'
-    values. Return None if there is none.
-
-    A value follows if it is the mean of the ranks' values weighted by their samples, their sum, or equal to all of
-    them.
-    """
+    values."""
     return next((n for n in _numbers(evidence) if not (n.is_mean or n.is_sum or n.is_alike)), None)
 
 
@@ -59,8 +54,7 @@ def _numbers(evidence: Evidence) -> list[Joined]:
 
 
 def _no_mean(number: Joined, known: dict[Key, Joined]) -> Cause | None:
-    """Explain why a scalar on one device is not the mean of the ranks' scalars, weighted by their samples. Return None
-    if the reason is unknown."""
+    """Explain why a scalar on one device is not the mean of the ranks' scalars, weighted by their samples."""
     parts = [known[key] for key in number.one.made_of if key in known]
     means, sums = [p for p in parts if p.is_mean and not p.is_alike], [p for p in parts if p.is_sum and not p.is_mean]
     if number.is_mean_of_its_own:
@@ -91,8 +85,7 @@ def _no_mean(number: Joined, known: dict[Key, Joined]) -> Cause | None:
 
 
 def _divisor(number: Joined) -> str:
-    """Return the source code of the number by which a line divides, such as `len(batch)`. For a mean, return the size
-    of the averaged tensor, such as `losses.numel()`. Return `…` if the line does not show it clearly."""
+    """Return the source code of the number by which a line divides, such as `len(batch)`."""
     try:
         nodes = list(ast.walk(ast.parse(_line(number.place))))
     except SyntaxError:
@@ -105,8 +98,7 @@ def _divisor(number: Joined) -> str:
 
 
 def _function_of(place: str) -> str:
-    """Return the name of the function around a source line. Return an empty string if there is none, or if the function
-    calls backward."""
+    """Return the name of the function around a source line."""
     file, _, number = place.rpartition(":")
     try:
         line, tree = int(number), ast.parse("".join(linecache.getlines(file)))
@@ -119,8 +111,7 @@ def _function_of(place: str) -> str:
 
 
 def _origin(number: Joined, known: dict[Key, Joined]) -> Joined:
-    """Return the scalar at the start of the computation of `number`. The search goes back from a result to its input as
-    long as the result has exactly one recorded scalar as input, e.g. in a multiplication by a constant."""
+    """Return the scalar at the start of the computation of `number`."""
     while len(number.one.made_of) == 1 and number.one.made_of[0] in known:
         number = known[number.one.made_of[0]]
     return number
@@ -140,12 +131,7 @@ def _line(place: str) -> str:
 
 
 def by_weights(evidence: Evidence) -> Cause | None:
-    """Explain wrong gradients by wrong weights of the ranks. Return None if the weights explain nothing.
-
-    The gradient of the loss is a weighted sum of the ranks' own gradients. The weights under the plan are compared with
-    the weights on one device. If parameters have different weights, only the parameters with the weights of the first
-    wrong gradient are explained.
-    """
+    """Explain wrong gradients by wrong weights of the ranks."""
     reference, actual = evidence.steps
     found, names = weights_in(reference, actual), list[str]()
     if found is not None and found.one is None and (cause := _times_nothing(evidence)):
@@ -161,8 +147,7 @@ def by_weights(evidence: Evidence) -> Cause | None:
 
 
 def _times_nothing(evidence: Evidence) -> Cause | None:
-    """Explain gradients to which some microbatches contribute nothing because their loss was multiplied by zero. Return
-    None if every microbatch contributes."""
+    """Explain gradients to which some microbatches contribute nothing because their loss was multiplied by zero."""
     plan = evidence.steps[1]
     zero = {column for column, named in plan.own_gradients.items() if not any(bool(g.any()) for g in named.values())}
     lost = sorted({number + 1 for rank, number in zero if _count(evidence, (rank, number))})
@@ -184,8 +169,7 @@ def _of(names: Sequence[str]) -> str:
 
 
 def _lost(found: RankWeights, names: Sequence[str]) -> Cause | None:
-    """Explain wrong gradients if the plan leaves out the gradients of whole ranks or whole microbatches. Return None if
-    no rank or microbatch is left out."""
+    """Explain wrong gradients if the plan leaves out the gradients of whole ranks or whole microbatches."""
     one, plan, columns = found.one or [], found.plan or [], found.columns
     lost = [c for c, w, v in zip(columns, plan, one, strict=True) if abs(w) <= NONE < abs(v)]
     there = [c for c in columns if c not in lost]
@@ -206,8 +190,7 @@ def _lost(found: RankWeights, names: Sequence[str]) -> Cause | None:
 
 
 def _of_microbatches(found: RankWeights, evidence: Evidence) -> Cause | None:
-    """Explain wrong gradients if the plan multiplies the gradients of microbatches by wrong factors, e.g. 2 and 0.5.
-    Return None if the factor of a microbatch differs between ranks, or if all microbatches have the same factor."""
+    """Explain wrong gradients if the plan multiplies the gradients of microbatches by wrong factors, e.g. 2 and 0.5."""
     ratios: dict[int, float] = {}
     for (_, m), w, v in zip(found.columns, found.plan or (), found.one or (), strict=True):
         if abs(v) <= NONE or not near(ratios.setdefault(m, w / v), w / v):
@@ -225,8 +208,7 @@ def _of_microbatches(found: RankWeights, evidence: Evidence) -> Cause | None:
 
 
 def _of_ranks(found: RankWeights, names: Sequence[str], evidence: Evidence) -> Cause | None:
-    """Explain wrong gradients if the plan gives wrong weights to the gradients of ranks or microbatches. Return None if
-    all weights are right, or if the loss seems to be neither a mean nor a sum of the ranks' losses."""
+    """Explain wrong gradients if the plan gives wrong weights to the gradients of ranks or microbatches."""
     one, plan = found.one or [], found.plan or []
     if len(one) < 2 or all(near(v, w) for v, w in zip(one, plan, strict=True)):
         return None
@@ -252,8 +234,7 @@ def _count(evidence: Evidence, column: tuple[int, int]) -> int:
 
 
 def _is_mean(one: list[float], evidence: Evidence) -> bool:
-    """Return whether the loss on one device is a mean of the ranks' losses with the weights `one`. The weights must sum
-    to 1. If the ranks' losses are known, their weighted sum must be the loss on one device."""
+    """Return whether the loss on one device is a mean of the ranks' losses with the weights `one`."""
     loss = next(reversed(_numbers(evidence)), None)
     alike = loss is None or len(loss.ranks) < len(one) or near(loss.one.value, loss.weighed(one))
     return near(sum(one), 1) and alike

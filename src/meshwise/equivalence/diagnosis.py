@@ -66,10 +66,7 @@ def module_of(difference: Difference, comparison: Comparison) -> str:
 
 
 def cause_of(comparison: Comparison, reference: Trace, actual: Trace, plan: Plan) -> Cause | None:
-    """Return the likely cause of the first difference, or None if nothing differs.
-
-    plan: the plan of the run `actual`.
-    """
+    """Return the likely cause of the first difference, or None if nothing differs."""
     if comparison.first is None:
         return None
     evidence = Evidence(comparison.first, comparison, reference, actual, plan)
@@ -111,9 +108,7 @@ def _reads_other_samples(evidence: Evidence) -> bool:
 
 
 def _couples_samples(evidence: Evidence) -> str:
-    """Return a sentence if the loss cannot be computed separately for the samples of each rank. The sentence names an
-    operator that combines several samples, or else a scalar that `not_a_mean` finds. Operators in modules with right
-    outputs are ignored. Return an empty string if nothing is found."""
+    """Return a sentence if the loss cannot be computed separately for the samples of each rank."""
     one, plan = evidence.steps
     equal = {d.name for d in evidence.of_kind("module outputs")}
     found = [each for each in taken_together(one.coupled, plan.coupled) if each.module not in equal]
@@ -124,8 +119,7 @@ def _couples_samples(evidence: Evidence) -> str:
 
 
 def _statistics_in_a_module(evidence: Evidence) -> Cause | None:
-    """Name a module that computes across the samples of the batch, although each rank has only a part of them. Return
-    None if there is none."""
+    """Name a module that computes across the samples of the batch, although each rank has only a part of them."""
     name, (one, plan) = evidence.first.name, evidence.steps
     found = [each for each in taken_together(one.coupled, plan.coupled) if each.module == name]
     if not found or evidence.exchanges_in(name):
@@ -138,8 +132,7 @@ def _statistics_in_a_module(evidence: Evidence) -> Cause | None:
 
 def _is_of_a_share_of_the_batch(evidence: Evidence) -> str:
     """Return a sentence if the global batch grows or shrinks with the number of ranks: it has as many samples as on one
-    device, multiplied or divided by the number of ranks. Return an empty string otherwise. Nothing is said if ranks
-    read a sample twice, or if their numbers of samples differ by more than 1."""
+    device, multiplied or divided by the number of ranks."""
     one, plan = ([sum(map(len, ranks)) for ranks in step.samples] for step in evidence.steps)
     devices, counts = evidence.plan.devices, [len(part) for part in evidence.steps[1].samples[0]]
     even = max(counts) - min(counts) <= 1

@@ -1,8 +1,6 @@
 """Measure differences between both sides, and decide which are faults.
 
 What is compared is a number or a tensor with a name.
-
-Tested in tests/equivalence/test_planted.py.
 """
 
 from __future__ import annotations
@@ -46,8 +44,7 @@ def finite(value: float) -> float:
 
 
 def precision_of(tensor: Tensor) -> str:
-    """Return the lowest precision that holds every value of a float64 tensor exactly. Return an empty string if there
-    is none, or if all values are 0."""
+    """Return the lowest precision that holds every value of a float64 tensor exactly."""
     if not tensor.is_floating_point() or not bool((tensor != 0).any()):
         return ""
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
@@ -58,15 +55,7 @@ def precision_of(tensor: Tensor) -> str:
 
 @dataclass(frozen=True)
 class Difference:
-    """How much one value differs between one device and the plan.
-
-    kind: one of `KINDS`.
-    step: the number of the step, from 1. 0 is before the first step.
-    name: the name of the parameter, module or metric.
-    relative: the difference relative to the size of the value. Infinite if one side lacks the value.
-    absolute: the difference in the value's own unit.
-    facts: further facts about the difference, by name, such as the `factor` between two gradients.
-    """
+    """How much one value differs between one device and the plan."""
 
     kind: str
     step: int
@@ -88,8 +77,7 @@ class Difference:
 
 
 def numbers(kind: str, step: int, mine: Mapping[str, float], others: Mapping[str, float]) -> Iterator[Difference]:
-    """Compare two dicts of numbers, and yield a `Difference` for each name in either of them. A missing number counts
-    as NaN."""
+    """Compare two dicts of numbers, and yield a `Difference` for each name in either of them."""
     for name in sorted(mine.keys() | others.keys()):
         one, plan = mine.get(name, math.nan), others.get(name, math.nan)
         alike = one == plan or (name in mine and name in others and math.isnan(one) and math.isnan(plan))
@@ -107,11 +95,7 @@ def tensors(
     noise: Mapping[str, Tensor] | None = None,
     facts: Callable[[Tensor, Tensor], dict[str, float]] | None = None,
 ) -> Iterator[Difference]:
-    """Compare two dicts of tensors, and yield a `Difference` for each name in either of them.
-
-    noise: masks of the elements to skip, by the name of the tensor.
-    facts: a function `facts(mine, other)` that returns additional facts about two tensors that differ.
-    """
+    """Compare two dicts of tensors, and yield a `Difference` for each name in either of them."""
     most = largest(mine.values())
     for name in dict.fromkeys([*mine, *others]):
         if name not in mine or name not in others:

@@ -52,14 +52,7 @@ GRACE = 60.0  # seconds in which all ranks must come to the same place of the pr
 
 class EngineWatcher:
     """Records everything that an engine does in one run of a check. The attribute `found` is complete after `end`. See
-    engine/events.py for the events.
-
-    draws: the random draws of the run on one device, which this run repeats. None if this is the run on one device.
-    job: the job that the engine trains. None if the engine runs a script.
-
-    The watcher may end a script early, by raising ScriptEnds inside it. It does so if the ranks' models do not match,
-    or if many backward passes follow the last step to record.
-    """
+    engine/events.py for the events."""
 
     def __init__(
         self,
@@ -95,8 +88,7 @@ class EngineWatcher:
         self._unsummed = dict[str, None]()
 
     def choose_plan(self, plan: Plan, world: World) -> Plan:
-        """Return the plan to apply instead of `plan`. On several ranks, it is `plan` in the precision that the check
-        asks for. On one device, it is a plan without parallelism in that precision."""
+        """Return the plan to apply instead of `plan`."""
         self.found.plan = plan
         kept = ("precision", "param_dtype", "compute_dtype", "grad_dtype")
         alone = Plan(**{name: getattr(plan, name) for name in kept})
@@ -111,8 +103,7 @@ class EngineWatcher:
     # A loop over batches.
 
     def batch_asked(self, loop: LoopRead | None = None) -> None:
-        """Record that a loop begins, or asks for its next batch. A forward pass that had no backward pass is
-        discarded."""
+        """Record that a loop begins, or asks for its next batch."""
         if loop is not None and loop.given == 0:
             self._loops.loop_begins()
             if self.hints is not None:
@@ -125,12 +116,7 @@ class EngineWatcher:
         return self._loops.limit(batch_size)
 
     def batch_given(self, part: BatchSlice, batch: Any, *, loader: Any = None, split: bool = False) -> None:
-        """Begin to trace the forward pass of a batch that a loop has received. Complete the trace of the last step
-        first. Collective.
-
-        part: this rank's slice of the global batch.
-        split: whether `mw.split` made the batch.
-        """
+        """Begin to trace the forward pass of a batch that a loop has received."""
         self._wait_for_ranks("mw.split" if split else "the next batch of a loader")
         if self.tracer is None:
             self._start()
@@ -176,17 +162,13 @@ class EngineWatcher:
     # A microbatch.
 
     def backward_begins(self, loss: Any, *_: object) -> None:
-        """Record that a backward pass of this rank's loss begins.
-
-        loss: the loss of a script, or the result of a job's loss function, which may be a tuple (loss, weight).
-        """
+        """Record that a backward pass of this rank's loss begins."""
         own = loss[0] if isinstance(loss, tuple) and loss else loss
         if self.tracer is not None and isinstance(own, Tensor):
             self.tracer.loss_made(own)
 
     def _begin_forward(self) -> None:
-        """Begin to record the forward pass of the newest batch. Recording begins as soon as the batch is there, because
-        a script does not say when its forward pass begins."""
+        """Begin to record the forward pass of the newest batch."""
         self._end_forward(discard=True)
         if self._batch is not None and self.tracer is not None:
             self._forward = contextlib.ExitStack()
@@ -196,10 +178,7 @@ class EngineWatcher:
             )
 
     def _end_forward(self, *, discard: bool) -> None:
-        """Stop tracing the open forward pass.
-
-        discard: whether to forget the forward pass, because it had no backward pass.
-        """
+        """Stop tracing the open forward pass."""
         if self._forward is None or self.tracer is None:
             return
         self._forward.close()
@@ -212,18 +191,14 @@ class EngineWatcher:
         self._place = stage, microbatch
 
     def forward_ends(self) -> None:
-        """Record that a pipeline stage has ended the forward pass of a microbatch. The backward pass of the microbatch
-        comes later."""
+        """Record that a pipeline stage has ended the forward pass of a microbatch."""
         self._end_forward(discard=False)
         if self._place is not None and self._batch is not None and self.tracer is not None:
             self._waiting[self._place] = self._batch, self.tracer.draws
 
     @contextlib.contextmanager
     def backward(self, reduce: bool) -> Iterator[None]:
-        """Trace the backward pass of a microbatch inside the with block.
-
-        reduce: whether this backward pass reduces the gradients over the ranks.
-        """
+        """Trace the backward pass of a microbatch inside the with block."""
         self._wait_for_ranks("mw.backward")
         self.found.backwards += 1
         self._loops.backward()
@@ -251,11 +226,7 @@ class EngineWatcher:
             self._begin_forward()
 
     def loss_known(self, loss: Tensor, scale: float = 1.0) -> None:
-        """Add a loss to the recorded loss of the current step. For a job, also record the gradients.
-
-        loss: the loss over the samples of all ranks, from all backward passes since the last reduction of gradients.
-        scale: the factor of the job's loss scaler. The recorded gradients are divided by it.
-        """
+        """Add a loss to the recorded loss of the current step."""
         if self.tracer is not None:
             if self._job is not None:  # complete by now: what stages of a pipeline share is added up last
                 gradients = gradients_of(self._model)
@@ -306,8 +277,7 @@ class EngineWatcher:
             self._begin_forward()
 
     def _see_update_by_hand(self) -> None:
-        """Record a step if a script has updated the parameters itself, without an optimizer. Such a step is recognized
-        by parameters that have changed since their gradients were reduced. Collective."""
+        """Record a step if a script has updated the parameters itself, without an optimizer."""
         if self._job is not None or self.tracer is None or self._stepped is not None or not self.tracer.step.gradients:
             return
         if any(gather_objects(local_sum(self._model) != self._reduced)):
@@ -323,8 +293,7 @@ class EngineWatcher:
             self.tracer.begin(self._loops.made)
 
     def complete_step(self) -> None:
-        """Record the state of model, optimizer and scheduler after the newest optimizer step. If this is called again
-        for the same step, only the recorded state of the scheduler is updated. Collective."""
+        """Record the state of model, optimizer and scheduler after the newest optimizer step."""
         if self._stepped is None or self.found.trace is None:
             return
         (optimizer, step), steps = self._stepped, self.found.trace.steps
@@ -367,8 +336,7 @@ class EngineWatcher:
         self.found.trace.resumed.append(state)
 
     def joined(self, value: Tensor | float | None) -> None:
-        """Record a result of `mw.sum`, so that the check can compare it with the result on one device. Only the first
-        16 elements of a tensor are recorded."""
+        """Record a result of `mw.sum`, so that the check can compare it with the result on one device."""
         if self.found.trace is None or value is None:
             return
         self._sums += 1
@@ -383,10 +351,7 @@ class EngineWatcher:
         self._unsummed[place] = None
 
     def shown(self, where: str, text: str) -> None:
-        """Record a text that `mw.print` or `mw.log` shows.
-
-        where: the source line of the call.
-        """
+        """Record a text that `mw.print` or `mw.log` shows."""
         if self.found.trace is not None:
             self.found.trace.shown.append((where, text))
 
@@ -438,8 +403,7 @@ def _is_by_hand(step: StepTrace) -> bool:
 
 
 def _widen_state(optimizer: Optimizer) -> None:
-    """Convert an optimizer's state to the dtypes of its parameters. State that was made before the model was converted
-    to float64 has a lower precision."""
+    """Convert an optimizer's state to the dtypes of its parameters."""
     for p, entry in optimizer.state.items():
         for key, value in entry.items() if isinstance(entry, dict) else ():
             if isinstance(value, Tensor) and value.ndim and value.dtype != p.dtype:

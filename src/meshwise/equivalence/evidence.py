@@ -27,14 +27,7 @@ ROUNDING = 2.0**-6  # of a tensor's length: four times what rounding to bfloat16
 
 @dataclass(frozen=True)
 class Evidence:
-    """All that is known when the check looks for the cause of the first difference.
-
-    first: the first difference.
-    comparison: all comparisons.
-    reference: the trace of the run on one device.
-    actual: the trace of the run under the plan.
-    plan: the plan of the run `actual`.
-    """
+    """All that is known when the check looks for the cause of the first difference."""
 
     first: Difference
     comparison: Comparison
@@ -53,24 +46,17 @@ class Evidence:
         return [d for d in self.comparison.differences if d.kind == kind and d.step == self.first.step]
 
     def faults(self, kind: str) -> list[Difference]:
-        """Return the comparisons of one kind, such as "gradients", that found a difference larger than `LIMIT`. Only
-        the step where the plan first differs from one device is searched."""
+        """Return the comparisons of one kind, such as "gradients", that found a difference larger than `LIMIT`."""
         return [d for d in self.of_kind(kind) if d.fault]
 
     def gradients(self) -> list[Difference]:
-        """Return the comparisons of gradients in the step where the plan first differs from one device. A gradient is
-        left out if the comparison found no fault and the gradient is so small that it is only rounding noise."""
+        """Return the comparisons of gradients in the step where the plan first differs from one device."""
         values = self.steps[0].gradients
         noise = NOISE * largest(values.values())
         return [d for d in self.of_kind("gradients") if d.fault or largest([values[d.name]]) > noise]
 
     def not_seen(self, before: float = math.inf) -> str:
-        """Return a phrase that names the modules whose outputs under the plan cannot be compared with one device.
-        Messages append it to the words "module outputs". Example: " that can be compared (those of encoder cannot)".
-        Return an empty string if all outputs can be compared.
-
-        before: a position among the module calls of the step. Only earlier calls are named.
-        """
+        """Return a phrase that names the modules whose outputs under the plan cannot be compared with one device."""
         names = [
             each.module or "the model"
             for each in self.comparison.unseen
@@ -103,19 +89,11 @@ class Evidence:
         return f"{module or 'the model'} ({self.comparison.modules.get(module, '')}{f', {at}' if at else ''})"
 
     def exchanges_in(self, module: str, *, sums: bool | None = None) -> list[str]:
-        """Return the collectives that the program calls in the forward of `module`, as source lines with names. If
-        there are none, return the collectives of the nearest module around it.
-
-        sums: True for sums over ranks only, False for all other collectives, None for all.
-        """
+        """Return the collectives that the program calls in the forward of `module`, as source lines with names."""
         return list(dict.fromkeys(each.line for each in self.exchanges(module, sums)))
 
     def exchanges(self, module: str, sums: bool | None = None) -> list[Exchange]:
-        """Return the collectives that the program calls in the forward of `module`. If there are none, return the
-        collectives of the nearest module around it.
-
-        sums: True for sums over ranks only, False for all other collectives, None for all.
-        """
+        """Return the collectives that the program calls in the forward of `module`."""
         known = [each for each in self.actual.exchanges if each.module and sums in (None, each.adds_up)]
         inside = [each for each in known if is_inside(each.module, module)]
         around = [each for each in known if is_inside(module, each.module)]
@@ -123,29 +101,19 @@ class Evidence:
         return inside or [each for each in around if each.module == nearest]
 
     def exchanges_without_backward(self, module: str) -> list[str]:
-        """Return the collectives in the forward of `module` through which no gradient comes back from other ranks. A
-        collective is returned if it is outside of a torch.autograd.Function, or if the backward of this Function calls
-        no collective.
-
-        If several ranks have the same samples, sums over ranks are left out. The gradient of such a sum is equal on
-        these ranks, so its backward needs no collective.
-        """
+        """Return the collectives in the forward of `module` through which no gradient comes back from other ranks."""
         back = {each.function for each in self.actual.exchanges_backward}
         found = self.exchanges(module, False if self.steps[1].peers else None)
         return list(dict.fromkeys(each.within for each in found if not each.function or each.function not in back))
 
     def sums_in_backward(self, module: str) -> list[Exchange]:
-        """Return the sums over ranks, e.g. calls of all_reduce, in the backward passes of `module`. They are found in
-        the backward of a torch.autograd.Function whose forward calls a collective in `module`. If there are none,
-        return the sums in the backward passes of all modules."""
+        """Return the sums over ranks, e.g. calls of all_reduce, in the backward passes of `module`."""
         used = {each.function for each in self.exchanges(module) if each.function}
         known = [each for each in self.actual.exchanges_backward if each.adds_up]
         return [each for each in known if each.function in used] or known
 
     def of_another_group(self, sums: list[Exchange]) -> str:
-        """Return a sentence if a collective in `sums` adds up over the wrong process group. Return an empty string if
-        all groups are right. The right group is made of the ranks with the same samples as rank 0, because these ranks
-        hold the parts of the sum."""
+        """Return a sentence if a collective in `sums` adds up over the wrong process group."""
         alike = self.steps[1].alike
         wrong = [each for each in sums if each.ranks and set(each.ranks) != set(alike)]
         if not wrong or len(alike) < 2:
@@ -157,8 +125,7 @@ class Evidence:
         )
 
     def divided_by_hand(self, module: str) -> list[str]:
-        """Return the names of the parameters in `module` that the program itself divides over ranks. Such a parameter
-        is recognized by its gradient, which is nonzero in a different region on each rank."""
+        """Return the names of the parameters in `module` that the program itself divides over ranks."""
         found: dict[str, list[list[tuple[int, int]]]] = {}
         for (_, name), box in sorted(self.steps[1].own_boxes.items()):
             if is_inside(name, module):
@@ -207,12 +174,7 @@ Rule = Callable[[Evidence], Cause | None]
 
 
 def says(kind: CauseKind, text: str | Callable[[Evidence], str], *when: Callable[[Evidence], bool]) -> Rule:
-    """Make a rule that returns a `Cause` of the kind `kind` if all conditions in `when` hold, and None otherwise.
-
-    text: the sentence that explains the cause. It may contain placeholders such as `{name}` and `{step}`, which are
-        filled in from the first difference between one device and the plan. A function may be given instead, which
-        returns the sentence. If it returns an empty string, the rule returns None.
-    """
+    """Make a rule that returns a `Cause` of the kind `kind` if all conditions in `when` hold, and None otherwise."""
 
     def rule(evidence: Evidence) -> Cause | None:
         if not all(holds(evidence) for holds in when):
@@ -248,14 +210,7 @@ def owner_of(parameter: str) -> str:
 
 
 def precision_lost(reference: Tensor | None, actual: Tensor | None) -> str:
-    """Return the lower precision that the plan's values are rounded to, e.g. "bfloat16". Return an empty string if they
-    are not rounded.
-
-    The values count as rounded if the precision can represent all values of the plan, but not all values of one device.
-    The difference between the two tensors must also be small enough to be a rounding error.
-
-    reference, actual: the values of one device and of the plan, or None.
-    """
+    """Return the lower precision that the plan's values are rounded to, e.g. "bfloat16"."""
     if reference is None or actual is None or reference.shape != actual.shape or not reference.is_floating_point():
         return ""
     rounding = float((reference - actual).norm()) <= ROUNDING * float(reference.norm())
@@ -263,6 +218,5 @@ def precision_lost(reference: Tensor | None, actual: Tensor | None) -> str:
 
 
 def near(a: float, b: float, limit: float = 1e-6) -> bool:
-    """Return whether two numbers are equal up to rounding. Their difference may be at most `limit` times the larger
-    absolute value."""
+    """Return whether two numbers are equal up to rounding."""
     return abs(a - b) <= limit * max(abs(a), abs(b), 1e-300)

@@ -2,8 +2,6 @@
 
 Collectives that meshwise itself calls while the program runs do not count. In a perturbed check, the buffer that a
 collective or a point-to-point transfer writes holds NaN until it has ended.
-
-Tested in tests/equivalence/test_kinds.py.
 """
 
 from __future__ import annotations
@@ -34,14 +32,7 @@ SUMS = ("allreduce", "all_reduce", "reduce_scatter", "reduce")
 
 
 class Exchange(NamedTuple):
-    """A collective that the program itself calls.
-
-    module: the module that calls the collective. Empty outside of the model, and in a backward pass.
-    place: the source line of the call.
-    operator: the name of the collective.
-    function: the torch.autograd.Function around the call. Empty if there is none.
-    ranks: the ranks of the process group. Empty if they are unknown.
-    """
+    """A collective that the program itself calls."""
 
     module: str
     place: str
@@ -61,8 +52,7 @@ class Exchange(NamedTuple):
 
     @property
     def within(self) -> str:
-        """The source line of the call and the name of the collective. If the call is inside a torch.autograd.Function,
-        the name of this function is added, e.g. "train.py:31 (all_reduce in Gather)"."""
+        """The source line of the call and the name of the collective."""
         return f"{self.place} ({self.operator} in {self.function})" if self.function else self.line
 
 
@@ -71,11 +61,7 @@ Exchanges = dict[Exchange, None]
 
 
 def noting_exchanges(found: Exchanges, module: Callable[[], str]) -> AbstractContextManager[Any]:
-    """Add to `found` each collective that the program itself calls inside the with block. Collectives that meshwise
-    calls are left out.
-
-    module: a function that returns the name of the module that runs now.
-    """
+    """Add to `found` each collective that the program itself calls inside the with block."""
 
     def note(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         frame = _by_hand() if operator.namespace in NAMESPACES else None
@@ -99,9 +85,7 @@ def _by_hand() -> FrameType | None:
 
 
 def _function(frame: FrameType | None) -> str:
-    """Return the name of the torch.autograd.Function whose forward or backward called the code of `frame`. Such a
-    method is recognized by its first argument, `ctx`. Return an empty string if the user's code in the call stack
-    contains no such method."""
+    """Return the name of the torch.autograd.Function whose forward or backward called the code of `frame`."""
     while frame is not None and is_users(frame.f_code.co_filename):
         first = frame.f_code.co_varnames[:1]
         if first and isinstance(frame.f_locals.get(first[0]), FunctionCtx):
@@ -111,8 +95,7 @@ def _function(frame: FrameType | None) -> str:
 
 
 def _ranks() -> tuple[int, ...]:
-    """Return the ranks of the process group given to the running torch.distributed call. Return an empty tuple if they
-    are unknown."""
+    """Return the ranks of the process group given to the running torch.distributed call."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and not (frame.f_code.co_filename.startswith(DISTRIBUTED) and "group" in frame.f_locals):
         frame = frame.f_back
@@ -126,12 +109,7 @@ UNREAD = ("fill_", "empty", "new_empty", "empty_like", "empty_strided", "copy_")
 
 
 def noting_nan(found: list[str], perturbed: bool) -> AbstractContextManager[Any]:
-    """Look inside the with block for operators that read a buffer before a collective or a transfer has written it. The
-    check fills the buffer with NaN until the collective or transfer has ended. So an operator that returns NaN before
-    this end has read too early. A sentence about the first such operator is appended to `found`.
-
-    perturbed: whether the check fills buffers with NaN. If False, nothing is watched.
-    """
+    """Look inside the with block for operators that read a buffer before a collective or a transfer has written it."""
 
     def note(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result, name = operator(*args, **kwargs), operator_name(operator)
@@ -144,11 +122,7 @@ def noting_nan(found: list[str], perturbed: bool) -> AbstractContextManager[Any]
 
 
 def say_nan(found: list[str], what: str, under_way: list[str]) -> None:
-    """Append to `found` a sentence that names the exchanges in flight when a value was NaN.
-
-    what: the beginning of the sentence, which names the operation that used the value.
-    under_way: the names of the exchanges.
-    """
+    """Append to `found` a sentence that names the exchanges in flight when a value was NaN."""
     found.append(f"nobody had waited for {some(under_way)} when {what} what it writes")
 
 

@@ -4,8 +4,6 @@ A comparison of one device with a plan does not show them. They are found while 
 
 A hint is a warning, since what it reports may be intended. It is given only if it holds for every step, or every loop,
 that was seen.
-
-Tested in tests/equivalence/test_hints.py.
 """
 
 from __future__ import annotations
@@ -52,14 +50,7 @@ OF_STATISTICS = "torch/optim/swa_utils.py"
 @dataclass
 class _Window:
     """What a script did between two optimizer steps. It is used to notice calls between the backward passes of one
-    step.
-
-    backwards: the number of backward passes.
-    zeroed: the source lines that called zero_grad, at most one for each gap between two backward passes.
-    ticked: the source lines that stepped a scheduler, at most one for each gap between two backward passes.
-    parameters: the sum of all parameter values at the newest backward pass, to notice that parameters change.
-    moved: whether parameters changed between two backward passes.
-    """
+    step."""
 
     backwards: int = 0
     zeroed: list[str] = field(default_factory=list)
@@ -88,10 +79,7 @@ class Hints:
         self._begun = 0  # random draws before the call of a model that runs now
 
     def follow(self, tracer: ModelTracer, model: nn.Module) -> None:
-        """Observe the calls of a model that trains.
-
-        tracer: the tracer of all models of the script.
-        """
+        """Observe the calls of a model that trains."""
         self.tracer = tracer
         model.register_forward_pre_hook(LooksOn(self._call_begins))
         model.register_forward_hook(LooksOn(self._call_ends))
@@ -137,8 +125,7 @@ class Hints:
         self._begun = len(self.tracer.draws.log) if self.tracer is not None and in_forward else 0
 
     def _call_ends(self, root: nn.Module, *_: object) -> None:
-        """Report dropout that is active during an evaluation. This hook runs after each call of a model, and looks only
-        at calls without gradients."""
+        """Report dropout that is active during an evaluation."""
         if torch.is_grad_enabled() or frame_in(OF_STATISTICS):
             return
         active, where = [name or type(root).__name__ for name, m in root.named_modules() if _is_active(m)], user_place()
@@ -155,12 +142,7 @@ class Hints:
         self._said[text] = None
 
     def end(self, *, by_hand: bool, per_rank: bool) -> list[str]:
-        """Return the texts of all warnings about likely mistakes in the script.
-
-        by_hand: whether the program itself changed gradients between a backward pass and an optimizer step. A warning
-            about discarded gradients is then left out, because zeroing them may be intended.
-        per_rank: whether the program's loops see the rows of a rank, and not the whole batch.
-        """
+        """Return the texts of all warnings about likely mistakes in the script."""
         several = [window for window in self._windows if window.backwards > 1]
         count = max((window.backwards for window in several), default=1)
         for text, wrong in ((THROWN_AWAY, [w.zeroed for w in several]), (TICKS, [w.ticked for w in several])):
@@ -174,8 +156,7 @@ class Hints:
 
     @contextlib.contextmanager
     def noting(self) -> Iterator[None]:
-        """Watch for three kinds of calls inside the with block. These are calls that set gradients to zero, calls that
-        step a scheduler, and calls of an autograd Function whose result the script ignores."""
+        """Watch for three kinds of calls inside the with block."""
 
         def zeroed(thing: Any) -> None:
             if self._window.backwards:
@@ -226,10 +207,7 @@ def _told(kind: type, name: str, tell: Callable[[Any], None]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def noting_unused(say: Callable[[str], None]) -> Iterator[None]:
-    """Report calls of a user's autograd Function inside the with block if the result is not used.
-
-    say: a function that takes the text of each report.
-    """
+    """Report calls of a user's autograd Function inside the with block if the result is not used."""
     real = vars(torch.autograd.Function)["apply"]
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:

@@ -5,8 +5,6 @@ It tells which of them is a mean over samples and which a sum.
 On one device such a number covers the whole batch, on a rank it covers only the rank's samples. The number on one
 device may be the mean of the ranks' numbers weighted by samples, their sum, or equal to each of them. At the first
 number that is none of these, the loss stops being a mean.
-
-Tested in tests/equivalence/test_loss_numbers.py.
 """
 
 from __future__ import annotations
@@ -31,11 +29,7 @@ COUNTED = ("nll_loss_forward", "nll_loss2d_forward")
 
 @dataclass(frozen=True)
 class Number:
-    """A scalar that occurs in the computation of a loss.
-
-    made_of: the recorded scalars that it is computed from.
-    over: the number of elements if the scalar is a mean, or the divisor if it is a quotient. 0 for any other scalar.
-    """
+    """A scalar that occurs in the computation of a loss."""
 
     value: float
     made_of: tuple[Key, ...]
@@ -71,8 +65,7 @@ class NotedNumbers:
         return result
 
     def of(self, loss: Tensor) -> Numbers:
-        """Return the scalars that `loss` is computed from, and `loss` itself as the last. Return an empty dict if
-        `loss` was not recorded."""
+        """Return the scalars that `loss` is computed from, and `loss` itself as the last."""
         wanted = {self._keys[id(loss)][0]} if id(loss) in self._keys else set()
         for key in reversed(self._numbers):
             if key in wanted:
@@ -91,12 +84,7 @@ def _over(name: str, args: tuple[Any, ...], result: Any) -> float:
 @dataclass(frozen=True)
 class Joined:
     """One scalar in the computation of a loss, such as a mean or a count: its value on one device, and its value on
-    each rank. The values belong together because the same call at the same source line computes them.
-
-    one: the scalar on one device.
-    ranks: the scalar on each rank.
-    samples: the number of samples on each rank.
-    """
+    each rank. The values belong together because the same call at the same source line computes them."""
 
     key: Key
     one: Number
@@ -145,16 +133,7 @@ class Joined:
 
 
 def joined(one: Numbers, ranks: Sequence[Numbers], samples: Sequence[int]) -> dict[Key, Joined]:
-    """Pair each scalar in the computation of a loss on one device with the same scalar on each rank. The result has the
-    order in which one device computes the scalars, with the loss as the last entry.
-
-    A scalar is left out if its source line runs a different number of times on one device and on a rank, for example
-    once for each sample.
-
-    one: the scalars on one device.
-    ranks: the scalars of each rank.
-    samples: the number of samples on each rank.
-    """
+    """Pair each scalar in the computation of a loss on one device with the same scalar on each rank."""
     sides = [Counter((at, name) for at, name, _ in side) for side in (one, *ranks)]
     found = {}
     for key, number in one.items():

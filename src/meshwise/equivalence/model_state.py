@@ -32,10 +32,7 @@ def clean(name: str) -> str:
 
 
 def copied(tensor: Tensor) -> Tensor:
-    """Copy a tensor to the CPU. A DTensor is gathered first. Callers must not write to the copy.
-
-    Floating-point tensors are converted to float64, complex tensors to their real and imaginary parts.
-    """
+    """Copy a tensor to the CPU."""
     copy = as_real(full_tensor(tensor.detach()).to(device="cpu", copy=True))
     return copy.to(torch.float64) if copy.is_floating_point() else copy
 
@@ -46,8 +43,7 @@ def is_replicated(tensor: Tensor) -> bool:
 
 
 def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield the names and parameters that this rank's pipeline stage trains. Each parameter is yielded once. For a
-    sharded block, the shards of this rank are yielded, even while the whole parameters are gathered."""
+    """Yield the names and parameters that this rank's pipeline stage trains."""
     parts = {}
     for _, module in sharded_modules(model):
         for group in groups_of(module):
@@ -80,15 +76,13 @@ def local_norms(model: nn.Module) -> dict[str, float]:
 
 
 def local_sum(model: nn.Module) -> float:
-    """Return the sum of all elements of this rank's parameters or shards. It changes when the parameters are
-    updated."""
+    """Return the sum of all elements of this rank's parameters or shards."""
     own = (p.to_local() if isinstance(p, DTensor) else p for _, p in named_parameters(model))
     return math.fsum(float(as_real(p.detach()).double().nan_to_num(0.0, 0.0, 0.0).sum()) for p in own)
 
 
 def local_sums(model: nn.Module) -> dict[str, float]:
-    """Return the sum of the elements of each parameter (or shard) and each buffer on this rank. A sum changes when its
-    tensor does."""
+    """Return the sum of the elements of each parameter (or shard) and each buffer on this rank."""
     every = [*named_parameters(model), *((clean(name), b) for name, b in model.named_buffers())]
     own = ((name, t.to_local() if isinstance(t, DTensor) else t) for name, t in every)
     return {name: float(as_real(t.detach()).double().nan_to_num(0.0, 0.0, 0.0).sum()) for name, t in own}
@@ -103,8 +97,7 @@ def tied_in(model: nn.Module) -> list[tuple[str, ...]]:
 
 
 def optimizer_state_of(optimizer: Optimizer, model: nn.Module) -> Named:
-    """Return the tensors in the state of an optimizer, copied to the CPU. A key is `PARAMETER KEY`, such as `fc.weight
-    exp_avg`. A parameter outside the model is named `unknown_param_N`."""
+    """Return the tensors in the state of an optimizer, copied to the CPU."""
     names = {id(p): name for name, p in named_parameters(model)}
     held = [p for group in optimizer.param_groups for p in group["params"]]
     return {
@@ -121,7 +114,6 @@ def learning_rates_of(optimizer: Optimizer) -> dict[str, float]:
 
 
 def scheduler_numbers(scheduler: Any) -> dict[str, float]:
-    """Return the numbers in the state dict of a learning rate scheduler. Return an empty dict if the scheduler is
-    None."""
+    """Return the numbers in the state dict of a learning rate scheduler."""
     state = {} if scheduler is None else scheduler.state_dict()
     return {k: float(v) for k, v in state.items() if isinstance(v, int | float) and not isinstance(v, bool)}

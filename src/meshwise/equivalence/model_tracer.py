@@ -46,12 +46,7 @@ from meshwise.transfer.sharded import full_tensor
 
 class ModelTracer:
     """Records how `model` trains: its outputs, random draws and gradients. Call `begin` for each step, and enter
-    `forward` and `backward` for each microbatch. The methods are collective if the model is divided over ranks.
-
-    trace: the trace of the whole run.
-    step: the trace of the newest step.
-    reference: the random draws of the run on one device, which this run repeats. None if this is the run on one device.
-    """
+    `forward` and `backward` for each microbatch. The methods are collective if the model is divided over ranks."""
 
     def __init__(
         self,
@@ -103,20 +98,13 @@ class ModelTracer:
                 p.register_post_accumulate_grad_hook(partial(self._ready, clean(name)))
 
     def begin(self, step: int) -> StepTrace:
-        """Begin step number `step`, counted from 0. Return its trace, which records everything until the next step
-        begins."""
+        """Begin step number `step`, counted from 0."""
         self._at, self.step, self._norms_left, self._begun = (step, -1), StepTrace(), None, self._forwards
         return self.step
 
     @contextlib.contextmanager
     def forward(self, rows: Rows, batch: Any, reading: Reading, *, number: int | None = None) -> Iterator[None]:
-        """Trace the forward pass of the step's next microbatch inside the with block.
-
-        rows: which rows of the microbatch this rank has.
-        batch: this rank's part of the microbatch.
-        reading: where the batch comes from.
-        number: the number of the microbatch in the step, if a pipeline schedule chooses the order.
-        """
+        """Trace the forward pass of the step's next microbatch inside the with block."""
         step, newest = self._at
         self._at, self._rows = (step, newest + 1 if number is None else number), rows
         if rows.samples > 0:
@@ -165,8 +153,7 @@ class ModelTracer:
             redraw()
 
     def attempt(self, part: SplitPart) -> Callable[[], None]:
-        """Let modules draw for this part of a split tensor. Return a function that forgets their calls and draws since,
-        because they are made anew."""
+        """Let modules draw for this part of a split tensor."""
         if self._reference is not None:
             self.draws.draw_for(part, self._reference.get(self._forwards - 1, ()))
         redraw, outputs, calls = self.draws.attempt(), len(self.step.outputs), dict(self._calls)
@@ -181,11 +168,7 @@ class ModelTracer:
 
     @contextlib.contextmanager
     def backward(self, number: int | None = None) -> Iterator[None]:
-        """Trace the backward pass of a microbatch inside the with block. Recomputed blocks run in float64 and draw the
-        same random numbers again.
-
-        number: the number of the microbatch. None is the newest one.
-        """
+        """Trace the backward pass of a microbatch inside the with block."""
         self.step.ready_order.clear()
         if self._reference is not None and not self._whole:
             self._own = self.step.own_gradients.setdefault((0, self._at[1] if number is None else number), {})
@@ -205,8 +188,7 @@ class ModelTracer:
         self._norms_left = local_norms(self._model)
 
     def forget_gradients(self) -> None:
-        """Forget the gradients of this step. This is called before they are computed again, e.g. when an optimizer
-        calls its closure a second time."""
+        """Forget the gradients of this step."""
         self._norms_left = None
         self.step.own_gradients.clear()
 
@@ -225,8 +207,7 @@ class ModelTracer:
             self._of_loss = loss.register_hook(note)
 
     def _watch_own(self) -> None:
-        """Register hooks that receive the gradients of this rank's own loss. The hooks are on the parameters or, if
-        these are sharded, on the gathered tensors."""
+        """Register hooks that receive the gradients of this rank's own loss."""
         names = {id(p): name for name, p in named_parameters(self._model)}
         found = [(name, p) for name, p in named_parameters(self._model)]
         for _, module in sharded_modules(self._model):
@@ -238,8 +219,7 @@ class ModelTracer:
                 self._hooked[p] = p.register_hook(partial(self._keep_own, name))
 
     def _keep_own(self, name: str, gradient: Tensor) -> None:
-        """Record the first gradient that a parameter gets in a backward pass. Later calls of this hook in the same pass
-        are ignored, because they are caused by the reduction over ranks."""
+        """Record the first gradient that a parameter gets in a backward pass."""
         gradient = local_of(gradient) if is_replicated(gradient) else gradient
         if self._own is not None and name not in self._own and type(gradient) is Tensor:
             with without_interception():
@@ -260,12 +240,7 @@ class ModelTracer:
             self.step.modified_between_backwards.append((0, self._at[1] - 1, before, after, alike))
 
     def keyed(self, function: Callable[..., Any], rows: Sequence[Rows]) -> Callable[..., Any]:
-        """Wrap a function that evaluates a job. It then runs in float64, and its random draws depend only on the sample
-        and the call.
-
-        function: a metric or loss of the job, with the batch as its last argument.
-        rows: which rows this rank has in each batch, in order.
-        """
+        """Wrap a function that evaluates a job."""
         batches = iter(enumerate(rows))
         now: list[Any] = []  # the batch, its number and rows: a rank with two stages of a pipeline calls it twice
 
@@ -318,13 +293,11 @@ class ModelTracer:
                 output.gradient.update(sketches(gradient.detach() / (self._own_factor or math.inf), output.rows))
 
     def _drawn(self) -> int:
-        """Return how many random draws of this microbatch were recorded so far. `_close_call` compares this number
-        before and after a module's call. Draws in `draws.unkeyed` are counted once for each kind."""
+        """Return how many random draws of this microbatch were recorded so far."""
         return len(self.draws.log) + len(self.draws.unkeyed)
 
     def _close_call(self, name: str) -> None:
-        """End a module's call. Record the module if it drew random numbers itself, and not only through its
-        submodules."""
+        """End a module's call."""
         if not self._open_calls:
             return
         self._running.pop()
@@ -337,8 +310,7 @@ class ModelTracer:
 
 
 def _box(there: Tensor) -> list[tuple[int, int]]:
-    """Return, for each dimension, the range of indices in which `there` has True elements. Return an empty list if no
-    element is True."""
+    """Return, for each dimension, the range of indices in which `there` has True elements."""
     along = [there.transpose(0, dim).reshape(size, -1).any(1).nonzero() for dim, size in enumerate(there.shape)]
     return [(int(where[0]), int(where[-1]) + 1) for where in along if len(where)]
 

@@ -5,8 +5,6 @@ Examples are the bias in front of a batch norm, and the bias of the keys in atte
 Adam divides such a gradient by its size, so these elements take meaningless steps, which differ between one device and
 the plan. The elements are not compared. Values that depend on them without changing a gradient (a running mean, an
 evaluation) are compared: one device runs once more, and takes over the plan's values of these elements.
-
-Tested in tests/equivalence/test_pieces.py.
 """
 
 from __future__ import annotations
@@ -24,11 +22,7 @@ NOISE = 1e-8  # of the largest gradient
 
 
 def note_noise(noise: Named, mine: Named, others: Named) -> None:
-    """Mark the parameter elements whose gradient is only rounding noise, both on one device and under the plan. The
-    masks in `noise` are updated in place.
-
-    mine, others: the gradients of one step, on one device and under the plan.
-    """
+    """Mark the parameter elements whose gradient is only rounding noise, both on one device and under the plan."""
     most = largest(mine.values())
     for name in mine.keys() & others.keys():
         a, b = mine[name].abs(), others[name].abs()
@@ -39,14 +33,7 @@ def note_noise(noise: Named, mine: Named, others: Named) -> None:
 
 
 def noise_of(reference: Trace, actual: Trace) -> list[Noise]:
-    """Find the elements of parameters whose gradients are only rounding noise. Return a dict for each step: name of a
-    parameter -> (mask, values). Return an empty list if no element is noisy in any step.
-
-    The mask is True for elements whose gradient was rounding noise in this step or an earlier step. The values are the
-    parameter after the step, in the run under the plan.
-
-    reference, actual: the traces of the run on one device and of the run under the plan.
-    """
+    """Find the elements of parameters whose gradients are only rounding noise."""
     noise: dict[str, Tensor] = {}
     found = list[Noise]()
     for mine, other in zip(reference.steps, actual.steps, strict=False):
@@ -57,8 +44,7 @@ def noise_of(reference: Trace, actual: Trace) -> list[Noise]:
 
 
 def take_noise(model: nn.Module, noise: Sequence[Mapping[str, tuple[Tensor, Tensor]]], step: int) -> None:
-    """Overwrite the parameter elements that `noise` marks for step `step` with the values in `noise`. Call this after
-    the step, which is counted from 0."""
+    """Overwrite the parameter elements that `noise` marks for step `step` with the values in `noise`."""
     if step < len(noise):
         with torch.no_grad():
             for name, p in named_parameters(model):

@@ -64,9 +64,7 @@ def one_device(job: Job, spec: CheckSpec, device: str = "cpu") -> Trace:
 
 
 def check_room(model: nn.Module, spec: CheckSpec, job: Job) -> None:
-    """Raise UsageError if the host has too little free memory to check a model of this size. The check keeps the
-    gradients, parameters and optimizer state of every step in float64, for one device and for the plan. A third copy is
-    counted for tensors that are being sent between processes."""
+    """Raise UsageError if the host has too little free memory to check a model of this size."""
     size = 8 * sum(p.numel() for p in model.parameters())
     a_step = 2 + STATE + (job.clip_norm is not None)
     needed, free = 3 * size * (1 + spec.steps * a_step), free_bytes(torch.device("cpu"))
@@ -113,8 +111,7 @@ def _train(run: _Reference, test: Data | None) -> None:
 
 
 def _closure(run: _Reference, batches: list[Microbatch], step: StepTrace) -> float:
-    """Compute the loss and the clipped gradients, and return the loss. An optimizer may call this closure several
-    times."""
+    """Compute the loss and the clipped gradients, and return the loss."""
     run.model.zero_grad()
     run.tracer.forget_gradients()
     step.samples += [[part.indices.tolist()] for _, part in batches]
@@ -135,22 +132,13 @@ def _batches(run: _Reference, data: Data, slices: list[BatchSlice], epoch: int) 
 
 
 def _weighed(result: Any, part: BatchSlice, where: str, summed: int | None) -> tuple[Tensor, Tensor]:
-    """Return (mean, weight) from the result of a job's loss or metric function. The weight is the number of samples if
-    the result has no weight of its own.
-
-    part: the samples of the batch.
-    where: the name of the job or metric, for error messages.
-    summed: None if the result is a mean. Otherwise the result is a sum over samples, and `mean` is (sum / number of
-        samples) * summed. Use 1 to get the mean. Use the size of the global batch to get values whose average over the
-        ranks is the sum over the batch.
-    """
+    """Return (mean, weight) from the result of a job's loss or metric function."""
     mean, weight = split_weight(result, part, where, summed=summed)
     return mean, as_weight(part.samples if weight is None else weight, mean)
 
 
 def _backward(run: _Reference, batches: list[Microbatch], step: StepTrace) -> float:
-    """Compute the gradient of the weighted mean loss over all microbatches, and leave it in `.grad`. Return that mean
-    loss."""
+    """Compute the gradient of the weighted mean loss over all microbatches, and leave it in `.grad`."""
     total = weights = torch.zeros((), dtype=torch.float64)
     for batch, part in batches:
         with run.tracer.forward(_all_rows(part), batch, Reading()), computing(run.device, run.spec.dtypes):

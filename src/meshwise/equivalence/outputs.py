@@ -3,8 +3,6 @@
 The samples of all ranks are concatenated first. A program may divide the work of its modules by hand. Ranks with the
 same samples then have equal outputs, slices of the whole output, or parts of a sum. The same holds for the gradients
 that reach the outputs.
-
-Tested in tests/equivalence/test_outputs.py and tests/equivalence/test_tensor_by_hand.py.
 """
 
 from __future__ import annotations
@@ -21,11 +19,7 @@ from meshwise.equivalence.trace import Output, StepTrace
 
 
 def output_difference(one: Output, ranks: Sequence[Output]) -> tuple[float, float] | None:
-    """Return the relative and the absolute difference between a call's output on one device and on the ranks. Return
-    None if the outputs cannot be compared.
-
-    The ranks need not have the same samples as one device, nor the same number of samples.
-    """
+    """Return the relative and the absolute difference between a call's output on one device and on the ranks."""
     for layout, dim in (("0", 0), ("1", 1)):
         parts = [rank.sketches[layout] for rank in ranks if layout in rank.sketches]
         if layout in one.sketches and len(parts) == len(ranks) and _fits(one, ranks, dim):
@@ -44,13 +38,7 @@ def output_difference(one: Output, ranks: Sequence[Output]) -> tuple[float, floa
 
 @dataclass(frozen=True)
 class Layout:
-    """One way in which several ranks may divide a module output along a dimension, such as positions or features.
-
-    whole: the size of the dimension on one device.
-    parts: the size of the dimension on each rank.
-    order: which indices each rank gets, one of `ORDERS`.
-    is_last: whether this is the last dimension, which holds features.
-    """
+    """One way in which several ranks may divide a module output along a dimension, such as positions or features."""
 
     whole: int
     parts: tuple[int, ...]
@@ -63,8 +51,7 @@ ORDERS = ("one after the other", "in turn", "from both ends")
 
 
 def _order(layout: Layout) -> Tensor:
-    """Return indices that sort the slices of the whole output by rank. Example: 4 slices dealt "in turn" to 2 ranks
-    give (0, 2, 1, 3), because rank 0 has slices 0 and 2."""
+    """Return indices that sort the slices of the whole output by rank."""
     every, ranks = torch.arange(layout.whole), len(layout.parts)
     if layout.order == "in turn":
         return torch.cat([every[rank::ranks] for rank in range(ranks)])
@@ -75,26 +62,13 @@ def _order(layout: Layout) -> Tensor:
 
 
 def divided_outputs(one: Output, ranks: Sequence[Output]) -> Iterator[tuple[Layout, tuple[float, float]]]:
-    """Yield (layout, difference) for each layout in which the ranks may divide a module output. To get the difference,
-    the ranks' slices are joined as the layout says, and compared with one device. It is a pair (relative, absolute).
-
-    one: the output on one device.
-    ranks: the output on each rank.
-    """
+    """Yield (layout, difference) for each layout in which the ranks may divide a module output."""
     for layout, mine, theirs in divided_rows(one, ranks):
         yield layout, rows_difference(mine, theirs)
 
 
 def divided_rows(one: Output, ranks: Sequence[Output]) -> Iterator[tuple[Layout, Tensor, Tensor]]:
-    """Yield (layout, mine, theirs) for each layout in which the ranks may divide a module output. The caller compares
-    `mine` and `theirs` row by row. They agree if the ranks use this layout.
-
-    Each row is a short random projection of one slice of the output (see sketches.py). `theirs` has the slices on the
-    ranks, rank by rank. `mine` has the slices on one device, in the same order.
-
-    one: the output on one device.
-    ranks: the output on each rank.
-    """
+    """Yield (layout, mine, theirs) for each layout in which the ranks may divide a module output."""
     if len(ranks) < 2:
         return
     last = len(one.shape) - 1
@@ -120,14 +94,12 @@ def is_sum_of(one: Output, ranks: Sequence[Output]) -> bool:
 
 
 def has_rows_of_samples(one: Output, ranks: Sequence[Output]) -> bool:
-    """Return True if the shapes of a module output allow that it has one row for each sample. A caller then takes the
-    output as divided by samples, and does not look for another layout."""
+    """Return True if the shapes of a module output allow that it has one row for each sample."""
     return any(f"{dim}" in one.sketches and _fits(one, ranks, dim) for dim in (0, 1))
 
 
 def _same_rows(one: Output, ranks: Sequence[Output]) -> bool:
-    """Return whether the ranks together have the same rows as one device, in any order. Example of another order:
-    tokens sorted by expert."""
+    """Return whether the ranks together have the same rows as one device, in any order."""
     parts = [rank.sketches["unordered"] for rank in ranks if "unordered" in rank.sketches]
     if "unordered" not in one.sketches or len(parts) < len(ranks):
         return False
@@ -139,12 +111,7 @@ def _all_equal(sizes: Sequence[tuple[float, float]]) -> bool:
 
 
 def _fits(one: Output, ranks: Sequence[Output], dim: int, padded: bool = False) -> bool:
-    """Return whether the shapes allow that the ranks divide a module output by samples along `dim`. Each rank must have
-    the rows of its own samples. All other dimensions must have the same size as on one device.
-
-    one: the output on one device.
-    padded: whether dimension 1 (the sequence) may be shorter on a rank than on one device.
-    """
+    """Return whether the shapes allow that the ranks divide a module output by samples along `dim`."""
     return all(
         len(one.shape) == len(rank.shape) > max(dim, int(padded))
         and one.shape[dim] * rank.rows == rank.shape[dim] * one.rows
@@ -158,14 +125,7 @@ def _fits(one: Output, ranks: Sequence[Output], dim: int, padded: bool = False) 
 
 
 def _positions_difference(mine: Tensor, ranks: Sequence[Tensor]) -> list[tuple[float, float]]:
-    """Compare a module output on one device and on the ranks, position by position, e.g. token by token. Return
-    (relative difference, absolute difference) for each rank that has samples. Return an empty list if the ranks and one
-    device have different numbers of samples.
-
-    mine: the output on one device, as random projections of shape (samples, positions, numbers).
-    ranks: the output on each rank, in the same form. If a rank has fewer positions than one device, only its positions
-        are compared.
-    """
+    """Compare a module output on one device and on the ranks, position by position, e.g. token by token."""
     if sum(map(len, ranks)) != len(mine):
         return []
     parts = mine.split([len(part) for part in ranks])
@@ -177,8 +137,7 @@ def _positions_difference(mine: Tensor, ranks: Sequence[Tensor]) -> list[tuple[f
 
 
 def rows_difference(mine: Tensor, other: Tensor) -> tuple[float, float]:
-    """Return the largest relative and the largest absolute difference between the rows of two matrices. Two NaN count
-    as equal. Each row is a random projection of a slice of a module output (see sketches.py)."""
+    """Return the largest relative and the largest absolute difference between the rows of two matrices."""
     lengths, difference = mine.norm(dim=1), apart(other, mine).norm(dim=1)
     scale = lengths.nan_to_num(0.0, 0.0).clamp(min=FLOOR * largest([lengths]))
     return ratio(difference, scale), float(difference.max()) if len(difference) else 0.0
@@ -192,14 +151,7 @@ Groups = Sequence[Sequence[Output]]
 @dataclass(frozen=True)
 class Parts:
     """Possible explanations why ranks with the same samples have different outputs of one module call. Each field
-    compares these outputs with the output on one device.
-
-    whole: the (relative, absolute) difference, if each rank has the whole output for its samples. None if the shapes
-        exclude this.
-    ways: pairs (layout, difference) for each layout in which each rank may have a slice of the output. The difference
-        is (relative, absolute).
-    summed: whether the ranks' outputs add up to the output on one device.
-    """
+    compares these outputs with the output on one device."""
 
     whole: tuple[float, float] | None
     ways: Ways
@@ -207,8 +159,7 @@ class Parts:
 
 
 def peers_in(step: StepTrace) -> dict[Any, Groups]:
-    """Return the module outputs of ranks that have the same samples. The key is (microbatch, module, number of the
-    output). Return an empty dict if each rank has its own samples."""
+    """Return the module outputs of ranks that have the same samples."""
     sides = [[{output.key: output for output in rank} for rank in ranks] for ranks in step.peers]
     first = sides[0][0] if sides else {}
     return {
@@ -219,12 +170,7 @@ def peers_in(step: StepTrace) -> dict[Any, Groups]:
 
 
 def parts_of(one: Output, groups: Groups) -> Parts | None:
-    """Look for explanations why ranks with the same samples have different outputs of a module call. Return None if the
-    outputs of these ranks are equal.
-
-    one: the output on one device.
-    groups: the outputs of all ranks, where ranks with the same samples form a group.
-    """
+    """Look for explanations why ranks with the same samples have different outputs of a module call."""
     if all(_alike(ranks[0], other) for ranks in groups for other in ranks[1:]):
         return None
     firsts = [ranks[0] for ranks in groups]

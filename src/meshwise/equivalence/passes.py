@@ -12,11 +12,7 @@ from meshwise.workers.join import rank_context
 
 
 class Passes:
-    """Reports which pass of a check runs. A pass is one run of the checked program.
-
-    notify: called with a line when a pass begins, and for each note of a worker.
-    progress: called with the current pass and step.
-    """
+    """Reports which pass of a check runs. A pass is one run of the checked program."""
 
     def __init__(
         self, what: Sequence[str], steps: int, notify: Callable[[str], None], progress: Callable[[str], None]
@@ -26,8 +22,7 @@ class Passes:
         self._begun = 0
 
     def begin(self) -> Callable[[int, Message], None]:
-        """Report that the next run of the checked program begins. Return a function (rank, message) that must be called
-        with the messages of its workers."""
+        """Report that the next run of the checked program begins."""
         now = self._next()
 
         def received(rank: int, message: Message) -> None:
@@ -49,14 +44,12 @@ class Passes:
 
 
 def say_next_pass() -> None:
-    """Tell the launching process that the next run of the checked program begins. Call this in every worker. Only rank
-    0 sends the message."""
+    """Tell the launching process that the next run of the checked program begins."""
     _send("pass")
 
 
 def say_step(step: int) -> None:
-    """Tell the launching process how many optimizer steps the current run of the checked program has made. Call this in
-    every worker. Only rank 0 sends the message."""
+    """Tell the launching process how many optimizer steps the current run of the checked program has made."""
     _send("checked", step=step)
 
 

@@ -6,8 +6,6 @@ proven.
 
 If only the plan keeps parameters or moments in a lower dtype, this shows because the dtype can represent all of their
 values.
-
-Tested in tests/equivalence/test_precision_warnings.py.
 """
 
 from __future__ import annotations
@@ -41,13 +39,7 @@ OTHER_STEPS = (
 
 
 def rounding_warnings(rounded: Sequence[Comparison], dtypes: Dtypes) -> Iterator[str]:
-    """Yield a sentence if the loss in step 1 has a much larger rounding error under the plan than on one device. Yield
-    another sentence if the gradients in step 1 have a much larger error.
-
-    rounded: two comparisons. The first compares one device in the plan's precision with one device in float64. The
-        second compares the plan in its precision with one device in float64. Empty if the check made no such runs.
-    dtypes: the dtypes of the plan.
-    """
+    """Yield a sentence if the loss in step 1 has a much larger rounding error under the plan than on one device."""
     if not rounded:
         return
     least = max(torch.finfo(EPS[name]).eps for name in dtypes.by_field.values())
@@ -63,13 +55,7 @@ def rounding_warnings(rounded: Sequence[Comparison], dtypes: Dtypes) -> Iterator
 
 def kept_coarser(rounded: Sequence[Trace]) -> Iterator[str]:
     """Yield a sentence if the plan seems to keep parameters in bfloat16 or float16 between steps, but one device does
-    not. Yield another sentence if the plan seems to keep the optimizer's state in this way.
-
-    The sign is a tensor whose values after step 1 all fit into bfloat16 or float16 without rounding.
-
-    rounded: the trace of one device and the trace of the plan, in the plan's precision. Empty if the check made no such
-        runs.
-    """
+    not."""
     kinds = {"parameters are": "parameters", "the optimizer's state is": "optimizer_state"}
     noise = _of_rounding(rounded[0].steps[0]) if rounded else set()
     for what, kind in kinds.items() if len(rounded) == 2 else ():
@@ -94,14 +80,12 @@ def _of_rounding(step: StepTrace) -> set[str]:
 
 
 def _lower(tensor: torch.Tensor) -> str:
-    """Return `bfloat16` or `float16` if that dtype represents all values exactly. Return an empty string if neither
-    dtype does, or if there are so few values that this may be chance."""
+    """Return `bfloat16` or `float16` if that dtype represents all values exactly."""
     return precision_of(tensor.double()).replace("float32", "") if tensor.numel() > SOME else ""
 
 
 def unproven(one: Trace) -> Iterator[str]:
-    """Yield a sentence that names the first step in which the loss, a gradient or a parameter is not finite. Yield
-    nothing if all are finite."""
+    """Yield a sentence that names the first step in which the loss, a gradient or a parameter is not finite."""
     for number, step in enumerate(one.steps, 1):
         wrong = [] if math.isfinite(step.loss) else ["the loss"]
         for kind, named in (("the gradient of", step.gradients), ("", step.parameters)):

@@ -32,16 +32,7 @@ ALONE = "This counts the samples of one rank only: use mw.sum(total) / mw.sum(co
 
 
 def printed_otherwise(one: Printed, many: Printed, devices: str, again: Printed = ()) -> tuple[list[str], list[str]]:
-    """Find the source lines of a script that print different numbers on `devices` than on one device. Return two lists
-    of sentences: one about lines that should not differ, and one about lines that may differ.
-
-    A line may differ if it prints times, amounts of memory or numbers of devices. It may also differ if its numbers
-    differ greatly between two runs on one device.
-
-    one: what the script printed on one device.
-    many: what the script printed on `devices`.
-    again: what the script printed in a second run on one device, which may use another precision.
-    """
+    """Find the source lines of a script that print different numbers on `devices` than on one device."""
     wrong, harmless = list[str](), list[str]()
     ours, theirs, once_more = map(_by_line, (one, many, again))
     for line in sorted(ours.keys() & theirs.keys()):
@@ -67,8 +58,7 @@ def _by_line(shown: Printed) -> dict[str, list[str]]:
 
 
 def _apart(text: str, other: str) -> list[int]:
-    """Return the positions of numbers that differ by more than their last printed digit. Return an empty list if one
-    text has more numbers than the other."""
+    """Return the positions of numbers that differ by more than their last printed digit."""
     numbers, others = _NUMBER.findall(text), _NUMBER.findall(other)
     if len(numbers) != len(others):
         return []
@@ -76,11 +66,7 @@ def _apart(text: str, other: str) -> list[int]:
 
 
 def numbers_apart(text: str, other: str, again: str) -> list[tuple[Decimal, Decimal]]:
-    """Return the pairs of numbers that differ between two printed texts, each at the same position in both. Times,
-    amounts of memory and numbers of devices are left out.
-
-    again: the same output as `text`, but from a second run. A number that differs between the two runs is left out too.
-    """
+    """Return the pairs of numbers that differ between two printed texts, each at the same position in both."""
     numbers, others = _NUMBER.findall(text), _NUMBER.findall(other)
     measured = _apart(text, again)
     apart = [n for n in _apart(text, other) if n not in measured and not _is_measured(text, n)]
@@ -105,12 +91,7 @@ def _is_measured(text: str, number: int) -> bool:
 
 
 def _is_of_the_moment(text: str, again: str, number: int) -> bool:
-    """Return whether a printed number changes greatly from one run on one device to the next. Such a number is measured
-    or random, and not computed from the data.
-
-    text, again: the printed line in the first and in the second run.
-    number: the index of the number among the numbers of the line.
-    """
+    """Return whether a printed number changes greatly from one run on one device to the next."""
     numbers, others = _NUMBER.findall(text), _NUMBER.findall(again)
     if len(numbers) != len(others):
         return False

@@ -44,15 +44,7 @@ RESUMED = 2  # times: the state that a resumed run saves may lack something
 
 
 def watch_script(script: Callable[[], object], spec: CheckSpec, draws: Draws | None, seed: int) -> ProgramTrace | None:
-    """Run `script` in this process as `python script.py` would, until it has made the steps that `spec` asks for.
-    Return the trace of all ranks on rank 0, and None on the other ranks. Collective.
-
-    The script itself is not changed. Its random generators are seeded by `seed`, and it computes in float64 if `spec`
-    says so. Its loops are cut short (see short_loops.py), and it ends on all ranks together.
-
-    draws: the random draws that the run on one device has recorded, so that this run can repeat them. None if this is
-        the run on one device.
-    """
+    """Run `script` in this process as `python script.py` would, until it has made the steps that `spec` asks for."""
     engine = default_engine()
     watcher = EngineWatcher(engine, spec, seed, draws)
     seed_all(seed)
@@ -80,8 +72,7 @@ def watch_script(script: Callable[[], object], spec: CheckSpec, draws: Draws | N
 
 
 def _leave_own(leave: Callable[..., None]) -> Callable[..., None]:
-    """Wrap `leave`, which is dist.destroy_process_group, so that it spares a default group that meshwise made. The
-    ranks need that group to gather their traces. Groups that the script made are destroyed."""
+    """Wrap `leave`, which is dist.destroy_process_group, so that it spares a default group that meshwise made."""
 
     def called(group: Any = None) -> None:
         if group is not None or not made_process_group():
@@ -92,13 +83,7 @@ def _leave_own(leave: Callable[..., None]) -> Callable[..., None]:
 
 @contextlib.contextmanager
 def _disturbed(spec: CheckSpec, seed: int) -> Iterator[list[str]]:
-    """Look for races inside the with block if `spec.perturb` is True. Yield a list. When the block ends, a sentence for
-    each race on this rank is added to the list.
-
-    Every run looks for races between CUDA streams. A float64 run on several ranks also looks for races in collectives,
-    by delaying the collectives at random. A run in lower precision has no delays, because delays can hide races between
-    streams.
-    """
+    """Look for races inside the with block if `spec.perturb` is True."""
     found: list[str] = []
     if not spec.perturb:
         yield found
@@ -114,8 +99,7 @@ def _disturbed(spec: CheckSpec, seed: int) -> Iterator[list[str]]:
 
 
 def _tell(races: list[str], found: ProgramTrace) -> None:
-    """Gather the races that all ranks have found, and store them in the trace. A race is a value that is used before a
-    collective or a stream has finished with it. Collective."""
+    """Gather the races that all ranks have found, and store them in the trace."""
     if found.trace is not None:
         found.trace.races = sorted({race for own in gather_objects(races, everyone()) for race in own})
 
@@ -147,13 +131,7 @@ class _Run:
 
 
 def watch_job(job: Job, spec: CheckSpec, draws: Draws) -> ProgramTrace | None:
-    """Train `job` under the plan of `spec`, and evaluate it. Return the trace of all ranks on rank 0, and None on the
-    other ranks. Collective.
-
-    In a check of three or more steps, the run is saved and resumed twice before the last step, as with `--resume`. A
-    check of two steps does not resume: a resume replaces the state in memory, and would hide an error in it. The run is
-    evaluated before the last step and at the end.
-    """
+    """Train `job` under the plan of `spec`, and evaluate it."""
     engine = make_engine(join(), spec.plan)
     watcher = EngineWatcher(engine, spec, job.seed, draws, job=job)
     run: _Run | None = None

@@ -36,12 +36,7 @@ class Verdict(Enum):
 @dataclass(frozen=True)
 class Rounding:
     """The rounding errors of one kind of value, e.g. of the gradients, if they are computed in the plan's precision. An
-    error is the largest relative difference from the run on one device in float64.
-
-    kind: one of `compare.KINDS`.
-    one_device: the error of one device in the plan's precision.
-    plan: the error of the plan in its own precision.
-    """
+    error is the largest relative difference from the run on one device in float64."""
 
     kind: str
     one_device: float
@@ -100,16 +95,7 @@ def prove(
     rounded: Sequence[Trace] = (),
     again: Callable[[CheckSpec], Trace] | None = None,
 ) -> Proof:
-    """Compare a run under a plan with a run on one device, and return the result.
-
-    job: the name of the job or the script, for messages.
-    reference: the trace of the run on one device.
-    actual: the trace of the run under the plan.
-    rounded: the traces of one device and of the plan in the plan's own precision. Empty if these runs were not asked
-        for.
-    again: a function that runs one device a second time. It is called if a difference may come from gradients that are
-        only rounding noise. The second run takes over the noisy parameter elements from the plan (see noise.py).
-    """
+    """Compare a run under a plan with a run on one device, and return the result."""
     comparison = compare(reference, actual)
     first = comparison.first
     if first is not None and again is not None and (first.step > 1 or first.kind == "evaluation"):
@@ -147,12 +133,7 @@ def prove(
 
 
 def _rounding(rounded: Sequence[Comparison]) -> Iterator[Rounding]:
-    """Yield the rounding errors of each kind of value.
-
-    rounded: two comparisons. The first compares one device in the plan's precision with one device in float64. The
-        second compares the plan in its own precision with one device in float64. Empty if the check made no runs in the
-        plan's precision.
-    """
+    """Yield the rounding errors of each kind of value."""
     if not rounded:
         return
     one, plan = ({c.kind: c.largest.relative for c in side.kinds} for side in rounded)
@@ -163,15 +144,7 @@ def _rounding(rounded: Sequence[Comparison]) -> Iterator[Rounding]:
 
 @dataclass(frozen=True)
 class Finding:
-    """One result of checking a script that does not use meshwise.
-
-    kind: a short name.
-    wrong: whether the script should be changed. False for a note, and for a difference that the script's author may
-        intend.
-    places: the source lines of the script.
-    evidence: a sentence on what was seen.
-    instead: a sentence on what to write instead. Empty if there is nothing to change.
-    """
+    """One result of checking a script that does not use meshwise."""
 
     kind: str
     wrong: bool

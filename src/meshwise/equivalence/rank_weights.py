@@ -5,8 +5,6 @@ The gradients are those of each rank's own loss, before any exchange between ran
 plan = sum of w g, one device = sum of v g, over ranks and microbatches. Both are solved by least squares over all
 parameters, in float64, on random projections of the gradients. A solution counts only if its residual is as small as
 rounding. Otherwise no weights explain the gradient.
-
-Tested in tests/equivalence/test_rank_weights.py.
 """
 
 from __future__ import annotations
@@ -28,13 +26,7 @@ ROUNDING = 100 * LIMIT  # of what is wanted: a start that differs by 1e-13 is ma
 @dataclass(frozen=True)
 class RankWeights:
     """The weights with which the ranks' own gradients add up to the gradient of the loss. A rank has one gradient of
-    its own for each microbatch.
-
-    columns: (rank, microbatch) for each weight.
-    one: the weights that give the gradient on one device. None if no weights do.
-    plan: the weights that give the gradient under the plan. None if no weights do.
-    unique: whether no other weights give these gradients.
-    """
+    its own for each microbatch."""
 
     columns: list[tuple[int, int]]
     one: list[float] | None
@@ -48,15 +40,7 @@ class RankWeights:
 
 
 def weights_in(reference: StepTrace, actual: StepTrace, names: Iterable[str] | None = None) -> RankWeights | None:
-    """Find weights with which the ranks' own gradients add up to the gradient of one device. Also find weights with
-    which they add up to the gradient of the plan. A rank's own gradient is its gradient before the all-reduce. Return
-    None if own gradients are missing, or if their shapes differ from the gradients of the step.
-
-    reference: the step on one device.
-    actual: the step under the plan.
-    names: the parameters to use. Parameters without own gradients are skipped. By default, all parameters with a
-        gradient above rounding noise are used, and all of them must have own gradients.
-    """
+    """Find weights with which the ranks' own gradients add up to the gradient of one device."""
     own = {column: g for column, g in sorted(actual.own_gradients.items()) if g}
     most = NOISE * largest(reference.gradients.values())
     wanted = [n for n, g in reference.gradients.items() if largest([g]) > most] if names is None else list(names)
@@ -83,8 +67,7 @@ def weights_in(reference: StepTrace, actual: StepTrace, names: Iterable[str] | N
 
 
 def solve(columns: Tensor, wanted: Tensor) -> tuple[list[float], bool] | None:
-    """Return the weights with which `columns` add up to `wanted`, and whether the weights are unique. Return None if
-    there are no such weights, or if there are so many columns that weights would exist for any `wanted`."""
+    """Return the weights with which `columns` add up to `wanted`, and whether the weights are unique."""
     if not bool(wanted.isfinite().all() and columns.isfinite().all()) or columns.shape[1] == 0:
         return None
     rank = int(torch.linalg.matrix_rank(columns, rtol=1e-8))

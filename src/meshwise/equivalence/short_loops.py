@@ -19,12 +19,7 @@ class ScriptEnds(BaseException):
 
 
 class ShortLoops:
-    """Decides when the loops of a script end in a check.
-
-    steps: the number of optimizer steps to record.
-    ragged: the largest size for the last batch of a loop. The last batch is cut, so that the check also sees a batch
-        that the ranks cannot divide evenly.
-    """
+    """Decides when the loops of a script end in a check."""
 
     def __init__(self, steps: int, ragged: int) -> None:
         self._steps, self._ragged = steps, ragged
@@ -55,8 +50,7 @@ class ShortLoops:
         return min(self._ragged, max(batch_size - 1, 1)) if last else None
 
     def backward(self) -> None:
-        """Record a backward pass. After the last step to record, a script may run `AFTER` more backward passes. Raise
-        ScriptEnds at the next one, to end the script."""
+        """Record a backward pass."""
         self._trained = True
         self._after += self.made >= self._steps
         if self._after > AFTER:

@@ -29,9 +29,7 @@ def sketch(value: Tensor) -> Tensor:
 
 
 def pieces(value: Tensor) -> Tensor:
-    """Return a tensor as a short vector. It holds all values if there are at most 128. Otherwise the tensor is cut into
-    16 runs of equal length, and the vector holds their sketches. A sketch is a projection on a few fixed random
-    directions."""
+    """Return a tensor as a short vector."""
     flat = as_real(value).reshape(-1).to(torch.float64)
     if flat.numel() <= PIECES * DIRECTIONS:
         return flat.cpu()
@@ -39,21 +37,7 @@ def pieces(value: Tensor) -> Tensor:
 
 
 def sketches(value: Tensor, rows: int) -> dict[str, Tensor]:
-    """Return sketches of a tensor for each way in which several ranks may divide it. A sketch is a projection of a row
-    on a few fixed random directions.
-
-    rows: the number of samples of this rank.
-
-    The keys of the result say what a row is:
-
-    - `0`: one sample, if the size of dimension 0 is a multiple of `rows`
-    - `1`: one sample, if the size of dimension 1 is a multiple of `rows`
-    - `each`: one position of one sample, e.g. a token
-    - `along D`: one index of dimension D
-    - `whole`: the whole tensor
-    - `unordered`: the whole matrix, as a sum over its rows in any order. The ranks' sums add up to the sum of one
-      device.
-    """
+    """Return sketches of a tensor for each way in which several ranks may divide it."""
     value = as_real(value)
     found = {"whole": sketch(value)}
     for dim in {0, min(1, value.dim() - 1), value.dim() - 1} if value.dim() else ():

@@ -31,18 +31,7 @@ Draws = Mapping[int, Sequence[Draw]]
 
 @dataclass(frozen=True)
 class CheckSpec:
-    """The settings of a check, which runs a program on one device and under a plan.
-
-    plan: the plan to compare with one device. If a script chooses its own plan, this is a data-parallel plan with one
-        replica for each device.
-    steps: how many optimizer steps each run makes.
-    in_float64: whether the runs compute everything in float64. Otherwise they use the plan's own precision, to see its
-        rounding.
-    perturb: whether to look for races. The ranks are then delayed at random. A buffer that a collective writes holds
-        NaN until the program has waited for the collective (compat/perturbed.py).
-    noise: for each step, the parameter elements whose gradient is only rounding noise. After the step, the run on one
-        device overwrites them with the plan's values. Empty in a first run.
-    """
+    """The settings of a check, which runs a program on one device and under a plan."""
 
     plan: Plan
     steps: int = 3
@@ -67,18 +56,7 @@ class CheckSpec:
 
 @dataclass(frozen=True)
 class Output:
-    """A module's output in one call on one rank, as random projections (see sketches.py).
-
-    microbatch: the number of the microbatch in the step, from 0.
-    module: the name of the module.
-    kind: the class of the module.
-    number: the number of this output among all outputs of the module in this microbatch, from 0.
-    shape: the shape of the output.
-    rows: how many samples the rank has.
-    sketches: the random projections, by the names that `sketches` lists, such as `0` or `whole`.
-    gradient: the random projections of the gradient with respect to the output. Recorded in the first backward pass of
-        a run, and empty in later backward passes.
-    """
+    """A module's output in one call on one rank, as random projections (see sketches.py)."""
 
     microbatch: int
     module: str
@@ -96,16 +74,7 @@ class Output:
 
 @dataclass(frozen=True)
 class Contents:
-    """A rank's part of a microbatch, as the program got it.
-
-    microbatch: the number of the microbatch in the step, from 0.
-    place: the user's source line that reads the batch.
-    source: the class of the data set, with the source line that reads a sample.
-    draws: the name of the data set's random generator. Empty if it has none.
-    collate: the name of the user's function that makes a batch of samples. Empty for the default function.
-    fields: name of a tensor in the batch -> (shape of a row, random projection of each row). Only tensors with one row
-        for each sample are included.
-    """
+    """A rank's part of a microbatch, as the program got it."""
 
     microbatch: int
     place: str
@@ -117,38 +86,7 @@ class Contents:
 
 @dataclass
 class StepTrace:
-    """What was recorded in one optimizer step, either on one device or under the plan.
-
-    samples: for each microbatch and each rank, the indices of the samples that the rank read, without padding.
-    outputs: the module outputs of all ranks that have samples, in rank order.
-    peers: the module outputs of every rank, where ranks with the same samples form a group. Empty if no ranks share
-        samples.
-    alike: the ranks that have the same samples as rank 0, including rank 0.
-    contents: the batches of all ranks that have samples, in rank order.
-    ready_order: the parameters, in the order in which the last backward pass completed their gradients.
-    clipped_gradients: the gradients that the optimizer got. Empty if a job does not clip gradients.
-    learning_rates: the learning rate of each parameter group in this step.
-    optimizer_state: `PARAMETER KEY` -> tensor, after the step.
-    scheduler: the numbers in the scheduler's state after the step.
-    own_gradients: (rank, microbatch) -> the gradients of this rank's own loss by parameter, before any collective.
-        Recorded only under the plan, as short vectors (see `sketches.pieces`).
-    own_boxes: (rank, parameter) -> the range of indices in each dimension where the rank's own gradient is not zero.
-        Shows which parameters a program divides by hand. Recorded only for programs that call collectives themselves.
-    modified_between_backwards: (rank, microbatch, norm before, norm after, whether all gradients changed by the same
-        factor). An entry says that the program changed gradients after the backward pass of this microbatch.
-    standing: microbatch -> the norm of all gradients, just before the backward pass of the next microbatch.
-    rng_mismatch: whether a backward pass drew random numbers that its forward pass did not draw.
-    low_precision: parameter -> `float16` or `bfloat16`, if all values of the parameter on some rank fit into this dtype
-        without rounding.
-    coupled: operators on rank 0 that may combine samples (see coupled_operators.py).
-    numbers: for each rank with samples, the sums and means from which the program computes the loss of the first
-        microbatch (see loss_numbers.py).
-    evaluating: the modules that were in evaluation mode in a forward pass of the step.
-    nan_while_open: sentences on operators that returned NaN while a collective had not ended. Empty if the check does
-        not look for races.
-    changed_behind: parameters and buffers that changed between the optimizer's step and the next batch.
-    loaded: whether a model loaded a state dict between the optimizer's step and the next batch.
-    """
+    """What was recorded in one optimizer step, either on one device or under the plan."""
 
     samples: list[list[list[int]]] = field(default_factory=list)
     outputs: list[Output] = field(default_factory=list)
@@ -181,24 +119,7 @@ class StepTrace:
 
 @dataclass
 class Trace:
-    """What was recorded in one run of a check, either on one device or under the plan.
-
-    modules: the name of each module -> its class.
-    tied: groups of names that share one parameter.
-    draws: the random draws of each forward pass.
-    evaluated: the indices of the test samples that were evaluated, without padding.
-    unkeyed: random operators that draw other numbers on each rank, because data/keyed.py cannot compute the numbers.
-    shown: (source line, text) for each text that the script printed or logged.
-    rank_divergence: how much ranks differ in values before the first step and in the evaluation.
-    random_modules: modules that draw random numbers themselves.
-    exchanges: the collectives that the program itself calls in forward passes on rank 0 (see exchanges.py).
-    exchanges_backward: the collectives that the program itself calls in backward passes on rank 0.
-    races: sentences on values that were used too early, before a collective or a stream was done with them. Empty if
-        the check does not look for races.
-    resumed: the state after each resume of a job.
-    hints: warnings about likely mistakes that also affect the run on one device (see hints.py).
-    places: the name of a module -> the source line of its forward, if the user wrote it.
-    """
+    """What was recorded in one run of a check, either on one device or under the plan."""
 
     modules: dict[str, str]
     tied: list[tuple[str, ...]]
@@ -233,12 +154,7 @@ class Batches:
     spec: CheckSpec
 
     def of_step(self, step: int, epoch: int, index: int) -> tuple[int, int, Tensor]:
-        """Return (epoch, position, indices) for a step. `indices` are the samples that the step reads. `epoch` and
-        `position` say where in the data the next step goes on.
-
-        step: the number of the step, from 0.
-        epoch, index: the epoch and the position in this epoch before the step.
-        """
+        """Return (epoch, position, indices) for a step."""
         last = 0 < step == self.spec.steps - 1
         if index >= self.samples or (last and index):
             epoch, index = epoch + 1, 0
@@ -268,12 +184,7 @@ def test_samples(count: int, batch_size: int) -> int:
 
 @dataclass
 class ProgramTrace:
-    """The recorded run of a program in a check.
-
-    plan: the plan of the program's models. None if no model was given to `mw.distribute`.
-    trace: all that was recorded in the steps of the run. None if the program read no batches.
-    backwards: how many backward passes ran.
-    """
+    """The recorded run of a program in a check."""
 
     plan: Plan | None = None
     trace: Trace | None = None
@@ -281,8 +192,7 @@ class ProgramTrace:
 
 
 def trace_to_compare(found: ProgramTrace, script: str) -> Trace:
-    """Return the trace in `found`. Raise UsageError if the script made no steps, so that a check has nothing to
-    compare. The message says what to write in the script."""
+    """Return the trace in `found`."""
     if found.plan is None:
         raise UsageError(
             f"{script}: mw.distribute was given no model, so there is nothing to check. Write "

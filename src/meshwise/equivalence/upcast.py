@@ -34,12 +34,7 @@ OF_A_SCALER = {"_amp_foreach_non_finite_check_and_unscale_", "_amp_update_scale_
 
 @contextlib.contextmanager
 def upcast(active: bool = True) -> Iterator[None]:
-    """Compute in float64 inside the with block, also in its backward pass.
-
-    Casts to float32, float16 or bfloat16 become casts to float64, and new tensors without a dtype are in float64.
-
-    active: if False, the context manager does nothing.
-    """
+    """Compute in float64 inside the with block, also in its backward pass."""
     if not active:
         yield
         return
@@ -66,11 +61,7 @@ def plain_attention() -> Iterator[None]:
 
 @contextlib.contextmanager
 def called_in_float64(active: bool = True) -> Iterator[None]:
-    """Convert each module to float64 when it is called inside the with block. When the block ends, the parameters and
-    buffers of these modules get their old dtypes back. Modules are converted only while `upcast` is active as well.
-
-    active: if False, the context manager does nothing.
-    """
+    """Convert each module to float64 when it is called inside the with block."""
     before: dict[Tensor, torch.dtype] = {}
 
     def widen(module: nn.Module, inputs: Any) -> None:
@@ -109,12 +100,7 @@ def _in_float64(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 def _read_as_float64(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-    """Prepare the arguments of an operator so that it computes in float64. Tensors of float32 or a lower precision are
-    converted. Arguments stay as they are if the operator returns a view.
-
-    If the operator writes to a tensor of low precision, the tensors that it reads are converted to that precision
-    instead.
-    """
+    """Prepare the arguments of an operator so that it computes in float64."""
     given = [*args, *kwargs.values()]
     tensors = [t for each in given for t in (each if isinstance(each, list) else [each]) if isinstance(t, Tensor)]
     if operator.namespace != "aten" or all(tensor.dtype not in WIDE for tensor in tensors):
@@ -164,17 +150,7 @@ def grouped_product(
     left: Tensor, right: Tensor, offs: Tensor | None = None, bias: Tensor | None = None, out_dtype: Any = None
 ) -> Tensor:
     """Multiply matrices in groups as `aten._grouped_mm` does, in any dtype. torch's own operator does not support
-    float64.
-
-    There are three forms:
-
-    - (rows, k) x (groups, k, n) -> (rows, n): each group of rows is multiplied by its own right matrix.
-    - (m, k) x (k, n) -> (groups, m, n): k is cut into groups, and each group gives a product (m, n).
-    - (groups, m, k) x (k, columns) -> (m, columns): each group of columns is multiplied by its own left matrix.
-
-    offs: the index at which each group ends. Rows or columns after the last group are zero in the result. If None,
-        there are no groups, and the result is left @ right.
-    """
+    float64."""
     if offs is None:
         product = left @ right
     else:

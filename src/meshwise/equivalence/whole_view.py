@@ -56,8 +56,7 @@ class RowDraws(KeyedDraws):
 
 
 def own_rows(engine: Engine, part: BatchSlice, batch: Any) -> tuple[BatchSlice, Any]:
-    """Return this rank's slice of a batch, and its tensors. A loader with a `collate_fn` of the user's gives every rank
-    all rows."""
+    """Return this rank's slice of a batch, and its tensors."""
     count, world = len(part.indices), engine.world
     if engine.whole is None or count < part.micro or world.size == 1:
         return part, batch
@@ -72,10 +71,7 @@ def own_rows(engine: Engine, part: BatchSlice, batch: Any) -> tuple[BatchSlice, 
 
 def part_of(tensor: Tensor, samples: int) -> Tensor:
     """Return the rows of this rank if the first dim of a module's output has a row for each sample of the batch, or the
-    whole output otherwise. Of a sum over rows that is not summed yet, return this rank's part.
-
-    samples: how many the batch has on all ranks.
-    """
+    whole output otherwise."""
     if isinstance(tensor, Term):
         return plain(tensor).detach()
     part = tensor.parts.get(0) if isinstance(tensor, SplitTensor) else None

@@ -36,12 +36,7 @@ PLAIN = frozenset((int, float))
 
 class Agreed:
     """Checks that values such as learning rates are equal on all ranks. Each rank computes a checksum of its values.
-    The checksums are averaged over the ranks together with the loss, so the check needs no collective of its own.
-
-    settings: returns the values of this rank to compare, such as learning rates and sums of parameters.
-    notify: prints a line for the user; an empty line prints nothing.
-    losses: the guard that reports a loss that is not finite. None if such losses are not reported.
-    """
+    The checksums are averaged over the ranks together with the loss, so the check needs no collective of its own."""
 
     def __init__(
         self,
@@ -59,11 +54,7 @@ class Agreed:
         self._on_its_way: tuple[Tensor, Any, _Held] | None = None
 
     def signs(self, like: Tensor) -> Tensor:
-        """Return a checksum of this rank's values, as a tensor of 32 numbers that are 1 or -1. The caller sends it to
-        the other ranks together with the loss.
-
-        like: a tensor, usually the loss. The result is on its device, and has its dtype or float32 if that is wider.
-        """
+        """Return a checksum of this rank's values, as a tensor of 32 numbers that are 1 or -1."""
         now = self.settings()
         if now != self._now:
             self._now, self._crc = now, zlib.crc32(repr(now).encode())
@@ -77,15 +68,7 @@ class Agreed:
         return self._signs[1]
 
     def compare(self, means: Tensor, seen: Seen | None = None) -> None:
-        """Check whether the checksums of all ranks are equal. If they differ, find out which values differ. Different
-        buffers or batch shapes lead to a warning. Any other difference raises UsageError on every rank.
-
-        On an accelerator, a difference is reported at the next call, so that the program does not wait for the device.
-
-        means: the numbers that the ranks have sent, averaged over the ranks. First comes the loss, or the weighted loss
-            and its weight. Then come the 32 numbers of the checksum from `signs`.
-        seen: the backward that the loss belongs to. None if only a checksum was sent.
-        """
+        """Check whether the checksums of all ranks are equal."""
         if self.rehearses:
             return
         held = self._now, seen
@@ -103,8 +86,7 @@ class Agreed:
         self._check_earlier(earlier)
 
     def finish(self) -> None:
-        """Check the checksums that were sent with the last loss, at the end of the program. On an accelerator, a
-        checksum is normally checked when the next loss comes. On a CPU, nothing is left to check."""
+        """Check the checksums that were sent with the last loss, at the end of the program."""
         earlier, self._on_its_way = self._on_its_way, None
         self._check_earlier(earlier)
 
@@ -139,12 +121,7 @@ def held_alike(program: Program, fed: Sequence[Any]) -> Settings:
 
 
 def settings_of(optimizers: Iterable[Callable[[], Optimizer | None]], fed: Iterable[Any]) -> Settings:
-    """Return the settings of each optimizer, by parameter group, and the best metric of each scheduler. A tensor on an
-    accelerator is replaced by None, because reading its value would have to wait for the device.
-
-    optimizers: weak references to optimizers.
-    fed: weak references to schedulers that get a metric, such as ReduceLROnPlateau.
-    """
+    """Return the settings of each optimizer, by parameter group, and the best metric of each scheduler."""
     found: list[tuple[str, str, Any]] = []
     number = 0
     for ref in optimizers:

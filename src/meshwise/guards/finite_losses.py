@@ -5,8 +5,6 @@ The first is reported, all are counted, and a program that ends with one fails.
 The guard adds no reads from the device: on several ranks, the mean loss comes with the signs of agreed.py; on one
 device, losses wait for the next check. Parameters are checked after each training loop, since a program's models may be
 gone when the program ends.
-
-Tested in tests/guards/test_finite_losses.py.
 """
 
 from __future__ import annotations
@@ -55,14 +53,12 @@ class FiniteLosses:
         self._began, self._wrong = 0, ""  # the backwards of earlier programs, and what one of them ended with
 
     def models_added(self) -> None:
-        """Remember which parameters contain NaN or infinity when a model is given to `mw.distribute`. These parameters
-        are never reported."""
+        """Remember which parameters contain NaN or infinity when a model is given to `mw.distribute`."""
         if not rehearsing():
             self._never |= not_finite_names(self._program.numbered_models())
 
     def look(self) -> None:
-        """Check the losses that have not been checked yet. On an accelerator, check only those that came before the
-        previous call, because reading newer losses would have to wait for the device."""
+        """Check the losses that have not been checked yet."""
         waiting, self._waiting = self._waiting, []
         earlier, self._on_its_way = self._on_its_way, None
         if waiting and not rehearsing():
@@ -82,11 +78,7 @@ class FiniteLosses:
                 self.found(seen)
 
     def found(self, seen: Seen) -> None:
-        """Count a loss whose mean over the ranks is not finite. The first such loss is also reported on every rank, and
-        this report is collective.
-
-        seen: the backward of the loss: its number, its step, the samples, and this rank's own loss.
-        """
+        """Count a loss whose mean over the ranks is not finite."""
         number, step, part, own = seen
         self._count, self._last = self._count + 1, number
         if self._count > 1:
@@ -100,17 +92,12 @@ class FiniteLosses:
         self._say(FIRST.format(step=step, whose=whose, what=bad[0][1] if bad else "not finite over all ranks"))
 
     def backward_ends(self, mean: Tensor | None, own: Tensor | None) -> None:
-        """Keep the loss until the next call of `look`, which checks it. This is called only on one device. On several
-        ranks, `Agreed` checks the losses.
-
-        mean: the loss. None if the backward raised an error.
-        """
+        """Keep the loss until the next call of `look`, which checks it."""
         if mean is not None:
             self._waiting.append((self._program.backwards, self._engine.phases.number, self._engine.part, mean))
 
     def loop_ends(self, loop: LoopRead) -> None:
-        """Look for parameters that contain NaN or infinity. This is done after a loop over batches, if at least
-        `BACKWARDS` backwards have run since the last look."""
+        """Look for parameters that contain NaN or infinity."""
         if self._program.backwards - self._looked_at >= BACKWARDS:
             self._look_at_parameters()
 
@@ -128,14 +115,12 @@ class FiniteLosses:
         self._spoiled = found if len(models) > 1 else found.partition(" of model ")[0]
 
     def program_begins(self) -> None:
-        """Begin to watch another program in the same process. First report the losses of the previous program that were
-        not finite."""
+        """Begin to watch another program in the same process."""
         self._wrong = self._conclude() or self._wrong
         self._began, self._count, self._spoiled = self._program.backwards, 0, ""
 
     def program_ends(self) -> None:
-        """Raise LossError if the last loss or a parameter is not finite at the end of the program. Further calls do
-        nothing."""
+        """Raise LossError if the last loss or a parameter is not finite at the end of the program."""
         if self._ended:
             return
         self._ended = True

@@ -3,8 +3,6 @@
 A contrastive loss couples samples: each rank computes it over its own samples, and the mean over ranks is not the loss
 of one device. Not checked for this are losses that the program itself joins over the ranks by collectives, divided
 models, and plans that offload activations. `meshwise check` needs no such warning: it compares the numbers.
-
-Tested in tests/guards/test_coupled_losses.py.
 """
 
 from __future__ import annotations
@@ -52,10 +50,7 @@ class LossLooks:
     def backward_begins(
         self, loss: Any, part: BatchSlice | None, weight: Tensor | float | None, reduction: str | None, where: str
     ) -> None:
-        """Check a loss before its backward.
-
-        loss: a script's loss, or the result of a job's loss function.
-        where: the name of the job's loss function; empty in a script."""
+        """Check a loss before its backward."""
         engine = self._engine
         if engine.watcher is not None or part is None or part.whole or rehearsing():
             return
@@ -66,8 +61,7 @@ class LossLooks:
             engine.notify(COUPLED.format(place=place, ranks=engine.plan.devices))
 
     def _is_coupled(self, loss: Any, part: BatchSlice) -> bool:
-        """Return whether the loss has terms that depend on several samples at once. Note in `program.apart` whether no
-        loss so far has any."""
+        """Return whether the loss has terms that depend on several samples at once."""
         program, plan = self._engine.program, self._engine.plan
         self._looks += 1
         joined = self._foreign is None or self.close()

@@ -28,9 +28,7 @@ SIZED = "{place}: asks for the number of ranks. {why}: do not multiply or divide
 
 
 class OwnCollectives:
-    """Says, until the engine ends, where its program calls a collective of torch or asks for the number of ranks.
-
-    sized: gets the lines that have asked for the number of ranks."""
+    """Says, until the engine ends, where its program calls a collective of torch or asks for the number of ranks."""
 
     def __init__(self, engine: Engine, sized: list[str]) -> None:
         self._engine, self._sized = engine, sized

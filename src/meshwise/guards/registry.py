@@ -3,8 +3,6 @@
 Each guard has a file. The engine imports none of them; only `agreed` sends values along with the loss.
 
 If several guards would raise in one event, the first in this order does, the same on every rank.
-
-Tested in tests/engine/test_events.py.
 """
 
 from __future__ import annotations

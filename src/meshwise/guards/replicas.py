@@ -4,8 +4,6 @@ A scheduler or the program sets an optimizer's settings on each rank. Gradients 
 if a rank modifies them locally: with noise drawn on that rank, or by a rule that depends on its samples. The sums are
 sent with the loss (agreed.py) at backward 2, 4, 8 … of each program; a later divergence is noticed when the program
 ends.
-
-Tested in tests/guards/test_agreed.py and test_replicas.py.
 """
 
 from __future__ import annotations
@@ -147,8 +145,7 @@ class LastLook:
             self._after, self._place = after, loop.place
 
     def program_ends(self) -> None:
-        """Compare the parameters of all ranks at the end of the program. Rank 0, which hosts the store, waits for the
-        other ranks, and prints a notice if they differ. The other ranks do not wait."""
+        """Compare the parameters of all ranks at the end of the program."""
         program, world, (after, self._after) = self._engine.program, self._engine.world, (self._after, [])
         if not (after and program.plan and dist.is_initialized()) or program.plan.parameters_divided:
             return

@@ -55,14 +55,7 @@ _Array = numpy.ndarray[Any, Any]
 
 @dataclass(frozen=True)
 class Held:
-    """What the ranks compare about one attribute of a data set or a sampler, such as a tensor of labels.
-
-    size: how many rows the attribute has.
-    told: facts that must be exactly equal on all ranks, such as shapes and texts.
-    numbers: arrays of numbers from the attribute, which must be equal up to rounding. Only some numbers if there are
-        many.
-    row: whether the attribute has one row for each sample.
-    """
+    """What the ranks compare about one attribute of a data set or a sampler, such as a tensor of labels."""
 
     size: int
     told: tuple[Any, ...] = ()
@@ -71,8 +64,7 @@ class Held:
 
     @property
     def bits(self) -> tuple[int, int]:
-        """A short summary of the attribute: its number of rows, and a checksum of `told` and `numbers`. The ranks
-        exchange the summaries first. They exchange the values only if the summaries differ."""
+        """A short summary of the attribute: its number of rows, and a checksum of `told` and `numbers`."""
         return self.size, zlib.crc32(b"".join(map(_Array.tobytes, self.numbers)), zlib.crc32(repr(self.told).encode()))
 
 
@@ -84,11 +76,7 @@ class SameData:
         self._known: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
     def data_given(self, data: Any, samples: int | None, samplers: Sequence[Any] = ()) -> None:
-        """Raise DataError if the ranks have different data sets or samplers. Only print a note if what differs does not
-        have one row for each sample. Collective.
-
-        samples: the number of samples in the data set. None if it has no length.
-        """
+        """Raise DataError if the ranks have different data sets or samplers."""
         everyone = collectives.everyone()  # those too that work on the same samples
         if collectives.world_size(everyone) == 1 or isinstance(data, IterableDataset):
             return
@@ -124,9 +112,7 @@ def samplers_of(loader: Any) -> list[Any]:
 
 def read(things: dict[str, Any], samples: int | None, known: weakref.WeakValueDictionary[int, Any]) -> dict[str, Held]:
     """Return the facts by which to compare objects with the same objects on another rank, up to limits on bytes and
-    time. The result maps the name of an object, or of an attribute inside it, to its facts.
-
-    known: the objects that were compared before, by id. They are not compared again, and the new ones are added."""
+    time."""
     end, left, sizes, seen = time.monotonic() + MOST_SECONDS, MOST_BYTES, {samples}, set(known)
     found: dict[str, Held] = {}
     waiting = [(name, thing, 0) for name, thing in reversed(things.items())]

@@ -8,8 +8,6 @@ well: at the next loop at another place, or the end of the program. Not said are
 itself by torch.distributed, loops before a training (they may prepare it), loops that are left after one batch, and
 `update_bn`. Models that use torch.compile get no hook: their loops run a model if gradients are off or a model is in
 evaluation mode.
-
-Tested in tests/guards/test_unsummed.py.
 """
 
 from __future__ import annotations
@@ -40,12 +38,7 @@ OF_STATISTICS = "torch/optim/swa_utils.py"
 
 @dataclass(eq=False)
 class Loop:
-    """A loop that may be an evaluation.
-
-    backwards: the number of backwards of the program before it.
-    prepares: whether there was none, so that it may prepare a training.
-    foreign: counts the collectives of the program, in the loop and after it.
-    unhook: stops the look at its first batch."""
+    """A loop that may be an evaluation."""
 
     place: str
     backwards: int

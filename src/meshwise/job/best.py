@@ -47,10 +47,7 @@ class BestEpoch:
             raise UsageError(f"job '{self._job.name}': best={self._job.best!r} names no metric. The metrics are {has}")
 
     def take(self, metrics: Mapping[str, float], epoch: int, step: int, model: nn.Module) -> bool:
-        """Return whether this evaluation is the best of the run so far. If it is, save the model's weights. Collective.
-
-        Returns False if the job has no `best`, or if the metric is NaN.
-        """
+        """Return whether this evaluation is the best of the run so far."""
         if not self._metric:
             return False
         value = metrics[self._metric]

@@ -43,19 +43,12 @@ Batch = tuple[int, int, int]
 
 
 class NotFinite:
-    """The decision what to do with a step whose loss or gradients are not finite.
-
-    checks: whether each step is checked.
-    back: whether its batch is left out. Otherwise, a step that is skipped is a step: the step number increases.
-    count: how many steps were skipped.
-    """
+    """The decision what to do with a step whose loss or gradients are not finite."""
 
     def __init__(
         self, on_nan: str, state: RunState, folder: Path | None, tell: Callable[[str], None], *, scaled: bool
     ) -> None:
-        """Read the batches that earlier attempts have left out. scaled: whether a loss scaler skips steps by itself.
-
-        Raises UsageError if the optimizer needs a closure and `on_nan` is not `stop`."""
+        """Read the batches that earlier attempts have left out. scaled: whether a loss scaler skips steps by itself."""
         if on_nan != STOP and needs_closure(state.optimizer):
             raise UsageError(
                 f"--on-nan {on_nan}: {type(state.optimizer).__name__} changes the parameters several times in a step, "
@@ -83,11 +76,7 @@ class NotFinite:
         self._before = [(buffer, buffer.detach().clone()) for buffer in self._state.model.buffers()]
 
     def skips(self, step: int, losses: Losses) -> bool:
-        """Return whether to skip this step's update, because a value on some rank is not finite. Collective.
-
-        If the update is skipped, the model's buffers are restored. Raises SpoiledError under `back` if parameters are
-        not finite, and LossError if too many steps in a row are skipped.
-        """
+        """Return whether to skip this step's update, because a value on some rank is not finite."""
         loss = total_of(losses)[0]
         seen = [local_of(p.grad) for p in self._state.model.parameters() if p.grad is not None and not self._scaled]
         found = _any_not_finite([*seen, loss] if self.back else seen).to(loss.device)

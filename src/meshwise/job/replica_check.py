@@ -38,11 +38,7 @@ class ReplicaCheck:
         self._compared = -1
 
     def compare(self, state: RunState) -> None:
-        """Check that all replicas of the current state are equal. Collective.
-
-        Nothing is compared without replicas, or if this step was checked already. Raises ReplicaError on all ranks
-        if replicas differ. The error names the ranks and the tensors that differ.
-        """
+        """Check that all replicas of the current state are equal."""
         if self.every == math.inf or self._compared == state.step:
             return
         self._compared = state.step

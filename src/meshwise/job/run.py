@@ -1,7 +1,4 @@
-"""Set up a job on a rank: data, engine, first state.
-
-Tested in tests/data/test_source.py, tests/job/test_plans_in_a_loop.py and tests/tracking/test_metrics_log.py.
-"""
+"""Set up a job on a rank: data, engine, first state."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
 """Compute a job's step: microbatches forward and backward, then the optimizer.
 
 Microbatches run one after another, or in the order of a pipeline's stages.
-
-Tested in tests/job/test_plans_in_a_loop.py and tests/parallel/test_pipeline.py.
 """
 
 from __future__ import annotations
@@ -40,14 +38,7 @@ NOTHING = contextlib.nullcontext()
 
 @dataclass(frozen=True)
 class LossOfJob:
-    """A job's loss function, with the values that a step needs to call it.
-
-    function: takes a microbatch, and returns its mean loss, or (mean, weight).
-    where: the name of the loss in error messages.
-    key: the pair (seed, step), from which random draws are derived.
-    scale: multiplies a loss by the factor of the loss scaler.
-    reduction: `mean` or `sum`. None if the job does not define it.
-    """
+    """A job's loss function, with the values that a step needs to call it."""
 
     function: Callable[[Any], Any]
     where: str

@@ -35,11 +35,7 @@ START = 256  # the token that stands before every document; the others are its b
 
 @dataclass(frozen=True)
 class Documents:
-    """Documents of unequal length, concatenated.
-
-    data: uint8 of shape (all bytes,).
-    starts, lengths: int64 of shape (documents,).
-    """
+    """Documents of unequal length, concatenated."""
 
     data: Tensor
     starts: Tensor
@@ -49,8 +45,7 @@ class Documents:
         return len(self.starts)
 
     def batch(self, indices: Tensor) -> tuple[Tensor, Tensor]:
-        """Return inputs and targets, int64 of shape (documents, longest length). The targets of padding are
-        `IGNORED`."""
+        """Return inputs and targets, int64 of shape (documents, longest length)."""
         lengths = self.lengths[indices].unsqueeze(1)
         place = torch.arange(int(lengths.max()))
         inside = place < lengths
@@ -95,8 +90,7 @@ def make_documents(files: Sequence[bytes], longest: int, most: int) -> Documents
 
 
 def cut(text: bytes, longest: int) -> Iterator[bytes]:
-    """Split a file into documents. Each document has as many whole paragraphs as fit into `longest` bytes. Only a
-    paragraph that is longer is split. Documents of less than SHORTEST bytes are left out."""
+    """Split a file into documents."""
     held = b""
     for paragraph in text.split(b"\n\n"):
         paragraph += b"\n\n"
@@ -128,10 +122,7 @@ BYTES = START + 1  # every byte, and the token before a document
 
 @dataclass(frozen=True)
 class GptSize:
-    """The dimensions of a model.
-
-    hidden: the width inside the feed-forward layers.
-    """
+    """The dimensions of a model."""
 
     layers: int
     width: int
@@ -166,10 +157,7 @@ class Attention(nn.Module):
         self.out = nn.Linear(size.heads * self.head_width, size.width, bias=False)
 
     def forward(self, x_BTD: Tensor, turns: tuple[Tensor, Tensor]) -> Tensor:
-        """Apply attention from each position to the position itself and to earlier ones.
-
-        turns: cosines and sines of the rotary angles, from `rotary_turns`.
-        """
+        """Apply attention from each position to the position itself and to earlier ones."""
         layers = self.query, self.key, self.value
         q_BHTE, k_BKTE, v_BKTE = (layer(x_BTD).unflatten(-1, (-1, self.head_width)).transpose(1, 2) for layer in layers)
         shared = q_BHTE.shape[1] // k_BKTE.shape[1]
@@ -204,10 +192,7 @@ class Block(nn.Module):
         self.feed_norm, self.feed = nn.RMSNorm(size.width, eps=1e-5), FeedForward(size)
 
     def forward(self, x: Tensor, turns: tuple[Tensor, Tensor]) -> Tensor:
-        """Apply this transformer block to the hidden vectors `x`.
-
-        turns: the cosines and sines of the rotary angles, from `rotary_turns`.
-        """
+        """Apply this transformer block to the hidden vectors `x`."""
         x = x + self.attention(self.attention_norm(x), turns)
         out: Tensor = x + self.feed(self.feed_norm(x))
         return out

@@ -37,11 +37,7 @@ DIMS = {"images": 3, "labels": 1}
 
 @dataclass(frozen=True, eq=False)
 class Images:
-    """Images and labels in memory. They can be read by sample or, much faster, by batch.
-
-    pixels: uint8 of shape (samples, height, width).
-    labels: int64 of shape (samples,).
-    """
+    """Images and labels in memory. They can be read by sample or, much faster, by batch."""
 
     pixels: Tensor
     labels: Tensor

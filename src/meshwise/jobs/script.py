@@ -1,7 +1,4 @@
-"""Run a user's script in this process, like `python script.py`.
-
-Tested in tests/equivalence/test_scripts.py.
-"""
+"""Run a user's script in this process, like `python script.py`."""
 
 from __future__ import annotations
 

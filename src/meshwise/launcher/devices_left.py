@@ -1,8 +1,6 @@
 """Choose the devices of this machine that a restart uses.
 
 A device that is gone, or on which ranks twice died before their first step, is left out.
-
-Tested in tests/faults/test_fewer_devices.py.
 """
 
 from __future__ import annotations
@@ -40,12 +38,7 @@ class DevicesLeft:
         return [replace(slot, sees=every) if slot.sees else slot for slot in chosen]
 
     def failed(self, failure: Failure | None, local_rank: int, attempt: int, happened: Iterable[Fault]) -> None:
-        """Record that a worker failed, so that its device may be left out of the next attempts.
-
-        failure: how the worker failed. With None, nothing is recorded.
-        attempt: the number of the attempt within this command.
-        happened: the injected faults that happened in this attempt.
-        """
+        """Record that a worker failed, so that its device may be left out of the next attempts."""
         if failure is None or not 0 <= local_rank < len(self._used):
             return
         slot = self._used[local_rank]
@@ -58,13 +51,11 @@ class DevicesLeft:
                 self._back[slot] = NEVER
 
     def left(self, attempt: int) -> int:
-        """Return how many devices attempt number `attempt` may use. The next call of `use` chooses among these
-        devices."""
+        """Return how many devices attempt number `attempt` may use."""
         pairs = enumerate(self._addresses)
         self._left = [at for at, pci in pairs if self._back.get(at, 0) <= attempt and is_there(self._sys, pci)]
         return len(self._left)
 
     def use(self, count: int) -> None:
-        """Use the first `count` of the devices that `left` has counted in its last call. The next attempt runs on these
-        devices."""
+        """Use the first `count` of the devices that `left` has counted in its last call."""
         self._used = self._left[:count]

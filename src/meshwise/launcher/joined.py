@@ -1,7 +1,4 @@
-"""Run in processes that torchrun, srun or mpirun started.
-
-Tested in tests/workers/test_launchers.py and tests/workers/test_slurm.py.
-"""
+"""Run in processes that torchrun, srun or mpirun started."""
 
 from __future__ import annotations
 
@@ -33,19 +30,7 @@ def joined_run(
     began: float,
     goes_on: Callable[[], bool] = lambda: True,
 ) -> Iterator[Started]:
-    """Run the `with` block as one rank of a run, in a process that another launcher, such as torchrun, has started.
-    Collective.
-
-    The run folder gets the same records as in a run that meshwise launches itself. Rank 0 writes them.
-
-    make: returns the program for a given world.
-    began: when the user asked for the run, in seconds since 1970.
-    goes_on: called when a rank is lost. It returns whether the run would resume from a saved state if it were started
-        again.
-
-    Raises the error of the block. If a rank is lost, raises WorkerFailed instead. Its exit code is 85 if the run can
-    resume, else 1.
-    """
+    """Run the `with` block as one rank of a run, in a process that another launcher, such as torchrun, has started."""
     refuse_restarts(options, "under torchrun, srun or mpirun")
     if (left := options.seconds_left(began)) is not None:
         set_time_limit(left)

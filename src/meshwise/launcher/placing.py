@@ -7,7 +7,6 @@ devices, meshwise starts the workers there.
 
 `meshwise run --folder DIR` begins and continues the run of a folder, so a batch script has the same command at every
 start (`continued`).
-Tested in tests/workers/test_places.py, tests/workers/test_slurm.py and tests/cli/test_submit.py.
 """
 
 from __future__ import annotations
@@ -40,15 +39,7 @@ ASKED = "asked"
 
 
 def placed(options: RunOptions, environment: Mapping[str, str] = os.environ) -> tuple[RunOptions, bool]:
-    """Decide what this process does if another launcher, such as srun, has started it. It either is a rank of the run,
-    or it starts workers.
-
-    Returns the options for this process, and True if it is a rank. For a process that starts workers on one of several
-    machines, the options also get the number of machines, its own number and the address of the first machine. The call
-    may wait until the first machine announces its address.
-
-    Raises UsageError if the options contradict the launcher.
-    """
+    """Decide what this process does if another launcher, such as srun, has started it."""
     place = place_in(environment)
     if place.size == 1:
         return options, False
@@ -64,12 +55,7 @@ def placed(options: RunOptions, environment: Mapping[str, str] = os.environ) -> 
 
 
 def ask_for_kind(devices: str | None, place: Place) -> None:
-    """Choose the CPU as this rank's device if the option `--devices` asks for CPU workers. Call this before the rank
-    takes its device.
-
-    The launcher has started n processes on this machine, which always use its devices 0 to n - 1. Raises UsageError if
-    `--devices` lists other numbers.
-    """
+    """Choose the CPU as this rank's device if the option `--devices` asks for CPU workers."""
     request = parse_devices(devices or "all")
     if request.indices not in (None, tuple(range(place.tasks_here))):
         raise UsageError(
@@ -101,13 +87,7 @@ def _devices_here(options: RunOptions, place: Place) -> int:
 
 def refuse_devices(devices: str | None, place: Place, otherwise: str = "") -> None:
     """Raise UsageError if the number of devices in `--devices` differs from the number of processes that the launcher
-    started on this machine.
-
-    Each process uses one device. A single device in `--devices` is accepted for any number of processes. It then means
-    one device for each process.
-
-    otherwise: appended to the error message. It tells the user what to start instead.
-    """
+    started on this machine."""
     request = parse_devices(devices or "all")
     count = len(request.indices) if request.indices else request.count or 1
     if count not in (1, place.tasks_here):
@@ -133,15 +113,7 @@ def _refuse_contradiction(options: RunOptions, place: Place) -> None:
 
 
 def continued(options: RunOptions) -> RunOptions:
-    """Return the options with which to start or continue the run in the folder `options.folder`.
-
-    If the folder holds no run yet, these are the given options. Otherwise, they are the options that were recorded for
-    the run. If the user now gives an option another value than at the first start of the run, the new value replaces
-    the recorded value.
-
-    Raises UsageError if `options.resume` is set too, if the run in the folder belongs to another job, or if the program
-    has changed since the run was submitted.
-    """
+    """Return the options with which to start or continue the run in the folder `options.folder`."""
     assert options.folder is not None
     folder = Path(options.folder)
     if options.resume is not None:
@@ -160,12 +132,7 @@ def continued(options: RunOptions) -> RunOptions:
 
 
 def refuse_running(options: RunOptions) -> None:
-    """Raise UsageError if a run is to be continued that is still running on this machine. A running run holds the lock
-    of its folder.
-
-    Runs of a scheduler or on several machines are not checked here. Their processes start together, and one of them may
-    hold the lock already. Their lock is checked later, when it is taken.
-    """
+    """Raise UsageError if a run is to be continued that is still running on this machine."""
     given = options.folder if options.resume is None else options.resume
     several = options.nnodes != 1 or options.node_rank or options.rdzv or place_in(os.environ).launcher
     if given is not None and not several:
@@ -173,14 +140,7 @@ def refuse_running(options: RunOptions) -> None:
 
 
 def run_in(folder: Path, program: object) -> dict[str, Any]:
-    """Return the record of the run in a folder. Return an empty dict if the folder holds no run.
-
-    program: the job or script that is to continue the run.
-
-    Raises an error if the run cannot continue: UsageError if `meshwise stop` has stopped it, if it is a run of another
-    script, or if its files have changed since it was submitted. Raises WorkerFailed if its last starts made no
-    progress.
-    """
+    """Return the record of the run in a folder."""
     if not (folder / names.RUN).exists():
         return {}
     facts = names.read_run(folder)

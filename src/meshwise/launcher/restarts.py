@@ -2,7 +2,6 @@
 
 An attempt is one start of a run's workers. After a fault of a machine another attempt begins, after an exception of the
 program none.
-Tested in tests/faults/test_restarts.py.
 """
 
 from __future__ import annotations
@@ -40,15 +39,7 @@ COMMAND_TIMEOUT = 30.0  # seconds for what is left of --on-failure at the end
 
 @dataclass
 class Restarts:
-    """The attempts of one command to run a program. Each start of the workers is an attempt.
-
-    most: the largest number of restarts.
-    resumable: whether the program can resume from a saved state. This is always True for a job. For a script, it is
-        True once the script has reported that it saves its state.
-    min_nodes: the smallest number of machines with which the run continues.
-    command: the shell command of --on-failure.
-    faults: the faults to inject.
-    """
+    """The attempts of one command to run a program. Each start of the workers is an attempt."""
 
     folder: Path
     most: int = 0
@@ -96,10 +87,7 @@ class Restarts:
         return tuple(fault for fault in self.faults if fault.attempt == self.attempt)
 
     def after(self, error: WorkerFailed) -> WorkerFailed | None:
-        """Decide whether the run restarts after an attempt that failed with `error`.
-
-        Returns None if the run restarts. Otherwise returns the error that ends the run.
-        """
+        """Decide whether the run restarts after an attempt that failed with `error`."""
         failure = error.failure
         self.step = max(self.began_at, failure.done if failure is not None else 0)
         if failure is None or self.most == 0:
@@ -135,10 +123,7 @@ class Restarts:
         return [fault for fault in self.due() if str(fault) in happened]
 
     def fit(self, devices: int) -> int:
-        """Adapt the plan to at most `devices` devices. Return how many of them it uses.
-
-        Raises PlanError if the plan cannot run on so few devices.
-        """
+        """Adapt the plan to at most `devices` devices."""
         plan = self.plan_now = plan_from_toml(self.smaller) if self.smaller else self.asked
         if plan is not None:
             self.plan_now = on_devices(plan, devices)
@@ -180,17 +165,12 @@ class Restarts:
             names.change_run(self.folder, request={**request, "plan": self.smaller, "settings": None})
 
     def told(self) -> dict[str, Any]:
-        """Return the values that the launcher of another machine needs to continue the run, for JSON. `take` reads
-        them."""
+        """Return the values that the launcher of another machine needs to continue the run, for JSON."""
         told = {name: getattr(self, name) for name in _TOLD}
         return told | {"states": None if self.states is None else str(self.states)}
 
     def take(self, told: Mapping[str, Any]) -> None:
-        """Set up the next attempt of the run as the leading machine has decided. Only the launchers of the other
-        machines call this.
-
-        told: the values that `Restarts.told` returned on the leading machine.
-        """
+        """Set up the next attempt of the run as the leading machine has decided."""
         for name in _TOLD:
             setattr(self, name, told[name])
         self._last = None if told["_last"] is None else tuple(told["_last"])
@@ -211,14 +191,12 @@ class Restarts:
         return told | ({"seconds_to_detect": time.time() - max(times)} if times else {})
 
     def began(self, step: int) -> dict[str, Any]:
-        """Note that the workers begin after `step`. Return the facts to record about this, such as the number of lost
-        steps."""
+        """Note that the workers begin after `step`."""
         lost, self.began_at, self.step = max(0, self.step - step), step, step
         return {"from_step": step} | ({} if self.failed is None else {"steps_lost": lost})
 
     def stepped(self) -> dict[str, Any]:
-        """Note that the workers have made a step. If this is the first step after a failure, return the seconds since
-        the failure as facts to record. Otherwise, return no facts."""
+        """Note that the workers have made a step."""
         since, self.failed = self.failed, None
         return {} if since is None else {"seconds_to_step": time.monotonic() - since}
 
@@ -231,11 +209,7 @@ class Restarts:
         self._commands.append(subprocess.Popen(self.command, shell=True, env=variables, stdin=subprocess.DEVNULL))
 
     def close(self, say: Callable[[str], None]) -> None:
-        """Wait for the commands of --on-failure for a limited time. Report commands that failed or still run, and
-        injected faults that did not happen.
-
-        say: a function that prints a line for the user.
-        """
+        """Wait for the commands of --on-failure for a limited time."""
         until = time.monotonic() + COMMAND_TIMEOUT
         for process in self._commands:
             try:

@@ -4,7 +4,6 @@ On several machines, the leader decides, and the other machines do as it says.
 
 If machines share the run's folder, the one that claims the next attempt there continues the run (records/claims.py); if
 they do not, machine 0 does, which has the saved states. So the two halves of a split network never both continue.
-Tested in tests/faults/test_restarts.py and tests/faults/test_several_machines.py.
 """
 
 from __future__ import annotations
@@ -37,11 +36,7 @@ Reports = dict[Member, dict[str, Any]]
 @dataclass
 class Alone:
     """The machine of a run on a single machine. The launcher uses it in the same way as `Several`, which stands for
-    several machines.
-
-    size: the number of workers.
-    lock: the lock on the run's folder.
-    """
+    several machines."""
 
     size: int
     lock: FolderLock | None = None
@@ -66,13 +61,7 @@ class Alone:
         return False
 
     def go_on(self, restarts: Restarts, error: WorkerFailed, size: int, halt: Halt) -> tuple[WorkerFailed, str]:
-        """Begin the next attempt of the run. Return the error of the previous attempt, and a sentence on the step from
-        which the run continues.
-
-        size: the number of devices that are left. The plan may use fewer of them.
-
-        Raises WorkerFailed if the run ends instead.
-        """
+        """Begin the next attempt of the run."""
         if (last := error if halt.ends else restarts.after(error)) is not None:
             raise last
         try:
@@ -90,11 +79,7 @@ class Alone:
 
 @dataclass
 class Several:
-    """The machines of a run on several machines. The leader is the machine that decides how the run continues.
-
-    shares: whether this machine sees the same run folder as the machine that announced it.
-    lock: the lock on the run folder. It is None if another machine writes the run's record.
-    """
+    """The machines of a run on several machines. The leader is the machine that decides how the run continues."""
 
     machines: Machines
     shares: bool = True
@@ -109,8 +94,7 @@ class Several:
 
     @property
     def keeps(self) -> bool:
-        """Whether this machine writes the run's record. This is True for the leader, and for a machine that does not
-        share the run's folder."""
+        """Whether this machine writes the run's record."""
         return self.nodes.leads or not self.shares
 
     @property
@@ -129,8 +113,7 @@ class Several:
 
     @property
     def late(self) -> Mapping[str, Any]:
-        """The facts about the run that the leader announced when the current attempt began. They are empty in the first
-        attempt."""
+        """The facts about the run that the leader announced when the current attempt began."""
         return self.nodes.begins.facts
 
     def folder_told(self) -> Mapping[str, Any]:
@@ -158,14 +141,7 @@ class Several:
         return more > 0 and restarts.could_use(self.nodes.size + more) > self.nodes.size
 
     def go_on(self, restarts: Restarts, error: WorkerFailed, size: int, halt: Halt) -> tuple[WorkerFailed, str]:
-        """Agree with the other machines on the next attempt of the run, after the workers of an attempt have ended.
-
-        error: why the workers of this machine ended.
-        size: the number of workers that this machine can run now.
-
-        Returns the error that ended the attempt, and a sentence that says from which step the run continues. Raises
-        WorkerFailed if the run does not continue.
-        """
+        """Agree with the other machines on the next attempt of the run, after the workers of an attempt have ended."""
         before, look = self.nodes, partial(_look, halt)
         self.machines.report({**_facts(error), "size": size, "stopped": halt.ends})
         told = self.machines.next(look)

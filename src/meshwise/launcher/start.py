@@ -3,7 +3,6 @@
 This module does not import torch.
 
 A job and a script are both a `LaunchedProgram`; they differ in the function that each worker calls.
-Tested in tests/cli, tests/workers/test_launchers.py and tests/faults.
 """
 
 from __future__ import annotations
@@ -47,11 +46,7 @@ OWN_OPTIONS = ("job", "devices", "log")
 
 def start(make: Callable[[World], LaunchedProgram], options: RunOptions, began: float) -> Started:
     """Connect to the launchers of the other machines, make the program for the devices of all machines, and open its
-    run folder.
-
-    make: a function that makes the program for a number of ranks.
-    began: when the command began, in seconds since 1970.
-    """
+    run folder."""
     slots = worker_slots(options)
     asked = {name: value for name, value in options.record().items() if name not in OWN_OPTIONS}
     machines = options.rendezvous(len(slots), asked | {"job": Path(str(options.job)).name})
@@ -71,11 +66,7 @@ def start(make: Callable[[World], LaunchedProgram], options: RunOptions, began: 
 
 
 def worker_slots(options: RunOptions) -> list[WorkerSlot]:
-    """Return the worker slots for the devices that `--devices` names.
-
-    Without `--devices`, return all accelerators of this machine. If a plan is given, return only as many accelerators
-    or CPU workers as it needs.
-    """
+    """Return the worker slots for the devices that `--devices` names."""
     every = find_devices(parse_devices("all" if options.devices is None else options.devices))
     if options.devices is not None or options.nnodes > 1 or not options.gives_plan:
         return every
@@ -111,8 +102,7 @@ def _folder_of(program: LaunchedProgram, options: RunOptions, name: str | None) 
 def opened(
     program: LaunchedProgram, options: RunOptions, slots: Sequence[WorkerSlot], machines: Alone | Several, began: float
 ) -> Started:
-    """Open the run folder of a program, new or resumed, and record in it what is run. The folder has the same name on
-    every machine. Machines with a common disk share the folder, and only the leader writes run.json in it."""
+    """Open the run folder of a program, new or resumed, and record in it what is run."""
     faults = faults_of(options.fault, machines.world)
     late, told = machines.late, machines.folder_told()
     folder = _folder_of(program, options, told.get("name"))
@@ -179,11 +169,7 @@ def _earlier_start_holds(run: Mapping[str, Any]) -> bool:
 def supervised(
     started: Started, console: Console, limit: float | None = None, forks: Forks | None = None
 ) -> tuple[list[Any], int]:
-    """Announce and run a program. Return the results of the ranks in rank order, and the exit code.
-
-    limit: the number of seconds after which the run stops.
-    forks: an existing fork server that makes the workers. With None, a new one is started.
-    """
+    """Announce and run a program."""
     program, slots = started.program, started.slots
     plan = "" if program.plan is None else f"{program.plan}  "
     machines, nodes = started.machines, started.machines.nodes

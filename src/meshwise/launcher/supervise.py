@@ -51,16 +51,7 @@ STOPS = (signal.SIGINT, signal.SIGHUP, *WARNINGS)
 
 @dataclass(frozen=True)
 class LaunchedProgram:
-    """A job or script to run.
-
-    plan: None if a script chooses its own plan.
-    call: the function that each worker calls with the run folder.
-    record: facts for run.json.
-    sees_all: whether a worker sees all accelerators of its host, as under torchrun, and not only its own.
-    again: the function that each worker calls after a restart: `again(folder, plan=..., resumes=...)`. `plan` is the
-        new plan in TOML, or "" if it has not changed. `resumes` is True if there is a saved state to continue from.
-        None if each worker calls `call` again and the program restores its state itself.
-    """
+    """A job or script to run."""
 
     name: str
     plan: Plan | None
@@ -72,13 +63,7 @@ class LaunchedProgram:
 
 @dataclass(frozen=True)
 class Started:
-    """A program with its run folder, and the workers and machines on which it runs.
-
-    before: the files that this start has changed in the folder of a resumed run, with their previous text. The previous
-        text is restored if a usage error stops this start.
-    restarts: counts the attempts of the run, and decides about further attempts.
-    hang_limit: the number of seconds without progress after which a rank ends the run.
-    """
+    """A program with its run folder, and the workers and machines on which it runs."""
 
     program: LaunchedProgram
     folder: Path
@@ -166,11 +151,7 @@ class Viewer:
                 self._view.print(f"{folder} was removed or moved. The run continues, but writes no records or states.")
 
     def stops(self, where: str = "", saves: bool = False) -> None:
-        """Tell the user that the run is stopped, and by which signal. Later calls do nothing.
-
-        where: a text on the step after which the run stops.
-        saves: whether the run saves its state.
-        """
+        """Tell the user that the run is stopped, and by which signal."""
         if not self.stopped:
             self.stopped = f"stopped by {stop_text(self._halt.signal)}{where}"
             self._view.print(self.stopped)
@@ -307,11 +288,7 @@ def forwarded_signals(halt: Halt, view: LiveView) -> Iterator[None]:
 
 
 def summarise(results: Sequence[Mapping[str, Any]], plan: str, slots: Sequence[WorkerSlot], folder: Path) -> RunSummary:
-    """Return a summary of what a run did since it was last started.
-
-    results: the facts that the worker of each rank returned.
-    folder: the run folder, whose records are read.
-    """
+    """Return a summary of what a run did since it was last started."""
     timeline = read_timeline(folder)
     report, first = report_of(timeline.newest_session(), str(folder)), results[0]
     began, sessions = first["began"], timeline.sessions

@@ -31,12 +31,7 @@ ARCHITECTURES = (
 
 @dataclass(frozen=True)
 class PartLink:
-    """The link of a device model in the catalog, such as the NVLinks of an H100.
-
-    bandwidth: bytes/s one way, summed over all `width` lanes or links of the device.
-    mesh: True if each link of the device leads directly to another device, so that only some of the links connect two
-        given devices. False if all links lead to a switch.
-    """
+    """The link of a device model in the catalog, such as the NVLinks of an H100."""
 
     kind: str
     bandwidth: float

@@ -2,8 +2,6 @@
 
 A key of a table is the field of the dataclass that the table describes, so that a new field is a new row. An error
 names the file, the table and the key, and says what to write instead. Nothing but UsageError leaves here.
-
-Tested in tests/machine/test_machine_file.py.
 """
 
 from __future__ import annotations

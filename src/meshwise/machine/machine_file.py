@@ -4,8 +4,6 @@ What the file leaves out comes from the catalog.
 
 `[[device]] part = "H100-SXM"`, `count = 8` and nothing else is a whole file. Every key, type and unit is checked, and
 an error names the file, the table and what to write.
-
-Tested in tests/machine/test_machine_file.py.
 """
 
 from __future__ import annotations
@@ -48,10 +46,7 @@ _PART_NAME = '"H100-SXM", or the name that the driver gives'
 
 
 def machine_from_toml(text: str, where: str) -> Machine:
-    """Read a machine from the text of a machine file. Raises UsageError if the text is not valid.
-
-    where: the name of the file, for errors.
-    """
+    """Read a machine from the text of a machine file."""
     file = read_table(_toml(text, where), FILE, where)
     if "device" not in file:
         raise UsageError(f'{where} describes no device. Write [[device]] with part = "H100-SXM" and count = 8.')
@@ -240,8 +235,7 @@ _LIST = re.compile(r"\[\n((?: +[^\n\[\]{}]+,\n)+)\s*\]")
 
 
 def toml_writer() -> Any:
-    """Import and return tomli_w, which writes TOML. If it is not installed, raises UsageError with the command that
-    installs it."""
+    """Import and return tomli_w, which writes TOML."""
     try:
         import tomli_w
     except ImportError:

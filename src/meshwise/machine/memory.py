@@ -1,7 +1,4 @@
-"""Read how much memory this process's device uses and has free.
-
-Tested in tests/machine/test_host_facts.py and tests/timeline.
-"""
+"""Read how much memory this process's device uses and has free."""
 
 from __future__ import annotations
 

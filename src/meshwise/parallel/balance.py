@@ -7,8 +7,6 @@ rank's loss is another number. Models of transformers call a module-level functi
 function gets the router outputs of all ranks, and gradients go back to the ranks that computed them.
 
 An expert capacity counts the tokens of one rank; one device counts those of the whole batch. A run prints a note on it.
-
-Tested in tests/parallel/test_experts.py.
 """
 
 from __future__ import annotations
@@ -71,12 +69,7 @@ def _balance_of(module: nn.Module) -> Callable[..., Any] | None:
 
 
 def _counts_tokens(kind: type) -> bool:
-    """Return whether a router drops tokens above a capacity, and counts the tokens of all samples together. On several
-    ranks, such a router drops other tokens than on one device, because it sees only the tokens of its rank.
-
-    kind: the class of the router. Only its code is examined. A count along dim -2, as in Switch Transformers, is a
-        count for each sample, so the result is False.
-    """
+    """Return whether a router drops tokens above a capacity, and counts the tokens of all samples together."""
     codes = [function.__code__ for function in vars(kind).values() if inspect.isfunction(function)]
     return any(
         "cumsum" in code.co_names
@@ -102,9 +95,7 @@ def _forward(forward: Callable[..., Any], samples: Samples, /, *given: Any, **na
 
 def _balance(original: Callable[..., Any], /, *given: Any, **named: Any) -> Any:
     """Compute a mixture of experts' balance loss from the router outputs of all ranks, as for the global batch on one
-    device. Models call this function instead of transformers' `load_balancing_loss_func`, which is `original`.
-    `original` is called with the given arguments if no forward of a distributed model runs, or if no loop over batches
-    runs."""
+    device."""
     samples = _running[-1]() if _running else None
     bound = inspect.signature(original).bind(*given, **named)
     layers, mask = bound.arguments["gate_logits"], bound.arguments.get("attention_mask")
@@ -121,10 +112,7 @@ def _balance(original: Callable[..., Any], /, *given: Any, **named: Any) -> Any:
 
 
 def of_all_ranks(rows: Tensor, counts: bool) -> Tensor:
-    """Gather the rows of all ranks, in rank order.
-
-    counts: False leaves out the rows of this rank, because they come from a padding sample.
-    """
+    """Gather the rows of all ranks, in rank order."""
     own = rows if counts else rows[:0]
     lengths = collectives.all_gather(torch.tensor([len(own)], device=rows.device), of="the balance loss").flatten()
     return through(_Rows, own, tuple(lengths.tolist()))

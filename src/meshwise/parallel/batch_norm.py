@@ -40,13 +40,7 @@ _AS_TORCH = ("input", "weight", "bias", "running_mean", "running_var", "training
 
 
 def join_batch_norms(model: nn.Module, samples: Samples = lambda: None) -> list[str]:
-    """Make the batch norms of `model` use the statistics of all ranks. Returns the names of the changed modules.
-
-    samples: returns the number of samples of this rank: 0 for a padding sample, None outside of a loop over batches.
-
-    A forward in training is then collective, so all ranks must run it together. Raises PlanError for a batch norm in
-    TorchScript, because its code cannot be replaced.
-    """
+    """Make the batch norms of `model` use the statistics of all ranks."""
     joined = []
     found: list[tuple[str, Any]] = [(name, m) for name, m in model.named_modules() if normalises(m)]
     for name, module in found:
@@ -92,8 +86,7 @@ def unjoined(model: nn.Module) -> Iterator[None]:
 
 
 def is_joined(module: nn.Module) -> bool:
-    """Return whether `module` is a batch norm that uses the statistics of all ranks. Also true for a copy of such a
-    module."""
+    """Return whether `module` is a batch norm that uses the statistics of all ranks."""
     return getattr(getattr(module, "forward", None), "func", None) is _forward
 
 
@@ -184,13 +177,7 @@ def batch_norm(
     training: bool = False,
     **rates: float,
 ) -> Tensor:
-    """Compute `torch.nn.functional.batch_norm` with the statistics of all ranks. Collective in training.
-
-    samples: returns the number of samples of this rank; see `join_batch_norms`.
-    input: if this is a parameter (weight standardization), all ranks have the same values, so torch's own function is
-        used.
-    rates: momentum and eps.
-    """
+    """Compute `torch.nn.functional.batch_norm` with the statistics of all ranks."""
     if not training or isinstance(base_of(input), nn.Parameter):
         return functional.batch_norm(input, running_mean, running_var, weight, bias, training, **rates)
     result: Tensor
@@ -210,13 +197,7 @@ def _track(running: tuple[Tensor, Tensor], mean: Tensor, variance: Tensor, count
 
 class _Normalize(torch.autograd.Function):
     """Normalizes x of shape (samples, channels, ...) per channel over all ranks, then multiplies by weight and adds
-    bias.
-
-    Also returns the mean and the biased variance of each channel, and the number of elements in these statistics.
-
-    If all ranks have the same input, e.g. noise drawn before the loop, it is counted once. Such an input has bitwise
-    equal statistics on all ranks, and on no rank is it as long as the rank's slice of the batch.
-    """
+    bias."""
 
     @staticmethod
     def forward(

@@ -81,20 +81,13 @@ def _holds_layers(container: nn.Module) -> bool:
 
 
 def _is_called(container: nn.Module) -> bool:
-    """Return whether the program can call `container` as a whole, like an `nn.Sequential`. A program can only call the
-    entries of an `nn.ModuleList` or `nn.ModuleDict`. Funnel Transformers, for example, have module lists in a module
-    list."""
+    """Return whether the program can call `container` as a whole, like an `nn.Sequential`."""
     return isinstance(container, nn.Sequential)
 
 
 def blocks_to_recompute(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return the modules of `model` that recompute='full' and 'selective' run again in the backward, with their names.
-
-    These are the repeated layers of the model, or its parts if it has no repeated layers. A layer without submodules is
-    replaced by the module that contains it, because recomputing one layer alone saves nothing: its input must be kept
-    anyway. If fewer than HOLDERS modules result, as for VGG, which has all its layers in one module, the layers are
-    returned.
-    """
+    """Return the modules of `model` that recompute='full' and 'selective' run again in the backward, with their
+    names."""
     blocks = repeated_blocks(model) or blocks_of(model)
     found: dict[str, nn.Module] = {}
     for name, block in blocks:

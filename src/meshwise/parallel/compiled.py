@@ -31,13 +31,7 @@ BACKEND = "inductor"
 
 
 def compile_blocks(model: nn.Module, backend: str | None = None) -> list[str]:
-    """Make torch compile the forward of each block of `model` at its first call. Returns the names of the blocks.
-
-    The blocks are the repeated layers. In a model without repeated layers, they are all of its modules in order; see
-    `blocks_of`.
-
-    backend: the compiler backend of `torch.compile`. None for BACKEND.
-    """
+    """Make torch compile the forward of each block of `model` at its first call."""
     blocks = repeated_blocks(model) or blocks_of(model) or [("", model)]
     for _, block in blocks:
         for part in block.modules():

@@ -11,8 +11,6 @@ model.
 Parameters are whole on every rank. A rank's gradients come from its own positions only, so they are summed over the
 axis as soon as they are computed (splits/crossing.py), and all ranks then have the same gradients. With `tensor`, each
 rank has parts of the parameters too, and tensors that are split along positions are also split along heads or features.
-
-Tested in tests/parallel/test_split_context.py and test_split_levels.py.
 """
 
 from __future__ import annotations
@@ -47,8 +45,7 @@ def _apply(setup: Setup) -> None:
 
 
 def _run(model: nn.Module, axis: Axis, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """Run the model's forward on this rank's part of each sequence. All inputs with sequence positions are divided
-    along dim 1."""
+    """Run the model's forward on this rank's part of each sequence."""
     names = _names(forward, len(args))
     given = {**dict(zip(names, args, strict=True)), **kwargs}
     divided = {name: _divided(value, axis) for name, value in given.items() if _has_positions(name, value)}
@@ -64,20 +61,14 @@ def _run(model: nn.Module, axis: Axis, forward: Callable[..., Any], /, *args: An
 
 
 def _names(forward: Callable[..., Any], count: int) -> list[str]:
-    """Return the names of the first `count` positional parameters of a forward. A parameter without a name is called
-    `input N`."""
+    """Return the names of the first `count` positional parameters of a forward."""
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     named = [name for name, p in inspect.signature(forward).parameters.items() if p.kind in kinds]
     return [*named, *(f"input {number}" for number in range(len(named), count))][:count]
 
 
 def _has_positions(name: str, value: Any) -> bool:
-    """Return whether an input of the model is split along its positions. This is so for a tensor with one integer or
-    one vector per position, that is, of shape (B, T) or (B, T, width).
-
-    Masks and labels, which are recognized by their names, are not split. They stay whole on all ranks, because an
-    operator may combine a position of a split tensor with the mask or label of a neighboring position.
-    """
+    """Return whether an input of the model is split along its positions."""
     if not isinstance(value, Tensor) or "mask" in name or "label" in name or value.dim() < 2:
         return False
     return value.dim() == (3 if value.is_floating_point() else 2)

@@ -16,8 +16,6 @@ and is averaged then.
 
 `.grad` after a backward is the mean over ranks of each rank's `.grad`. Gradients that earlier local backwards left
 unreduced are part of this mean. Gradients that were already reduced do not change, because they are equal on all ranks.
-
-Tested in tests/parallel/test_equal_steps.py.
 """
 
 from __future__ import annotations
@@ -55,10 +53,7 @@ LATE_GRACE = 30.0  # seconds in which all ranks must have reached a parameter th
 
 @dataclass(frozen=True)
 class _Group:
-    """Parameters that share one reducer, in the order in which a backward reaches them.
-
-    buckets: the number of buckets of the reducer.
-    """
+    """Parameters that share one reducer, in the order in which a backward reaches them."""
 
     parameters: list[nn.Parameter]
     names: list[str]
@@ -67,13 +62,7 @@ class _Group:
 
 
 class DataParallel:
-    """Averages the gradients of a model's parameters over all ranks.
-
-    named: the name and the parameter, for each parameter.
-    piggyback_loss: whether `backward` sends its argument `value` in the same collective as the gradients. Ignored with
-        a `dtype`.
-    dtype: the dtype in which gradients are sent and summed. None means the dtype of the parameters.
-    """
+    """Averages the gradients of a model's parameters over all ranks."""
 
     def __init__(
         self,
@@ -109,8 +98,7 @@ class DataParallel:
         whole: bool = False,
         value: Tensor | None = None,
     ) -> Tensor | None:
-        """Run the backward of `loss`; see `Reduction.backward`. With `piggyback_loss`, `value` is averaged in the same
-        collective as the gradients, since a second collective would slow down a small model."""
+        """Run the backward of `loss`; see `Reduction.backward`."""
         self._backwards += 1
         before: dict[int, tuple[Tensor, int]] = {}
         trained = list(map(_IS_TRAINED, self._parameters))
@@ -162,11 +150,8 @@ class DataParallel:
         return mean if same else mean[: value.numel()].view(value.shape).to(value.dtype)
 
     def _set_aside(self, before: Mapping[int, tuple[Tensor, int]]) -> None:
-        """Move all gradients from `grad` to `_kept`, before a backward whose gradients are multiplied by a loss weight.
-        The weight must not change the gradients of earlier backwards. They are added again later.
-
-        before: (gradient, version of the gradient tensor) of each parameter, by the id of the parameter.
-        """
+        """Move all gradients from `grad` to `_kept`, before a backward whose gradients are multiplied by a loss
+        weight."""
         self._kept = {key: gradient for key, (gradient, _) in before.items()}
         for p in self._parameters:
             p.grad = None
@@ -194,8 +179,7 @@ class DataParallel:
         self._named, self._parameters, self._groups, self._grouped = [], [], [], set()
 
     def _watched(self, loss: Tensor) -> list[int]:
-        """Run the backward. Return the indices of the parameters that it reaches, in the order in which it reaches
-        them."""
+        """Run the backward."""
         order: list[int] = []
         handles = []
         for index, p in enumerate(self._parameters):
@@ -207,8 +191,7 @@ class DataParallel:
         return order
 
     def _reached(self, loss: Tensor) -> list[_Group]:
-        """Return the groups with at least one parameter on which this loss depends. Raise PlanError if the loss of
-        another rank depends on different groups."""
+        """Return the groups with at least one parameter on which this loss depends."""
         reached = reached_parameters(loss)
         groups = [g for g in self._groups if any(id(p) in reached for p in g.parameters)]
         self._agree("loss", [name for g in groups for name in g.names[-1:]])
@@ -226,8 +209,7 @@ class DataParallel:
         return mean.then(lambda done: buffer.copy_(done.value()))
 
     def _reduce(self, bucket: PlainBucket) -> bool:
-        """Average the gradients of a bucket's parameters. If a parameter has no gradient, averages nothing and returns
-        False."""
+        """Average the gradients of a bucket's parameters."""
         gradients = list(map(_GRADIENT, bucket.members))
         if not all(map(operator.is_not, gradients, itertools.repeat(None))):
             return False
@@ -241,8 +223,7 @@ class DataParallel:
         return True
 
     def _weigh(self, bucket: GradBucket | PlainBucket) -> None:
-        """Multiply the gradients in a bucket by the loss weight of the current backward (`_factor`). Then add the
-        gradients of earlier backwards (`_kept`), which keep their own weights."""
+        """Multiply the gradients in a bucket by the loss weight of the current backward (`_factor`)."""
         if self._factor is not None:
             bucket.buffer().mul_(self._factor().to(bucket.buffer().dtype))
         for gradient, p in zip(bucket.gradients(), bucket.parameters(), strict=True):
@@ -250,11 +231,7 @@ class DataParallel:
                 gradient.add_(self._kept.pop(id(p)))
 
     def _complete(self, armed: list[_Group], before: Mapping[int, tuple[Tensor, int]]) -> None:
-        """Reduce the buckets that no hook has reduced.
-
-        before: maps the id of each parameter to its gradient before this backward, and to the version counter of that
-            gradient.
-        """
+        """Reduce the buckets that no hook has reduced."""
         missing = [
             (name, p)
             for group in armed
@@ -271,16 +248,7 @@ class DataParallel:
     def _take_part(
         self, missing: Sequence[tuple[str, nn.Parameter]], before: Mapping[int, tuple[Tensor, int]]
     ) -> Callable[[], None]:
-        """Contribute zero gradients for the parameters in `missing`, which this rank's loss did not reach. The
-        reduction on other ranks waits for these gradients.
-
-        before: (gradient, version of the gradient tensor) of each parameter before this backward, by the id of the
-            parameter.
-
-        Returns a function to call after the reduction. For each parameter that no rank has reached, it sets `grad` back
-        to None. The ranks find out by a counter in the process group's store, to which each rank adds 1 if it has not
-        reached the parameter.
-        """
+        """Contribute zero gradients for the parameters in `missing`, which this rank's loss did not reach."""
         store = reducer.default_store()
         keys = [f"{self._key}/unused/{self._backwards}/{name}" for name, _ in missing]
         for key, (_, p) in zip(keys, missing, strict=True):
@@ -295,12 +263,8 @@ class DataParallel:
         return missed_by_all
 
     def _finish_unarmed(self, armed: Sequence[_Group], factor: Callable[[], Tensor]) -> None:
-        """Multiply gradients by the loss weight of this backward, for parameters that are not reduced in this backward.
-        Then add the gradients of earlier backwards (`_kept`).
-
-        armed: the groups of parameters that are reduced in this backward. `_weigh` handles their gradients.
-        factor: returns the loss weight.
-        """
+        """Multiply gradients by the loss weight of this backward, for parameters that are not reduced in this
+        backward."""
         done = {id(p) for group in armed for p in group.parameters}
         for _, p in self._named:
             if id(p) in done:
@@ -346,11 +310,7 @@ class DataParallel:
                 )
 
     def _make_group(self, indices: Sequence[int]) -> _Group:
-        """Make a reducer for some parameters, and average their present gradients with it. DDP rebuilds its buckets
-        before its second backward, so two backwards with zero gradients run first.
-
-        indices: the numbers of the parameters, in the order in which a backward reaches them.
-        """
+        """Make a reducer for some parameters, and average their present gradients with it."""
         names = [self._named[i][0] for i in indices]
         parameters = [self._named[i][1] for i in indices]
         if self._loss_carrier is not None and not self._groups:
@@ -365,11 +325,7 @@ class DataParallel:
         return _Group(parameters, names, made, self._calls)
 
     def _replay(self, group: _Group, gradients: Sequence[Tensor | None]) -> None:
-        """Average `gradients` over the ranks with the group's reducer.
-
-        A reducer works only during a backward. So this method runs the backward of a loss whose gradients are
-        `gradients`: the sum of p * conj(g) over all parameters p, where g is the gradient of p.
-        """
+        """Average `gradients` over the ranks with the group's reducer."""
         self._factor, self._calls, self._buckets, self._kept = None, 0, 0, {}
         for p in group.parameters:
             p.grad = None
@@ -384,8 +340,7 @@ class DataParallel:
             self._reduce(group.reducer)
 
     def _agree(self, what: str, names: Iterable[str]) -> None:
-        """Compare names of parameters between the ranks, before a collective on these parameters. Raise PlanError if
-        another rank has other names, or does not make this call in time."""
+        """Compare names of parameters between the ranks, before a collective on these parameters."""
         text = ", ".join(names)
         key = f"{self._key}/{what}/{self._backwards}"
         other = agree(key, text, collectives.world_size(), LATE_GRACE)
@@ -399,17 +354,13 @@ class DataParallel:
 
 
 def _loss_carrier(first: nn.Parameter) -> nn.Parameter:
-    """Make an extra parameter. Its gradient is used to send the loss and other values together with the real
-    gradients."""
+    """Make an extra parameter."""
     dtype = first.dtype if first.dtype in (torch.float32, torch.float64) else torch.float32
     return nn.Parameter(torch.zeros(CARRIED, dtype=dtype, device=first.device))
 
 
 def _untouched(p: nn.Parameter, gradient: Tensor | None, version: int) -> bool:
-    """Return whether a backward did not change the gradient of `p`. Also return True if `p` has no gradient.
-
-    gradient, version: the gradient before the backward, and the gradient's version counter.
-    """
+    """Return whether a backward did not change the gradient of `p`."""
     return p.grad is None or (p.grad is gradient and reducer.version(p.grad) == version)
 
 
@@ -423,11 +374,7 @@ def reduction_of(named: Mapping[str, nn.Parameter], plan: Plan, *, piggyback_los
 
 
 def check_can_be_averaged(model: nn.Module) -> None:
-    """Raise PlanError for a model whose gradients cannot be averaged over ranks.
-
-    These are models with parameters that have no shape yet, or with modules that make sparse gradients. `shard` checks
-    separately which parameters cannot be sharded.
-    """
+    """Raise PlanError for a model whose gradients cannot be averaged over ranks."""
     for name, p in model.named_parameters():
         if isinstance(p, UninitializedParameter):
             raise PlanError(

@@ -91,11 +91,7 @@ def materialise(model: nn.Module, device: torch.device | str = "cpu") -> None:
 
 def take_fakes(model: nn.Module) -> Callable[[torch.device | str, torch.device | str], None] | None:
     """Replace the fake tensors of a deferred `model` by meta tensors, and return a function that fills the model with
-    values.
-
-    The function takes two devices: the device for whole tensors, and the device for parts of divided parameters.
-    Returns None if the model has no fake tensors.
-    """
+    values."""
     fakes = {key: t for key, t in _tensors(model).items() if is_fake(t)}
     if not fakes:
         return None
@@ -107,11 +103,7 @@ def take_fakes(model: nn.Module) -> Callable[[torch.device | str, torch.device |
 
 @dataclass(frozen=True)
 class _Slot:
-    """A parameter or buffer of a deferred model, which gets its values later.
-
-    view: the part of a recorded storage that will contain the values after the constructor is replayed.
-    attributes: attributes that the program has set on the tensor itself.
-    """
+    """A parameter or buffer of a deferred model, which gets its values later."""
 
     module: str
     name: str
@@ -130,11 +122,7 @@ class _Slot:
 
 class _Skeleton:
     """A deferred model, that is, a model that was constructed without values. Its parameters and buffers are on the
-    meta device until `fill` computes their values.
-
-    attributes: the attributes of modules that contain tensors without values, other than parameters and buffers. A list
-        of tensors is an example. The keys are (name of the module, name of the attribute).
-    """
+    meta device until `fill` computes their values."""
 
     def __init__(self, model: nn.Module, fakes: dict[tuple[str, str], Tensor], record: OpRecord) -> None:
         self.model, self.record = model, record
@@ -158,13 +146,7 @@ class _Skeleton:
         return [(t, self.record.known(t)) for t in tensors_in(value) if is_fake(t)]
 
     def fill(self, device: torch.device | str, parts: torch.device | str) -> None:
-        """Compute the values of a deferred model by replaying the operators that its constructor has recorded.
-        Collective: all ranks use the random numbers of rank 0, and must have built the same model. This rank's part of
-        a tensor is set as soon as its values are known.
-
-        device: the device for whole tensors.
-        parts: the device for parts of divided parameters.
-        """
+        """Compute the values of a deferred model by replaying the operators that its constructor has recorded."""
         record, filling = self.record, _Filling(self.model, device, parts)
         _agree(record)
         for slot in self.slots:
@@ -196,11 +178,7 @@ class _Skeleton:
 
 
 class _Filling:
-    """The tensors of a deferred model that get their values while the recorded constructor is replayed.
-
-    `slots` has the parameters and buffers, and `others` has all other tensors. The keys are the numbers of the recorded
-    storages that contain the tensors' values.
-    """
+    """The tensors of a deferred model that get their values while the recorded constructor is replayed."""
 
     def __init__(self, model: nn.Module, device: torch.device | str, parts: torch.device | str) -> None:
         self.slots: dict[int, list[_Slot]] = {}
@@ -212,28 +190,21 @@ class _Filling:
         self._absent = {id(p) for p in stages.absent_parameters(model)}
 
     def put(self, slot: _Slot, make: Callable[[Tensor, torch.device | str], Tensor]) -> None:
-        """Replace a parameter or buffer of the model by the tensor that `make(meta tensor, device)` returns. If several
-        modules use the same tensor, it is made only once."""
+        """Replace a parameter or buffer of the model by the tensor that `make(meta tensor, device)` returns."""
         meta = self._metas[slot.module, slot.name]
         if id(meta) not in self._made:
             self._made[id(meta)] = _like(meta, make(meta, self._parts if isinstance(meta, DTensor) else self._device))
         slot.put(self._model, self._made[id(meta)])
 
     def fill_absent(self) -> None:
-        """Replace the parameters that only other pipeline stages use by tensors of NaN that need no memory. Their
-        values are not computed."""
+        """Replace the parameters that only other pipeline stages use by tensors of NaN that need no memory."""
         for number, slots in list(self.slots.items()):
             if all(id(self._metas[slot.module, slot.name]) in self._absent for slot in slots):
                 for slot in self.slots.pop(number):
                     self.put(slot, _nothing)
 
     def finished(self, number: int, storage: torch.UntypedStorage) -> None:
-        """Set all parameters, buffers and other tensors whose values are in this storage. It is called during the
-        replay of the model's constructor, when the values in a storage are final.
-
-        number: the number of the storage in the record of the constructor.
-        storage: the storage with the final values.
-        """
+        """Set all parameters, buffers and other tensors whose values are in this storage."""
         if storage.nbytes() >= LARGE:
             trim_heap()
         whole = functools.cache(lambda view: view.of(storage))  # what was one tensor stays one
@@ -262,8 +233,7 @@ def _agree(record: OpRecord) -> None:
 
 
 def _part(whole: Tensor, like: Tensor, device: torch.device | str) -> Tensor:
-    """Convert `whole` to the dtype of `like`, on `device`. If `like` is sharded, return a copy of this rank's part
-    only."""
+    """Convert `whole` to the dtype of `like`, on `device`."""
     whole = whole.to(like.dtype)
     if not isinstance(like, DTensor):
         return whole.to(device)
@@ -271,14 +241,12 @@ def _part(whole: Tensor, like: Tensor, device: torch.device | str) -> Tensor:
 
 
 def _nothing(like: Tensor, device: torch.device | str) -> Tensor:
-    """Return a stand-in for a parameter that only another pipeline stage uses. It is a tensor of NaN with the shape of
-    `like` that takes the memory of one number."""
+    """Return a stand-in for a parameter that only another pipeline stage uses."""
     return torch.full((), torch.nan, dtype=like.dtype, device=device).expand(like.shape)
 
 
 def _tensors(model: nn.Module) -> dict[tuple[str, str], Tensor]:
-    """Return all parameters and buffers by (module name, name in the module). A tied tensor is listed under each of its
-    names."""
+    """Return all parameters and buffers by (module name, name in the module)."""
     found: dict[tuple[str, str], Tensor] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         found |= {(name, own): p for own, p in module.named_parameters(recurse=False, remove_duplicate=False)}

@@ -12,8 +12,6 @@ are modules of a list are refused.
 The gradient of an expert comes from the tokens of all ranks of the axis. It is divided by the number of ranks when it
 arrives, so that it is the mean over the ranks, and only the other axes remain to be reduced over. All other parameters
 are replicated over the axis, and are reduced over it as over `data` (shard.py).
-
-Tested in tests/parallel/test_experts.py.
 """
 
 from __future__ import annotations
@@ -40,10 +38,7 @@ from meshwise.transfer import collectives
 
 @dataclass(frozen=True)
 class ExpertAxis:
-    """The ranks of the mesh axis over which experts are divided, with the collectives between them.
-
-    group: the process group of all ranks that differ from this rank only on this axis. Together they hold all experts.
-    """
+    """The ranks of the mesh axis over which experts are divided, with the collectives between them."""
 
     size: int
     rank: int
@@ -65,26 +60,14 @@ class ExpertAxis:
 def exchanged(
     axis: ExpertAxis, sent: list[int], taken: list[int], scale: float, *tensors: Tensor
 ) -> tuple[Tensor, ...]:
-    """Exchange rows with the other ranks of the axis, and return the received rows of each tensor. The backward sends
-    the gradients of the received rows back.
-
-    sent: how many rows of each tensor go to each rank. The first rows go to rank 0, the next rows to rank 1, and so on.
-    taken: the number of rows to receive from each rank.
-    scale: multiplies the gradients in the backward.
-    tensors: the tensors whose rows are sent.
-    """
+    """Exchange rows with the other ranks of the axis, and return the received rows of each tensor."""
     function: Any = _Exchange
     found: tuple[Tensor, ...] = function.apply(axis, sent, taken, scale, *tensors)
     return found
 
 
 class _Exchange(Function):
-    """Sends rows to the ranks of their experts, or sends results back.
-
-    sent: the number of rows to send to each rank.
-    taken: the number of rows to receive from each rank.
-    scale: a factor that multiplies the gradients in the backward.
-    """
+    """Sends rows to the ranks of their experts, or sends results back."""
 
     @staticmethod
     def forward(
@@ -159,13 +142,7 @@ def _list_of_experts(model: nn.Module) -> str:
 
 
 def _layout(module: nn.Module) -> str:
-    """Return what kind of arguments the forward of a module of stacked experts takes.
-
-    - "weights": hidden states, the experts of each token, and the routing weights.
-    - "sizes": rows sorted by expert, and the number of rows of each expert.
-    - "even": rows sorted by expert, with the same number for each expert.
-    - an empty string: anything else.
-    """
+    """Return what kind of arguments the forward of a module of stacked experts takes."""
     names = list(inspect.signature(module.forward).parameters)
     if len(names) > 2 and ("ind" in names[1] or "expert" in names[1]) and "weight" in names[2]:
         return "weights"
@@ -274,14 +251,7 @@ def _with_parts(experts: Experts, forward: Callable[..., Any], *given: Any) -> T
 def route(
     experts: Experts, run: Callable[[Tensor, Tensor, Tensor], Tensor], hidden: Tensor, index: Tensor, weights: Tensor
 ) -> Tensor:
-    """Run all experts, each on the rank that holds it, and return the summed results. The backward is collective as
-    well.
-
-    run: takes rows (R, width), their experts as local numbers (R, 1) and routing weights (R, 1), and returns (R,
-        width).
-    hidden: hidden states of shape (..., width).
-    index, weights: the experts and the routing weights of each token, both of shape (tokens, k).
-    """
+    """Run all experts, each on the rank that holds it, and return the summed results."""
     axis, flat = experts.axis, index.reshape(-1)
     if flat.numel() and not 0 <= int(flat.min()) <= int(flat.max()) < experts.count:
         raise PlanError(

@@ -1,8 +1,6 @@
 """Check whether a run can have a plan, before torch starts.
 
 The check uses what the launcher knows, and imports torch only if needed.
-
-Tested in tests/parallel/test_apply.py.
 """
 
 from __future__ import annotations

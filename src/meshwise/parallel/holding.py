@@ -9,8 +9,6 @@ layers its module ran.
 
 Under shard, what a stage holds is divided over the ranks of the stage. Under tensor, modules outside of the blocks are
 split before stages drop them.
-
-Tested in tests/parallel/test_pipeline.py.
 """
 
 from __future__ import annotations
@@ -41,11 +39,7 @@ _absent = WeakIdKeyDictionary()  # parameters whose values are on other stages
 
 
 class Holding:
-    """Decides which modules of a pipeline's model this rank holds, and frees the parameters of all other modules.
-
-    blocks: all blocks of the model, of all stages.
-    own: the blocks of the stages that run on this rank.
-    """
+    """Decides which modules of a pipeline's model this rank holds, and frees the parameters of all other modules."""
 
     def __init__(self, model: nn.Module, pipe: Pipe, blocks: Sequence[nn.Module], own: Sequence[nn.Module]) -> None:
         self._model, self._pipe = weakref.ref(model), pipe
@@ -97,12 +91,7 @@ class Holding:
         _drop(self.model, stages.lacks(self.model), self._pipe.rank)
 
     def show(self, seen: bool) -> None:
-        """Replace the parameters that only other pipeline stages need by NaN tensors, or put the parameters back. This
-        rank has freed its shards of these parameters, so the model's forward must not read them.
-
-        seen: True puts the NaN tensors into the model, before a forward. False puts the sharded parameters back, after
-            it.
-        """
+        """Replace the parameters that only other pipeline stages need by NaN tensors, or put the parameters back."""
         for module, name, held, shown in self._seen:
             parameters_in(module)[name] = shown if seen else held
 
@@ -115,8 +104,7 @@ class Holding:
         return {name for name, p in self.model.named_parameters() if id(p) in reached}
 
     def decide(self) -> None:
-        """Decide which stages hold the parameters that belong to no block. Collective. Call it after the first step: a
-        stage holds such a parameter if the parameter got a gradient there, and other stages free its memory."""
+        """Decide which stages hold the parameters that belong to no block."""
         model, own = self.model, self._pipe.rank
         named = dict(model.named_parameters())
         lacking = stages.lacks(model)
@@ -155,11 +143,7 @@ class Holding:
 
     def _buffers_of_others(self, live: Sequence[set[str]]) -> set[str]:
         """Return the names of buffers that only other stages need: the buffers of modules that ran on other ranks of
-        the pipeline, but not on this rank.
-
-        live: for each rank of the pipeline, the names of the modules that ran on this rank. Only modules that have
-            buffers and lie outside of the blocks are listed.
-        """
+        the pipeline, but not on this rank."""
         found = set()
         for name in set().union(*live) - live[self._pipe.rank]:
             module = self.model.get_submodule(name)
@@ -167,8 +151,7 @@ class Holding:
         return found
 
     def check_same(self) -> None:
-        """Raise PlanError if the user has frozen or unfrozen parameters after the first step. In that step, `decide`
-        chose the parameters that each stage keeps in memory."""
+        """Raise PlanError if the user has frozen or unfrozen parameters after the first step."""
         if self.decided and tuple(p.requires_grad for p in self.model.parameters()) != self._trained:
             raise PlanError(
                 f"pipeline={self._pipe.size}: parameters were frozen or unfrozen after the first step. The first step "
@@ -185,10 +168,7 @@ class Holding:
             collectives.all_reduce(sharding.local_of(p.grad), group=group, of="tied gradients")
 
     def clip(self, most: float) -> None:
-        """Clip the gradients to a norm of at most `most`, computed over all stages. Collective.
-
-        A parameter that several stages hold counts once.
-        """
+        """Clip the gradients to a norm of at most `most`, computed over all stages."""
         named = {n: p for n, p in self.model.named_parameters() if p.grad is not None}
         held_by_several = {name for name, _ in self._shared}
         counted = [
@@ -217,11 +197,7 @@ class _Notes:
 
 
 def _drop(model: nn.Module, names: set[str], rank: int) -> None:
-    """Free the memory of the parameters in `names`, whose values are on other stages.
-
-    Each parameter keeps its shape, but all its entries are NaN and share the memory of a single number. PlanError is
-    raised later if a backward reaches such a parameter.
-    """
+    """Free the memory of the parameters in `names`, whose values are on other stages."""
     for name, p in model.named_parameters(remove_duplicate=False):
         if name in names and p not in _absent:
             _absent[p] = True
@@ -231,8 +207,7 @@ def _drop(model: nn.Module, names: set[str], rank: int) -> None:
 
 
 def _before_load(module: nn.Module, *unused: Any) -> None:
-    """Give dropped parameters memory before a load, because torch compares shapes. `_after_load` frees this memory
-    again."""
+    """Give dropped parameters memory before a load, because torch compares shapes."""
     for p in module.parameters(recurse=False):
         if p in _absent:
             sharding.refill(p)
@@ -282,13 +257,7 @@ class StageWrites:
         self._before: list[tuple[Tensor, int, int]] = []
 
     def begin(self, model: nn.Module) -> None:
-        """Prepare for a forward of `model`. The forward may write to parameters through `p.data`, which autograd does
-        not notice.
-
-        If an earlier forward wrote to a parameter in this way, multiply the parameter by 1 here, which autograd does
-        notice. A backward that needs the old values then raises an error. In the first `LOOKS` forwards, also record
-        hashes of all parameters, which `end` compares.
-        """
+        """Prepare for a forward of `model`."""
         for p in self._past:
             p.detach().mul_(1)
         if self._left and not rehearsing():
@@ -297,8 +266,7 @@ class StageWrites:
             self._before = list(zip(held, versions(held), hashes_of(held), strict=True))
 
     def end(self) -> None:
-        """End a forward. In the first `LOOKS` forwards, find the parameters whose hash has changed since `begin`
-        although autograd noticed no write. The forward has written to them through `p.data`."""
+        """End a forward."""
         if self._left and self._before:
             self._left -= 1
             held = [p for p, _, _ in self._before]
@@ -308,8 +276,7 @@ class StageWrites:
 
 
 def refused(error: RuntimeError, ranks: int) -> PlanError | None:
-    """Return a PlanError that explains torch's error about a forward that writes parameters. Return None for any other
-    error."""
+    """Return a PlanError that explains torch's error about a forward that writes parameters."""
     text = str(error)
     if "written-to tensor refers to a single memory location" in text:
         what = "the forward writes into a parameter (p.lerp_(...)) whose values only another stage has"

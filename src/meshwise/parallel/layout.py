@@ -8,8 +8,6 @@ The result is exact for any choice; a good choice is fast.
 A column layer followed by a row layer needs one all-reduce forward and one backward (Megatron-LM, arXiv:1909.08053).
 The model's own plan (`tp_plan` of transformers) says which layers are which. Without such a plan, the last layer of a
 group is the row if its output has the width of the first layer's input.
-
-Tested in tests/splits/test_split_rules.py and tests/parallel/test_split_context.py.
 """
 
 from __future__ import annotations
@@ -59,13 +57,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Cut:
-    """How one parameter is split over the ranks: along its dim number `dim`.
-
-    sections: how many equal sections lie side by side in this dim, e.g. 3 if one weight packs queries, keys and values.
-        Every section is split separately, so each rank has a part of every section.
-    gathered: whether to gather the layer's output as soon as the layer has run. This is set for a layer that feeds all
-        blocks. Otherwise every block would have to gather the same output again.
-    """
+    """How one parameter is split over the ranks: along its dim number `dim`."""
 
     dim: int
     sections: int = 1
@@ -73,13 +65,7 @@ class Cut:
 
 
 def cuts_of(model: nn.Module, ranks: int, *, packed: bool = True) -> dict[int, Cut]:
-    """Return how to split each parameter over the ranks, as a dict from the id of a parameter to its `Cut`. A parameter
-    without an entry stays whole on every rank.
-
-    packed: whether a weight that stacks several sections along dim 0, such as query, key and value, is split section by
-        section (see `Cut.sections`). Pass False if `shard` divides dim 0, too, because a DTensor cannot express both
-        divisions of one dim.
-    """
+    """Return how to split each parameter over the ranks, as a dict from the id of a parameter to its `Cut`."""
     found = _of_multi_head(model, ranks) if packed else {}
     layers = [layer for layer in _layers(model) if id(layer.weight) not in found]
     rows = _rows(model, layers)
@@ -117,8 +103,7 @@ def _of_multi_head(model: nn.Module, ranks: int) -> dict[int, Cut]:
 
 
 def _divides(length: int, ranks: int) -> bool:
-    """Return whether a dim of this length can be split well over the ranks. It can if the length is a multiple of
-    `ranks`, or if it is at least `UNEVEN * ranks`. In the second case, parts of unequal length hardly matter."""
+    """Return whether a dim of this length can be split well over the ranks."""
     return length % ranks == 0 or length >= UNEVEN * ranks
 
 
@@ -162,8 +147,7 @@ def _style(name: str, plan: Mapping[str, str]) -> str:
 
 
 def _first(model: nn.Module, layers: list[Layer]) -> set[str]:
-    """Return the names of the layers that seem to feed the first of the model's repeated blocks. Such a layer comes
-    before this block, and its output is as wide as the input of the block's first layer. Embeddings are left out."""
+    """Return the names of the layers that seem to feed the first of the model's repeated blocks."""
     blocks = tuple(f"{name}." for name, _ in repeated_blocks(model))
     begin = next((n for n, layer in enumerate(layers) if layer.name.startswith(blocks)), 0) if blocks else 0
     return {
@@ -247,10 +231,7 @@ def _watched(result: Tensor, slices: list[tuple[int, int]]) -> Tensor:
 
 def sections_of(model: nn.Module, name: str, layer: nn.Module, takes: int, gives: int) -> int:
     """Return how many equal sections a layer's output consists of: 3 if queries, keys and values are computed by one
-    layer. Return 1 if this is unknown.
-
-    takes, gives: the number of input and output features of the layer.
-    """
+    layer."""
     parent = model.get_submodule(name.rpartition(".")[0])
     weight, slices = next(layer.parameters()), list[tuple[int, int]]()
     stand_in = nn.Module()

@@ -1,8 +1,6 @@
 """Build the device mesh: a run's devices on named axes.
 
 Each technique names the axis over which it communicates.
-
-Tested in tests/parallel/test_apply.py.
 """
 
 from __future__ import annotations
@@ -24,19 +22,7 @@ _meshes: dict[tuple[tuple[str, int], ...], DeviceMesh] = {}
 
 
 def make_mesh(plan: Plan, world: World, *, replicas: bool = False) -> DeviceMesh:
-    """Return the mesh of the run's devices, with one named axis for each way in which `plan` divides work. Collective.
-
-    The axes are ordered from the outermost to the innermost, in the order of `AXES`. Consecutive ranks are neighbors on
-    the innermost axis. That axis communicates most, and it uses the fastest links, because launchers give consecutive
-    ranks to the devices of one host.
-
-    An axis of size 1 is left out. The axis `shard` is an exception: if the plan splits layers or experts, it is kept
-    even with size 1, because gradients are then reduced by code that needs this axis. On one device, `shard` is the
-    only axis.
-
-    replicas: whether to merge the axis `expert` into `data`. This mesh is for parameters outside of experts, since
-        ranks that hold different experts hold equal copies of these parameters.
-    """
+    """Return the mesh of the run's devices, with one named axis for each way in which `plan` divides work."""
     shapes = {axis: getattr(plan, axis) for axis in AXES}
     needed = plan.split or plan.expert > 1
     kept = {axis: size for axis, size in shapes.items() if size > 1 or (axis == "shard" and needed)}
@@ -89,10 +75,7 @@ def divide_work(plan: Plan, world: World) -> World:
 
 
 def _join_pipe(plan: Plan, world: World) -> None:
-    """Make three process groups for each pipeline, and use the groups of this rank's pipeline. Collective.
-
-    The ranks of a pipeline differ only in their position on the axis `pipeline`.
-    """
+    """Make three process groups for each pipeline, and use the groups of this rank's pipeline."""
     apart = plan.within_samples // plan.pipeline  # the axes within: neighbours on this one lie so far apart
     own = world.rank // apart % plan.pipeline
     for first in range(world.size):

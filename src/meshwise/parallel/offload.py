@@ -52,11 +52,7 @@ class _HostCopy:
     arrived: torch.Event | None = None
 
     def holds(self, tensor: Tensor) -> bool:
-        """Return whether `tensor` still has the values that were copied to the host.
-
-        The result may be False although the values are equal. Autograd counts writes to some tensors of one storage
-        separately, such as the outputs of `unsafe_chunk` in an LSTM. These counts cannot be compared.
-        """
+        """Return whether `tensor` still has the values that were copied to the host."""
         same = self.place == _place(tensor) or self.base() is base_of(tensor)
         return same and self.version == version(tensor)
 
@@ -92,12 +88,7 @@ class _SavedTensors:
     known: StorageMap = field(default_factory=StorageMap)
 
     def to_host(self, tensor: Tensor) -> Tensor | _View:
-        """Copy a tensor that autograd is about to save into host memory. Return a `_View`, which describes the tensor
-        as a view of the copy. Tensors that are views of one storage share one copy.
-
-        A tensor that is not worth a copy or cannot be copied is returned unchanged (see `_goes`). Examples are small
-        tensors, parameters and DTensors.
-        """
+        """Copy a tensor that autograd is about to save into host memory."""
         if not _goes(tensor):
             return tensor
         known: weakref.ref[_HostCopy] | None = self.known.get(tensor)
@@ -130,13 +121,7 @@ class _SavedTensors:
         return empty.set_(flat.untyped_storage(), kept.offset, kept.size, kept.stride)
 
     def _fetch_ahead(self, number: int) -> None:
-        """Begin to copy storages back to the device before the backward asks for them.
-
-        The forward numbers the storages in the order in which it offloads them. The backward needs them in reverse
-        order. So the storages with the next smaller numbers are fetched, until `self.window` bytes wait on the device.
-
-        number: the number of the storage that the backward has just requested.
-        """
+        """Begin to copy storages back to the device before the backward asks for them."""
         self.fetched = [ref for ref in self.fetched if (kept := ref()) is not None and kept.ahead]
         held = sum(kept.copy.nbytes for ref in self.fetched if (kept := ref()) is not None)
         for index in reversed(range(number)):
@@ -151,12 +136,7 @@ class _SavedTensors:
 
 
 def offload_activations(model: nn.Module, window: int | None = None) -> None:
-    """Keep the tensors that the forward of `model` saves for its backward in host memory.
-
-    model: a model, or a `ModuleList` or `ModuleDict` of models, each of which is wrapped.
-    window: how many bytes of saved tensors are fetched to the device before the backward needs them. By default, 256
-        MiB.
-    """
+    """Keep the tensors that the forward of `model` saves for its backward in host memory."""
     for root in called_in(model):
         put_forward(root, functools.partial(_offloaded, root.forward, WINDOW if window is None else window))
 
@@ -191,8 +171,7 @@ def _send(tensor: Tensor, number: int) -> _HostCopy:
 
 
 def _fetch(waiting: _HostCopy) -> None:
-    """Begin to copy a storage back to the device. The copies to the host use the same stream, so this copy runs after
-    them."""
+    """Begin to copy a storage back to the device."""
     stream = _copying(waiting.device)
     with _on(stream):
         waiting.ready = waiting.copy.to(waiting.device, non_blocking=True, copy=True)

@@ -48,9 +48,8 @@ class OffloadedState:
         subscribe(Order.OFFLOAD, self._before, self._after, self._failed, optimizer=optimizer)
 
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Step the parameters bucket by bucket, so that the device holds the optimizer state of one bucket at a time. A
-        bucket is a list of parameters. The last bucket is only prepared here, because the optimizer's own step, which
-        runs next, updates it."""
+        """Step the parameters bucket by bucket, so that the device holds the optimizer state of one bucket at a
+        time."""
         if has_closure(args, kwargs):
             raise PlanError(
                 "offload='optimizer': optimizer.step(closure) needs all of the state at once. Call backward, then "
@@ -87,8 +86,7 @@ class OffloadedState:
         self._gradients, self._last = {}, []
 
     def _begin(self, optimizer: Optimizer, bucket: Sequence[Tensor]) -> None:
-        """Prepare a step of the parameters in `bucket`. Set their gradients, which `_before` has removed and kept, and
-        copy their optimizer state from the host to the device."""
+        """Prepare a step of the parameters in `bucket`."""
         for p in bucket:
             p.grad = self._gradients[p]
             entry = optimizer.state.get(p, {})

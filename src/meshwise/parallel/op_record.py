@@ -5,8 +5,6 @@ The record holds the operators in order, and which random numbers they would dra
 torch has no hook for code that sets a generator. So each random operator advances the real generator by one number,
 which gives every entry of the record a distinct generator state. If the state has changed otherwise, the program has
 set the generator, or has put it back to its state at a known entry.
-
-Tested in tests/parallel/test_deferred.py.
 """
 
 from __future__ import annotations
@@ -53,8 +51,7 @@ class OpRecord:
         return [entry for entry in self.entries if isinstance(entry, RecordedOp)]
 
     def leave(self) -> None:
-        """Record the state of each random generator at the end of the block of `mw.deferred`. `rewind` later compares
-        these states with the current ones, and so finds the generators that the program has used since."""
+        """Record the state of each random generator at the end of the block of `mw.deferred`."""
         for generator in self._last:
             self._note_generator(generator)
         self.left = dict(self._last)
@@ -102,11 +99,7 @@ class OpRecord:
         )
 
     def known(self, value: Any) -> Any:
-        """Return the `StorageView` that stands for a fake tensor. Any other value, such as a number, is returned
-        unchanged.
-
-        Raises ReplayMismatch for a fake tensor that no recorded operator has made, and for any untyped storage.
-        """
+        """Return the `StorageView` that stands for a fake tensor."""
         if isinstance(value, torch.UntypedStorage) or (is_fake(value) and self._storages.get(value) is None):
             raise ReplayMismatch("a tensor was read from a file, or made outside of torch's operators.")
         return self._view_of(value)
@@ -147,8 +140,7 @@ class OpRecord:
         self._mark(generator)
 
     def _mark(self, generator: torch.Generator) -> None:
-        """Remember the current state of the generator as its state after the newest entry of `entries`. If the program
-        restores this state later, `_note_generator` recognizes it."""
+        """Remember the current state of the generator as its state after the newest entry of `entries`."""
         key = self._last[generator] = _key(generator)
         self._marks[generator, key] = len(self.entries) - 1
 
@@ -177,25 +169,13 @@ class OpRecord:
         return digest.hexdigest()
 
     def drawn_from(self) -> tuple[Any, ...]:
-        """Return (start, settings). If another rank passes both to `draw_from`, its record draws the same random
-        numbers.
-
-        start: the state of the default generator when the record began.
-        settings: a dict with an item for each `SetGenerator` in `entries`. The key is the index of the entry. The value
-            is (number of the generator, its new state). Generators are numbered in the order of their first use, which
-            is the same on all ranks that have recorded the same operators.
-        """
+        """Return (start, settings)."""
         numbers = {generator: number for number, generator in enumerate(self._last)}
         places = enumerate(self.entries)
         return self.start, {n: (numbers[e.generator], e.to) for n, e in places if isinstance(e, SetGenerator)}
 
     def draw_from(self, start: Tensor, settings: dict[int, tuple[int, Tensor | int]]) -> None:
-        """Change this record so that its replay draws the random numbers of another rank. Both arguments come from
-        `drawn_from` on that rank.
-
-        start: the state of that rank's default generator when its record began.
-        settings: maps the index of an entry that sets a generator to (number of the generator, its new state).
-        """
+        """Change this record so that its replay draws the random numbers of another rank."""
         generators, operators = list(self._last), self.operators
         self.start, own = start, iter(operators)
         self.entries = [
@@ -204,8 +184,7 @@ class OpRecord:
         ]
 
     def check_loaded(self) -> None:
-        """Raise UsageError if the program has computed with weights after `mw.load_weights` loaded them. A replay
-        cannot repeat such an operator, because the record does not hold the values of loaded weights."""
+        """Raise UsageError if the program has computed with weights after `mw.load_weights` loaded them."""
         for entry in self.operators[self.loaded_after :]:
             if not self.loaded.keys().isdisjoint(entry.reads):
                 raise UsageError(
@@ -214,22 +193,14 @@ class OpRecord:
                 )
 
     def undraw(self) -> None:
-        """Set the random generators back, as if the recorded operators had drawn nothing. The default generator gets
-        its state from the beginning of the record. Any other generator gets the first state that the record holds for
-        it."""
+        """Set the random generators back, as if the recorded operators had drawn nothing."""
         for entry in reversed(self.entries):
             if isinstance(entry, SetGenerator) and isinstance(entry.to, Tensor):
                 entry.generator.set_state(entry.to)
         torch.default_generator.set_state(self.start)
 
     def rewind(self) -> Callable[[], None]:
-        """Prepare a replay: set the default generator to its state at the beginning of the record. Returns a function
-        to call after the replay.
-
-        The function sets each generator that the program has used since the block of `mw.deferred` back to its state
-        before the replay. A generator that was not used since then keeps its state from the replay, as if the model had
-        been built without `mw.deferred`.
-        """
+        """Prepare a replay: set the default generator to its state at the beginning of the record."""
         moved = {generator: generator.get_state() for generator, left in self.left.items() if _key(generator) != left}
         torch.default_generator.set_state(self.start)
 

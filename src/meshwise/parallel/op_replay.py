@@ -5,8 +5,6 @@ The operators run in their recorded order.
 Operators on which no wanted tensor depends are skipped, except random operators, which advance the generator as
 recorded. A storage is made when it is first filled, and freed when no operator needs its values any more. A storage
 that is overwritten later is not kept until then. So a replay holds the wanted tensors and about one more tensor.
-
-Tested in tests/parallel/test_deferred.py.
 """
 
 from __future__ import annotations
@@ -60,13 +58,8 @@ class StorageView:
 
 @dataclass(frozen=True)
 class RecordedOp:
-    """A recorded operator. In its arguments, `StorageView` objects stand for recorded tensors; other tensors are real.
-
-    name: the operator's name, such as `normal_`.
-    reads, writes, fresh: the numbers of the storages that the operator reads, writes, and makes.
-    generator: the generator that a random operator drew from; None for other operators.
-    default: torch's default dtype when the operator was recorded.
-    """
+    """A recorded operator. In its arguments, `StorageView` objects stand for recorded tensors; other tensors are
+    real."""
 
     operator: Any
     name: str
@@ -89,11 +82,7 @@ class RecordedOp:
 
 @dataclass(frozen=True)
 class SetGenerator:
-    """An entry of an `OpRecord` that says that the program set a random generator.
-
-    to: the new state of the generator, as a tensor or as a number. A number n stands for the state of the generator
-        right after entry n of the record. The number -1 stands for its state at the beginning of the record.
-    """
+    """An entry of an `OpRecord` that says that the program set a random generator."""
 
     generator: torch.Generator
     to: Tensor | int
@@ -104,12 +93,7 @@ Entry = RecordedOp | SetGenerator
 
 @dataclass(frozen=True)
 class ReplayStep:
-    """An entry of an `OpRecord` that a replay has to run. Entries without effect on the result have no `ReplayStep`.
-
-    index: the index of the entry in the record.
-    done: the numbers of the storages whose contents are not needed after this entry, except by the caller of the
-        replay. If the caller asked for such a storage, the replay gives it to the caller now. Otherwise it is freed.
-    """
+    """An entry of an `OpRecord` that a replay has to run. Entries without effect on the result have no `ReplayStep`."""
 
     index: int
     entry: Entry
@@ -119,11 +103,7 @@ class ReplayStep:
 
 
 def steps_for(entries: Sequence[Entry], keep: Iterable[int]) -> list[ReplayStep]:
-    """Return a `ReplayStep` for each entry that a replay has to run, in order. Entries that affect neither a storage in
-    `keep` nor a random generator are left out.
-
-    keep: the numbers of the storages whose final values the caller wants.
-    """
+    """Return a `ReplayStep` for each entry that a replay has to run, in order."""
     live, later = set(keep), set[int]()
     steps: list[ReplayStep] = []
     for index in reversed(range(len(entries))):
@@ -147,10 +127,7 @@ def steps_for(entries: Sequence[Entry], keep: Iterable[int]) -> list[ReplayStep]
 
 
 def replay(entries: Sequence[Entry], keep: Iterable[int], finished: Finished) -> None:
-    """Run `entries` again. Call `finished(number, storage)` as soon as a storage of `keep` has its final values.
-
-    Raises ReplayMismatch if an operator returns a tensor of another shape, dtype or layout than when it was recorded.
-    """
+    """Run `entries` again."""
     keep = set(keep)
     marks = {entry.to for entry in entries if isinstance(entry, SetGenerator) and isinstance(entry.to, int)}
     states: dict[int, Tensor] = {-1: torch.default_generator.get_state()}

@@ -4,8 +4,6 @@ Sends do not wait. What a forward has sent is kept until its gradients come, and
 rank receives from another rank in the order in which that rank sends, which both know from the schedule, and keeps what
 it does not need yet. Shapes and structure are sent once for each kind of batch. Of a split tensor, each rank sends its
 part to the rank at the same position in the other stage, which holds the same part there.
-
-Tested in tests/parallel/test_pipeline.py.
 """
 
 from __future__ import annotations
@@ -67,8 +65,7 @@ class Pass:
         return self.received
 
     def _poison(self, form: Form) -> Tensor:
-        """Return a stand-in for an earlier block's output: NaN, by which a model that reads it is found out, or integer
-        0. Blocks with outputs of one form share a tensor, unless the model's code has written to it in place."""
+        """Return a stand-in for an earlier block's output."""
         if (found := self._poisons.get(form)) is None or found.is_inference() or version(found):
             value = torch.nan if form.dtype.is_floating_point else 0
             found = self._poisons[form] = torch.full(form.shape, value, dtype=form.dtype, device=self.device)
@@ -146,11 +143,7 @@ class Passing:
         self.checked = 0
 
     def begin(self, every: Sequence[Sequence[Action]], keys: Sequence[object]) -> None:
-        """Begin a step.
-
-        every: the actions of each rank, in order.
-        keys: one key for each microbatch. Hidden states of microbatches with equal keys have equal shapes.
-        """
+        """Begin a step."""
         self._keys = [(key, torch.is_grad_enabled()) for key in keys]
         own = self._pipe.rank
         self._coming = {
@@ -207,8 +200,7 @@ class Passing:
             self._free_sent(Action(False, now.action.stage, now.action.microbatch - 1))
 
     def receive_backward(self, now: Pass) -> Tensor:
-        """Receive the gradients of the hidden state that this stage sent to the next stage. Returns a scalar whose
-        `backward()` runs this stage's backward from these gradients. The scalar itself is always 0."""
+        """Receive the gradients of the hidden state that this stage sent to the next stage."""
         after = Action(False, now.action.stage + 1, now.action.microbatch)
         pairs = [tensor for tensor in now.sent if tensor.requires_grad]
         _, gradients = self._receive(after)
@@ -217,8 +209,7 @@ class Passing:
             return _Begin.apply(gradients, *pairs) if pairs else torch.zeros(())  # type: ignore[no-untyped-call]
 
     def send_backward(self, now: Pass) -> None:
-        """Send gradients to the stage before. They are the gradients of the hidden state that was received from that
-        stage."""
+        """Send gradients to the stage before."""
         if now.action.stage:
             action = Action(False, now.action.stage, now.action.microbatch)
             target = self._target(action)
@@ -253,8 +244,7 @@ class Passing:
             sends += [collectives.begin_send(tensor, target, group) for tensor in tensors]
 
     def _receive(self, wanted: Action) -> tuple[Hidden, list[Tensor]]:
-        """Receive the result of an action of another stage. Results that arrive earlier than the wanted one are kept
-        for later calls."""
+        """Receive the result of an action of another stage."""
         source = self._rank(wanted.stage)
         while wanted not in self._kept:
             action = self._coming[source].popleft()
@@ -276,8 +266,7 @@ class Passing:
         return hidden, [collectives.receive(tensor, source, group) for tensor in tensors]
 
     def _of_backward(self, action: Action) -> Hidden:
-        """Return the description of the tensors for which `action`, a backward of stage s, sends gradients. They are
-        the output of stage s - 1, so the receiver knows the shapes of the gradients."""
+        """Return the description of the tensors for which `action`, a backward of stage s, sends gradients."""
         return self._known[action.stage - 1, self._keys[action.microbatch]]
 
 

@@ -9,8 +9,6 @@ that reads these values is detected. The forward ends at the first block of a la
 forward to its end and computes the loss.
 
 For modules outside of the blocks (embeddings, norms, heads), see holding.py.
-
-Tested in tests/parallel/test_pipeline.py.
 """
 
 from __future__ import annotations
@@ -249,10 +247,7 @@ def _run_block(
 
 def costs_of(blocks: Sequence[tuple[str, nn.Module]], cost: Cost | None) -> list[float]:
     """Return the cost of each block: the number of its parameters or, if `cost` is given, the value that `cost`
-    returns.
-
-    Values of `cost` may differ between ranks, so all ranks use the values of rank 0.
-    """
+    returns."""
     if cost is None:
         return [sum(p.numel() for p in block.parameters()) for _, block in blocks]
     found = [cost(name, block) for name, block in blocks]

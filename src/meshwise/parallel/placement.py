@@ -1,8 +1,6 @@
 """Put a model on this rank's device, with rank 0's start values.
 
 A deferred model gets its values (deferred.py) once each rank has its part.
-
-Tested in tests/parallel/test_apply.py.
 """
 
 from __future__ import annotations

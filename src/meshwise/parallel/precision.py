@@ -30,11 +30,7 @@ CAST = (nn.Linear, *CONVOLUTIONS, nn.LSTM, nn.MultiheadAttention)  # whose weigh
 
 
 def check_computes(model: nn.Module | None, device: str, dtypes: Dtypes) -> None:
-    """Raise PlanError if torch cannot compute in the precision of `dtypes` on `device`.
-
-    A short trial decides this. It runs a matrix product, and also an LSTM if `model` contains an LSTM, because torch
-    2.13 cannot compute an LSTM in float16 on CPU.
-    """
+    """Raise PlanError if torch cannot compute in the precision of `dtypes` on `device`."""
     computed = dtypes.computed
     if computed in ("fp64", "fp32"):
         return
@@ -48,8 +44,7 @@ def check_computes(model: nn.Module | None, device: str, dtypes: Dtypes) -> None
 
 @functools.cache
 def _tried(device: str, computed: str, with_lstm: bool) -> list[tuple[str, str]]:
-    """Run an `nn.Linear` on the device in the precision `computed`, forward and backward. With `with_lstm`, run an
-    `nn.LSTM`, too. Returns the class name and torch's error message for each module that fails."""
+    """Run an `nn.Linear` on the device in the precision `computed`, forward and backward."""
     failed = []
     with torch.random.fork_rng(), torch.enable_grad():  # start values are drawn
         parts: list[nn.Module] = [nn.Linear(1, 1), *([nn.LSTM(1, 1)] if with_lstm else [])]
@@ -111,9 +106,7 @@ def _widened(tensor: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def saying_what_lacks(device: str, dtypes: Dtypes) -> Iterator[None]:
-    """Convert torch's error about a missing operator, raised inside the `with` block, to a PlanError with advice. The
-    error is converted only if `dtypes.computed` is bf16 or fp16, because torch may lack operators only in these
-    dtypes."""
+    """Convert torch's error about a missing operator, raised inside the `with` block, to a PlanError with advice."""
     computed = dtypes.computed
     try:
         yield
@@ -133,11 +126,7 @@ def cast_batch(batch: Any, dtypes: Dtypes) -> Any:
 
 
 def gathered_narrow(model: nn.Module) -> set[int]:
-    """Return the ids of the parameters that autocast always casts before use.
-
-    They are the weights of linear layers, convolutions, LSTMs and attention. A weight that another module shares, such
-    as a tied embedding, is not among them.
-    """
+    """Return the ids of the parameters that autocast always casts before use."""
     cast: dict[int, bool] = {}
     for part in model.modules():
         for p in part.parameters(recurse=False):

@@ -35,19 +35,12 @@ Place = Callable[[Tensor, Any], Tensor]
 
 
 def unlike_by_parameters(optimizer: optim.Optimizer) -> str:
-    """Return why steps may differ if each rank steps only some of the parameters.
-
-    Empty if they are the same.
-    """
+    """Return why steps may differ if each rank steps only some of the parameters."""
     return "" if is_by_numbers(optimizer) else _unlike(optimizer, _whole, every=2)
 
 
 def unlike_on_parts(optimizer: optim.Optimizer) -> str:
-    """Return why the optimizer may step parameter shards otherwise than whole parameters.
-
-    Empty if it steps them alike. Collective.
-    A rehearsal has no other ranks, so it takes the first rows alone.
-    """
+    """Return why the optimizer may step parameter shards otherwise than whole parameters."""
     return "" if is_by_numbers(optimizer) else _unlike(optimizer, _first_rows if rehearsing() else _divided)
 
 

@@ -6,8 +6,6 @@ An optimizer that was made before would step the old parameters, without an erro
 re-bound, it stays the same object, with the same groups, settings and state. Schedulers that refer to it need no
 change. `load_state_dict` of a model and of an optimizer accepts what one device has saved: whole tensors are sharded
 first.
-
-Tested in tests/parallel/test_apply.py and test_load.py.
 """
 
 from __future__ import annotations

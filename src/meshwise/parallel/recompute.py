@@ -40,16 +40,7 @@ Contexts = tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractCont
 
 
 def recompute_blocks(model: nn.Module, recompute: str | Sequence[str]) -> list[str]:
-    """Make blocks of `model` run again in the backward, so that their activations need not be kept. Returns the names
-    of these blocks.
-
-    recompute: "none", "full", "selective", or the names of the modules to recompute. With "full" and "selective", the
-        blocks are the repeated layers of the model. A model without repeated layers is recomputed part by part. If a
-        block is a single layer, such as one nn.Conv2d, the module that contains it is recomputed instead (see
-        `blocks_to_recompute`).
-
-    Raises PlanError for a name that is not a module of the model.
-    """
+    """Make blocks of `model` run again in the backward, so that their activations need not be kept."""
     if recompute == "none":
         return []
     if isinstance(recompute, str):
@@ -96,11 +87,7 @@ def _recomputed(
 
 class _Runs:
     """Calls a block's forward with tensors as its only arguments, because torch's checkpoint keeps only tensors for the
-    backward. All other arguments are kept in this object.
-
-    The first call is the normal forward, and every later call recomputes it. If the forward may change a list, dict or
-    object among its arguments, later calls get a copy made before the first call.
-    """
+    backward. All other arguments are kept in this object."""
 
     def __init__(self, forward: Callable[..., Any], given: list[Any], names: list[str]) -> None:
         self._forward, self._names = forward, names
@@ -161,13 +148,7 @@ def _is_plain_object(value: Any) -> bool:
 
 def _contexts(kind: str, selective: bool, written: Sequence[tuple[nn.Module, str]]) -> Contexts:
     """Return the context manager for the normal forward of a block, and the context manager for its recomputation in
-    the backward.
-
-    kind: the name of the block's class, for an error message.
-    selective: whether the results of expensive operators are kept.
-    written: (module, name) of each buffer that the normal forward writes. The caller fills this list after the normal
-        forward.
-    """
+    the backward."""
     again: contextlib.AbstractContextManager[Any]
     first, again = selective_contexts(_policy) if selective else (contextlib.nullcontext(), contextlib.nullcontext())
     return first, _Anew(functools.partial(_again, kind, again, written))
@@ -192,12 +173,7 @@ class _Anew:
 def _again(
     kind: str, inner: contextlib.AbstractContextManager[Any], written: Sequence[tuple[nn.Module, str]]
 ) -> Iterator[None]:
-    """Enter `inner`, and let a recomputation in the backward write to copies of the buffers in `written`. Otherwise,
-    the running statistics of a batch norm, for example, would be updated twice.
-
-    kind: the name of the block's class, for an error message.
-    written: (module, name) of each buffer that the normal forward has written.
-    """
+    """Enter `inner`, and let a recomputation in the backward write to copies of the buffers in `written`."""
     kept: list[tuple[dict[str, Tensor | None], str, Tensor]] = []
     for part, name in written:
         buffers = buffers_in(part)
@@ -227,8 +203,7 @@ def _policy(context: SelectiveCheckpointContext, operator: Any, *arguments: Any,
 
 
 def _draws(operator: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> bool:
-    """Return whether an operator draws random numbers. The result of such an operator is recomputed in the backward,
-    not stored, so that all operators after it draw the same numbers as in the forward."""
+    """Return whether an operator draws random numbers."""
     if torch.Tag.nondeterministic_seeded not in operator.tags:
         return False
     return bool(named_arguments(operator, arguments, keywords).get("dropout_p", 1.0) > 0)

@@ -1,8 +1,6 @@
 """Note on a plan which random draws differ between ranks.
 
 The notes name the draws for which each rank uses different numbers.
-
-Tested in tests/parallel/test_rng_notes.py.
 """
 
 from __future__ import annotations
@@ -20,8 +18,7 @@ _DRAWING |= {"normal", "normal_", "uniform_", "bernoulli_", "exponential_", "rsa
 
 
 def notes_of_draws(model: nn.Module) -> list[str]:
-    """Return notes for the user if the forward of `model` draws random numbers, e.g. by dropout. The notes say that the
-    ranks draw different numbers. Each note is one of `OF_DRAWS`."""
+    """Return notes for the user if the forward of `model` draws random numbers, e.g. by dropout."""
     modules, notes = list(model.modules()), list[str]()
     if any("Dropout" in type(module).__name__ and getattr(module, "p", 1.0) != 0 for module in modules):
         notes.append(DROPOUT_NOTE)
@@ -31,8 +28,7 @@ def notes_of_draws(model: nn.Module) -> list[str]:
 
 
 def _draws(kind: type[nn.Module]) -> bool:
-    """Return whether a class of the user's code has methods that call a random function by name. Initialization methods
-    do not count."""
+    """Return whether a class of the user's code has methods that call a random function by name."""
     codes = [code for each in vars(kind).values() if (code := getattr(each, "__code__", None)) is not None]
     late = [code for code in codes if not code.co_name.lstrip("_").startswith(("init", "reset"))]
     return any(is_users(code.co_filename) and not _DRAWING.isdisjoint(code.co_names) for code in late)

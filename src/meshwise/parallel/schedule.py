@@ -5,8 +5,6 @@ The order covers one step.
 Orders are found by simulating the step, with actions of equal length. So ranks never deadlock, for any number of
 microbatches. The 1F1B order is from PipeDream (Narayanan and others, SOSP 2019); the interleaved order is from
 Megatron-LM (SC 2021).
-
-Tested in tests/parallel/test_pipeline.py.
 """
 
 from __future__ import annotations
@@ -53,11 +51,7 @@ def orders(schedule: str, ranks: int, microbatches: int) -> tuple[tuple[Action, 
 
 
 def _in_turn(rank: int, ranks: int, chunks: int, microbatches: int) -> tuple[list[Action], list[Action]]:
-    """Return the forwards of a rank in order, and the backwards of the rank in order.
-
-    With several stages on the rank (`chunks`), microbatches are taken in groups of `ranks`. A whole group runs through
-    the rank's first stage, then the whole group through its second stage. Backwards use the stages in reverse order.
-    """
+    """Return the forwards of a rank in order, and the backwards of the rank in order."""
     every = [(chunk, number) for number in range(microbatches) for chunk in range(chunks)]
     first = sorted(every, key=lambda pair: (pair[1] // ranks, pair[0], pair[1]))
     last = sorted(every, key=lambda pair: (pair[1] // ranks, -pair[0], pair[1]))
@@ -90,11 +84,8 @@ def forwards(ranks: int, chunks: int) -> tuple[tuple[Action, ...], ...]:
 
 
 def stage_ranges(costs: Sequence[float], stages: int) -> list[tuple[int, int]]:
-    """Cut layers, in order, into non-empty stages so that the cost of the most expensive stage is as small as possible.
-
-    costs: the cost of each layer. Among equally good cuts, the cut with the most similar stages is chosen. Returns the
-        range of layers (begin, end) of each stage.
-    """
+    """Cut layers, in order, into non-empty stages so that the cost of the most expensive stage is as small as
+    possible."""
     before = [0.0]
     for cost in costs:
         before.append(before[-1] + cost)

@@ -61,11 +61,7 @@ _made = itertools.count()  # every rank shards its models in the same order
 
 class Sharded:
     """Shards a model's parameters over the ranks of a mesh, and runs the backward of each loss. The mesh has the axis
-    `shard`. It may have an outer axis `data`, over which the shards are replicated.
-
-    If the plan's `reshard` is set, the gathered parameters of a block are freed between forward and backward. If
-    `Setup.parts_on_host` is set, parameter shards, their gradients and the optimizer's state stay in host memory.
-    """
+    `shard`. It may have an outer axis `data`, over which the shards are replicated."""
 
     def __init__(self, setup: Setup) -> None:
         model, reshard, self._each = setup.model, setup.plan.reshard, setup.plan.reduce_each
@@ -163,13 +159,7 @@ class Sharded:
         whole: bool = False,
         value: Tensor | None = None,
     ) -> Tensor | None:
-        """Run the backward of `loss`, and add this rank's shard of the mean gradients to `grad`. See
-        `Reduction.backward`, which describes the arguments. In a pipeline, this only runs the backward of one
-        microbatch. `reduce_now` averages the gradients at the end of the step.
-
-        factor: returns the number by which gradients are multiplied. It is usually called when the first block has its
-            gradients. If the loss or gradients of older backwards are multiplied, it is called earlier.
-        """
+        """Run the backward of `loss`, and add this rank's shard of the mean gradients to `grad`."""
         if self._staged:
             self._backward_of_stage(loss, factor if reduce else None)
             return None
@@ -204,12 +194,7 @@ class Sharded:
         return None if mean is None else mean.wait()
 
     def _backward_of_stage(self, loss: Tensor, factor: Callable[[], Tensor] | None) -> None:
-        """Run the backward of one microbatch in a pipeline stage. Parameters outside of the blocks stay gathered
-        afterwards, because forwards of other microbatches still use them. All gradients are reduced at the end of the
-        step.
-
-        factor: returns the number by which that reduction multiplies gradients. None for no multiplication.
-        """
+        """Run the backward of one microbatch in a pipeline stage."""
         self._factor, self.unreduced = factor, True
         for root in self._roots:
             root.set_requires_gradient_sync(False)
@@ -228,11 +213,7 @@ class Sharded:
         return found
 
     def plain(self, loss: Tensor) -> Tensor:
-        """Return the loss as a plain tensor. Collective if the loss uses sharded parameters directly, as in an L2 norm.
-
-        If this rank has run no forward since its last backward, all ranks must make this call. UsageError is raised if
-        a rank does not make it, because this rank would wait forever.
-        """
+        """Return the loss as a plain tensor."""
         meet_without_forward([] if self._staged else self._groups)
         with together():
             plain = plain_loss(loss, self.whole_mesh)
@@ -259,8 +240,7 @@ class Sharded:
         self.unreduced, self._factor = False, None
 
     def close(self) -> None:
-        """Do nothing. `Reduction` requires this method, but this object leaves nothing to release: it is freed with the
-        model."""
+        """Do nothing."""
 
     def _start(self) -> None:
         self._backwards += 1
@@ -272,22 +252,13 @@ class Sharded:
                 p.register_hook(functools.partial(self._note_reached, name, getattr(p, "placements", None)))
 
     def _note_reached(self, name: str, placements: Any, gradient: Tensor) -> Tensor | None:
-        """Record that the loss of this backward depends on parameter `name`. A hook calls this with the parameter's
-        gradient. Return the gradient to use instead, or None to use it unchanged.
-
-        It is converted if its placements differ from `placements`. They can, as DTensor replicates a dim of size 1.
-        """
+        """Record that the loss of this backward depends on parameter `name`."""
         self._reached_past_blocks.add(name)
         other = isinstance(gradient, DTensor) and placements and gradient.placements != placements
         return gradient.redistribute(placements=placements) if other else None  # type: ignore[attr-defined]
 
     def _before(self, index: int, group: sharding.Group) -> None:
-        """Prepare the gradients of a group of parameters for their reduction.
-
-        Check that all ranks reduce the same group now. Give zeros as the gradient to each parameter without a gradient
-        on this rank, unless the first backward showed that no rank uses the parameter. Multiply all gradients of the
-        group by the `factor` of `backward`.
-        """
+        """Prepare the gradients of a group of parameters for their reduction."""
         reached = dict(zip(self._names[index], group.reached(), strict=True))
         trained = {name for name, p in zip(self._names[index], group.parameters, strict=True) if p.requires_grad}
         if not any(reached.values()) and self._idle is not None and self._idle >= trained:
@@ -317,8 +288,7 @@ class Sharded:
         self._passed += 1
 
     def _agree(self, what: str) -> None:
-        """Compare the text `what` between the ranks, before a collective. Raise PlanError if another rank has another
-        text, or does not make this call in time."""
+        """Compare the text `what` between the ranks, before a collective."""
         self._asked += 1
         key, grace = f"{self._key}/{self._backwards}/{self._asked}", GRACE if self._met else FIRST
         other = agree(key, what, collectives.world_size(), grace, someone_is_past)
@@ -331,16 +301,13 @@ class Sharded:
             )
 
     def _count(self, name: str) -> None:
-        """Record that parameter `name` got no gradient on this rank in this backward. Adds 1 to a counter in the
-        process group's store, which `_finish` reads. Call this before the reduction, in which zeros stand in for the
-        missing gradient."""
+        """Record that parameter `name` got no gradient on this rank in this backward."""
         key = f"{self._key}/unused/{self._backwards}/{name}/{len(self._filled.get(name, []))}"
         self._filled.setdefault(name, []).append(key)
         default_store().add(key, 1)
 
     def _parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield every parameter with its name. While a block is gathered, its parameters are still yielded as
-        shards."""
+        """Yield every parameter with its name."""
         for index, group in enumerate(self._groups):
             yield from zip(self._names[index], group.parameters, strict=True)
         for numbers in self._own_numbers:
@@ -348,14 +315,7 @@ class Sharded:
                 yield name, module.get_parameter(own)
 
     def _finish(self, fresh: set[str]) -> None:
-        """End a backward. If a parameter got no gradient on any rank, set its `grad` back to None. It is not None now,
-        because the reduction used zeros in place of missing gradients.
-
-        After the first backward, the ranks exchange the names of parameters without a gradient. After later backwards,
-        each rank reads counters in the process group's store instead (see `_count`).
-
-        fresh: the names of the parameters that had no `grad` before the backward. Only these are set back.
-        """
+        """End a backward."""
         self._agree_on_order(-1)
         self._met = True
         unreached = {name: keys for name, keys in self._filled.items() if name not in self._reached}
@@ -375,8 +335,7 @@ class Sharded:
                 p.grad = None
 
     def _multiply_reduced(self, factor: Callable[[], Tensor]) -> None:
-        """Multiply each gradient that was reduced in an earlier backward by the mean of `factor()` over the ranks.
-        Collective if there is such a gradient."""
+        """Multiply each gradient that was reduced in an earlier backward by the mean of `factor()` over the ranks."""
         reduced = [p.grad for _, p in self._parameters() if p.grad is not None]
         if reduced:
             mean = collectives.all_reduce_mean(factor().detach().clone(), of="the loss")

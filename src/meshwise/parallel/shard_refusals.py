@@ -1,8 +1,6 @@
 """Reject what a program cannot do with parts of parameters.
 
 Each error message gives the reason.
-
-Tested in tests/parallel/test_probe_optimizer.py and tests/job/test_plans_in_a_loop.py.
 """
 
 from __future__ import annotations
@@ -96,14 +94,7 @@ def check_steps_on_parts(optimizer: Optimizer, plan: Plan | None) -> None:
 
 
 def meet_without_forward(groups: Sequence[Group]) -> None:
-    """Make sure that all ranks call mw.backward now, if this rank has run no forward since its last backward. Raises
-    UsageError if a rank does not come to this call.
-
-    Such a rank has a loss of parameters alone, such as an L2 norm, which needs a collective. If another rank were in a
-    forward instead, with other collectives, both would wait forever.
-
-    groups: the groups of sharded parameters. With [], nothing is checked.
-    """
+    """Make sure that all ranks call mw.backward now, if this rank has run no forward since its last backward."""
     if groups and not any(group.ran for group in groups):
         meet("a loss", OF_ANOTHER)
 
@@ -115,10 +106,7 @@ GRACE = 60.0  # seconds for an order that is new later: a rank with a known orde
 class GatherOrder:
     """Checks that all ranks gather the parameters of `blocks` in the same order. Otherwise, a rank could wait forever
     in a gather that other ranks skip. The check runs in hooks on the forwards of `root` and of the blocks, and raises
-    PlanError if the orders differ.
-
-    key: the prefix of the keys in the process group's store under which the ranks compare their orders.
-    """
+    PlanError if the orders differ."""
 
     def __init__(self, root: nn.Module, blocks: Sequence[nn.Module], key: str) -> None:
         names = {id(module): name for name, module in root.named_modules()}
@@ -140,12 +128,7 @@ class GatherOrder:
         self._runs, self._met = False, True
 
     def _come(self, number: int, *unused: Any) -> None:
-        """Check that all ranks are about to gather the same block in their forwards. The ranks communicate only if the
-        sequence of blocks in this forward is new. A backward that recomputes a block is not checked, because it follows
-        the sequence of the forward.
-
-        number: the index of the block. -1 means the end of the forward.
-        """
+        """Check that all ranks are about to gather the same block in their forwards."""
         if not self._runs:
             return
         self._so_far = hash((self._so_far, number))

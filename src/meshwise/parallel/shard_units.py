@@ -1,7 +1,4 @@
-"""Choose which parameters `shard` gathers together, and which can be divided.
-
-Tested in tests/parallel/test_shard.py.
-"""
+"""Choose which parameters `shard` gathers together, and which can be divided."""
 
 from __future__ import annotations
 
@@ -27,17 +24,12 @@ SMALL = 4096  # elements: below, a collective of its own costs more than keeping
 
 
 def roots_of(model: nn.Module) -> list[nn.Module]:
-    """Return `model`, or the models in it if it is a `ModuleList` or `ModuleDict`. Models without parameters are left
-    out."""
+    """Return `model`, or the models in it if it is a `ModuleList` or `ModuleDict`."""
     return [root for root in called_in(model) if any(True for _ in root.parameters())]
 
 
 def units_of(root: nn.Module) -> list[nn.Module]:
-    """Return the blocks of `root` that are gathered separately: repeated layers with at least `SMALL` elements.
-
-    A block that shares a parameter with a module outside of it (a tied embedding) is excluded, because the parameter is
-    also needed when the block does not run. A block is also excluded if the model calls one of its submodules directly.
-    """
+    """Return the blocks of `root` that are gathered separately: repeated layers with at least `SMALL` elements."""
     places, holders = _places(root), Counter(id(child) for m in root.modules() for child in m.children())
     units = []
     for name, block in repeated_blocks(root):
@@ -48,13 +40,7 @@ def units_of(root: nn.Module) -> list[nn.Module]:
 
 
 def called_by_all(root: nn.Module, units: Sequence[nn.Module]) -> tuple[list[nn.Module], list[nn.Module], list[str]]:
-    """Find the blocks that every rank calls in each forward of `root`. Only these blocks can be gathered separately.
-    Returns three lists.
-
-    - The blocks that every rank calls, or seems to call.
-    - The blocks of the first list for which the source code does not show whether every rank calls them.
-    - Notes for the user on the blocks that some ranks may skip. They are gathered together with `root`.
-    """
+    """Find the blocks that every rank calls in each forward of `root`."""
     names = {id(module): name for name, module in root.named_modules()}
     found = [(unit, names[id(unit)], may_be_skipped(root, names[id(unit)])) for unit in units]
     skipped: dict[str, list[str]] = {}
@@ -117,12 +103,7 @@ AGAIN = (
 
 
 def refuse_second_backward(module: nn.Module, inputs: Any, output: Any) -> None:
-    """Register hooks on a module's outputs that raise PlanError in a backward with create_graph=True. The error then
-    names the user's line that began the backward. This is a forward hook.
-
-    Outputs of a module in evaluation mode get no hooks. An evaluation may use create_graph=True without differentiating
-    the gradients again, and this works.
-    """
+    """Register hooks on a module's outputs that raise PlanError in a backward with create_graph=True."""
     for tensor in tensors_in(output) if module.training else ():
         if tensor.requires_grad:
             tensor.register_hook(_check_first_order)
@@ -135,11 +116,7 @@ def _check_first_order(gradient: Tensor) -> None:
 
 class StaysGathered:
     """Checks that a block's forward leaves the values and the memory of its gathered parameters unchanged, by hooks
-    around the forward.
-
-    The first two forwards are checked for any change. After that, only every `OFTEN`-th forward is checked, and only if
-    autograd's count of in-place writes to the parameters has grown.
-    """
+    around the forward."""
 
     def __init__(self, module: nn.Module, groups: Sequence[Group] = ()) -> None:
         self._places: dict[int, tuple[int, int]] = {}
@@ -153,10 +130,7 @@ class StaysGathered:
             self._places = {id(p): place_in_memory(p) for p in module.parameters() if not isinstance(p, DTensor)}
 
     def leave(self, module: nn.Module, *unused: Any) -> None:
-        """Check the gathered parameters after a forward.
-
-        Raises PlanError if the model replaced their values, because the next gather would lose the new values.
-        """
+        """Check the gathered parameters after a forward."""
         self._forwards += 1
         if self._forwards > 2:
             if self._forwards % OFTEN == 0:
@@ -193,8 +167,7 @@ def watch_forward(module: Any) -> None:
 
 
 def leave_in_order(root: Any, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """Run `forward`. If it raises an exception, reset the state of FSDP. In a pipeline, this is normal: each stage but
-    the last one raises an exception after its own blocks, to end the model's forward early."""
+    """Run `forward`."""
     try:
         return forward(*args, **kwargs)
     except BaseException:

@@ -5,8 +5,6 @@ A scalar, such as a temperature, cannot be divided.
 In the forward of its module, a scalar parameter is replaced by a leaf tensor of this rank that shares its memory. The
 gradients of these leaves stay unreduced until sharded gradients are reduced. Then they are averaged over the ranks in
 one collective.
-
-Tested in tests/parallel/test_single_numbers.py.
 """
 
 from __future__ import annotations
@@ -28,11 +26,7 @@ from meshwise.transfer.sharded import placed
 
 
 class SingleNumbers:
-    """The scalar parameters of `model`, except complex parameters and parameters in `absent`.
-
-    mesh: the mesh of all parameters of the model. places: for each scalar, by full name, its module and its name in
-        that module.
-    """
+    """The scalar parameters of `model`, except complex parameters and parameters in `absent`."""
 
     def __init__(self, model: nn.Module, mesh: DeviceMesh, absent: Collection[nn.Parameter]) -> None:
         self.places: dict[str, tuple[nn.Module, str]] = {}
@@ -74,11 +68,7 @@ class SingleNumbers:
             own.update(held)
 
     def _leaf(self, held: Any, name: str, mesh: DeviceMesh | None) -> Tensor:
-        """Return the leaf tensor to use in place of a scalar parameter.
-
-        held: the parameter as the module holds it.
-        mesh: the mesh of tensor parallelism, if there is one.
-        """
+        """Return the leaf tensor to use in place of a scalar parameter."""
         of, leaf = self._leaves.get(name, (None, None))
         if leaf is not None and (leaf is held or (of is held and of.requires_grad == leaf.requires_grad)):
             return leaf
@@ -93,10 +83,7 @@ class SingleNumbers:
 
     def reduce(self, weighed: Callable[[Tensor], Tensor]) -> None:
         """Average the gradients of the scalar parameters over all ranks, and add each average to the `grad` of its
-        parameter. Collective. A parameter that got no gradient on any rank keeps its `grad`.
-
-        weighed: multiplies a gradient of this rank by the loss weight of the backward, before the average.
-        """
+        parameter."""
         found = [(held, leaf) for held, leaf in self._leaves.values() if leaf.requires_grad]
         if not found:
             return

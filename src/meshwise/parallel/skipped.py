@@ -5,8 +5,6 @@ Examples are experts without rows, and layers that are dropped at random.
 A block that is gathered separately must be gathered by all ranks. The source of the class that calls the block shows
 whether it is always called: either the call is under no condition, or the condition is the same on all ranks (it
 depends on the module's settings, on loop counters, or on arguments that are flags).
-
-Tested in tests/parallel/test_skipped.py.
 """
 
 from __future__ import annotations
@@ -34,11 +32,7 @@ BINDS = (ast.For, ast.comprehension, ast.Assign, ast.AnnAssign, ast.AugAssign, a
 
 def may_be_skipped(root: nn.Module, name: str) -> str | None:
     """Return the reason why the forward of `root` may call the module `name` on some ranks only, e.g. a source line as
-    `file:line`. Return an empty string if every rank calls it.
-
-    Return None if the source code does not show this: it is missing, or it does not mention the module. Also return
-    None if a library's code may skip the module, because that usually depends on a setting that all ranks share.
-    """
+    `file:line`."""
     why: str | None = ""
     for kind, attribute, child, entry in _on_the_way(root, name):
         if isinstance(child, nn.ModuleList | nn.ModuleDict) and EXPERT in f"{attribute} {type(entry).__name__}".lower():
@@ -66,8 +60,7 @@ def _on_the_way(root: nn.Module, name: str) -> Iterator[tuple[Any, str, nn.Modul
 
 
 def parameters_that_may_be_skipped(model: nn.Module, roots: Sequence[nn.Module]) -> set[str]:
-    """Return the names of the parameters that some ranks may not use in a forward. These parameters are in modules that
-    the forward of one of `roots` may skip. The names are those of `model.named_parameters()`."""
+    """Return the names of the parameters that some ranks may not use in a forward."""
     parts = [(root, *named) for root in roots for named in root.named_modules() if named[0]]
     skipped = {p for root, name, part in parts if may_be_skipped(root, name) for p in part.parameters(recurse=False)}
     return {name for name, p in model.named_parameters() if p in skipped}
@@ -81,10 +74,7 @@ def is_of_a_library(kind: Any) -> bool:
 
 
 def called_in_parts(root: nn.Module, name: str) -> bool:
-    """Return whether a submodule of a block is called directly: `self.blocks[0].norm(x)`.
-
-    Only the class that has `blocks` is searched.
-    """
+    """Return whether a submodule of a block is called directly."""
     called, block = list(_on_the_way(root, name))[-1:], root.get_submodule(name)
     texts = [text for kind, attribute, *_ in called for each in _calls(kind, attribute) for text in each.texts]
     whole = [text[: -len(part) - 1] for part, _ in block.named_modules() for text in texts if text.endswith(f".{part}")]
@@ -110,14 +100,7 @@ def _parsed(function: Any) -> ast.FunctionDef | None:
 
 
 class _Calls:
-    """Finds the calls of `self.<attribute>`, or of entries of that list, in a function.
-
-    An argument counts as called: `checkpoint(layer, x)`.
-
-    seen: whether there is such a call.
-    where: the first such call that some ranks may skip, as `file:line`. Empty if there is none.
-    texts: what is called of the attribute or its entries, as written: `self.blocks[0].norm`.
-    """
+    """Finds the calls of `self.<attribute>`, or of entries of that list, in a function."""
 
     def __init__(self, function: Any, tree: ast.FunctionDef, attribute: str) -> None:
         self._entries = {f"self.{attribute}"}  # and names of its entries

@@ -103,8 +103,7 @@ def held_parameters(optimizer: Optimizer) -> list[nn.Parameter]:
 
 
 def buckets_of(tensors: Sequence[Tensor], most: int) -> list[list[Tensor]]:
-    """Group adjacent tensors of the same dtype and device into buckets. A bucket has at most `most` bytes on this rank,
-    except that a tensor larger than `most` has a bucket of its own."""
+    """Group adjacent tensors of the same dtype and device into buckets."""
     buckets: list[list[Tensor]] = []
     size = 0
     for t in tensors:
@@ -141,8 +140,7 @@ class _OneOptimizer:
         self._hooks = optimizer.register_step_pre_hook(self._before), optimizer.register_step_post_hook(self._after)
 
     def move_inside(self) -> None:
-        """Make these hooks the closest to the step: the last to run before it, and the first to run after it. Hooks of
-        the program then run around them."""
+        """Make these hooks the closest to the step: the last to run before it, and the first to run after it."""
         call_last(self._hooks[0])
         call_first(self._hooks[1])
 
@@ -225,13 +223,7 @@ def _end(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 def _is_inner(frame: FrameType) -> bool:
-    """Return whether an optimizer step runs inside another step, and must be ignored. This happens if a step calls
-    `super().step()`. It also happens if torch's `set_optimizer_state_dict` makes a step only to create the optimizer
-    state.
-
-    frame: the frame that calls the hooks of the step. In torch 2.11, 2.13 and 2.15, it is a frame of the function
-        `wrapper` in `profile_hook_step` (`optim/optimizer.py`), through which every step runs.
-    """
+    """Return whether an optimizer step runs inside another step, and must be ignored."""
     optimizer, outer = frame.f_locals["self"], frame.f_back
     while outer is not None:
         if (
@@ -244,11 +236,7 @@ def _is_inner(frame: FrameType) -> bool:
 
 def _notice_failures(optimizer: Optimizer, fail: After) -> None:
     """Replace `optimizer.step` by a function that calls `fail(optimizer)` if the step raises an error, and then raises
-    the error.
-
-    The new function holds only a weak reference to the optimizer, so that the optimizer can be freed. It has the
-    attribute `__func__`, as a method has, because torch's learning rate schedulers use it to wrap the step.
-    """
+    the error."""
     step: Any = optimizer.step
     known = weakref.ref(optimizer)
     is_method = hasattr(step, "__func__")

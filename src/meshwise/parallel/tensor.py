@@ -9,8 +9,6 @@ and the result is exact for any model. For operators without a rule, tensors are
 
 Replicated parameters and whole activations are the same on all ranks of the axis, and so are their gradients: where a
 whole tensor becomes split, the backward sums the gradients of all ranks (splits/crossing.py).
-
-Tested in tests/splits/test_split_rules.py and tests/equivalence/test_models.py.
 """
 
 from __future__ import annotations
@@ -103,8 +101,7 @@ def _apply(setup: Setup) -> None:
 
 
 def _share(model: nn.Module, ranks: int) -> str:
-    """Return a note that says which share of the parameters is split. If the share is small, the note also says which
-    parameters are not split, and what to do."""
+    """Return a note that says which share of the parameters is split."""
     split_of: dict[bool, int] = {False: 0, True: 0}
     whole: Counter[str] = Counter()
     stacked = False
@@ -132,8 +129,7 @@ def _gathered(forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
 
 
 def _plain(mesh: DeviceMesh, loss: Tensor) -> Tensor:
-    """Return a loss as a plain tensor. If a loss uses the model's parameters directly, as an L2 norm does, it may be a
-    DTensor, and is then converted."""
+    """Return a loss as a plain tensor."""
     with together():
         plain = plain_loss(loss, mesh)
     return loss if plain is None else plain
@@ -149,14 +145,7 @@ def _run(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Run the forward of `module`. Meanwhile, each parameter of the modules in `owners` is replaced by this rank's part
-    of the parameter.
-
-    owners: `module` itself and the modules inside it that have parameters and run in the same forward.
-    around: makes a context manager, inside which the forward runs.
-
-    Raises PlanError if the parameters of `module` are sharded over a second mesh axis and are not gathered now.
-    """
+    """Run the forward of `module`."""
     if any(isinstance(p, DTensor) and p.device_mesh.ndim > 1 for p in parameters_in(module).values()):
         raise PlanError(
             f"tensor={axis.size} with data or shard: parameters are gathered only while model(x) or a block runs, but "
@@ -194,8 +183,7 @@ def _put_back(changed: Sequence[tuple[nn.Module, dict[str, Tensor | None]]]) -> 
 
 
 def _localise(owners: Sequence[nn.Module], axis: Axis) -> list[tuple[nn.Module, dict[str, Tensor | None]]]:
-    """Replace the gathered parameters of the modules `owners` by this rank's parts. Returns the replaced parameters of
-    each module, so that they can be put back."""
+    """Replace the gathered parameters of the modules `owners` by this rank's parts."""
     changed: list[tuple[nn.Module, dict[str, Tensor | None]]] = []
     local: dict[int, Tensor] = {}
     for own in owners:
@@ -211,8 +199,7 @@ def _localise(owners: Sequence[nn.Module], axis: Axis) -> list[tuple[nn.Module, 
 
 
 def _modules(module: nn.Module, blocks: set[nn.Module]) -> Iterator[nn.Module]:
-    """Yield `module` and the modules inside it, except modules in `blocks` and the modules inside these. A block's own
-    forward takes care of the parameters of the block, because they may be gathered only for that forward."""
+    """Yield `module` and the modules inside it, except modules in `blocks` and the modules inside these."""
     yield module
     for child in module.children():
         if child not in blocks:

@@ -86,8 +86,7 @@ class DividedOptimizer:
         self._set_aside = []
 
     def _after(self, optimizer: Optimizer) -> None:
-        """Set the gradients of parameters that other ranks own again, since `_before` has removed them. Then broadcast
-        the new values of every parameter from the rank that owns the parameter. Collective."""
+        """Set the gradients of parameters that other ranks own again, since `_before` has removed them."""
         self._give_back(optimizer)
         self._send()
 
@@ -98,11 +97,7 @@ class DividedOptimizer:
 
 
 def _broadcast(bucket: Sequence[Tensor], owner: int, *, own: bool) -> None:
-    """Broadcast the parameters of a bucket from the rank `owner`, in one temporary tensor. The tensor is freed on
-    return, so there is only one such tensor at a time.
-
-    own: whether this rank is the owner. Other ranks copy the received values into their parameters.
-    """
+    """Broadcast the parameters of a bucket from the rank `owner`, in one temporary tensor."""
     flat = torch.cat([p.detach().reshape(-1) for p in bucket])
     collectives.broadcast(flat, owner, of="parameters")
     if not own:

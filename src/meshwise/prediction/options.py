@@ -1,8 +1,6 @@
 """Declare the options of predictions, each once.
 
 The command line and `mw.predict` are made from them. No torch.
-
-Tested in tests/prediction/test_predict.py.
 """
 
 from __future__ import annotations

@@ -6,8 +6,6 @@
 
 Each rank writes its own parts, and each part is whole or not there, also after a kill.
 At the end, rank 0 joins them to OUT.
-
-Tested in tests/prediction/test_predict.py.
 """
 
 from __future__ import annotations

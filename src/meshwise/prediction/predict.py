@@ -2,8 +2,6 @@
 
 This code runs on every rank. Each rank predicts a range of the samples, of each global batch as many as in an
 evaluation, and writes the rows in parts. At the end, rank 0 joins the parts of all ranks.
-
-Tested in tests/prediction/test_predict.py.
 """
 
 from __future__ import annotations

@@ -4,7 +4,6 @@ That plan computes the same numbers, for a job or script whose step ran out of m
 if the step is known to be a mean over samples: it is already divided over ranks or microbatches, no batch norm sees a
 microbatch, and the model draws no random numbers, which depend on the microbatch. Else blocks run again in the
 backward, with the same draws; then, on an accelerator, activations wait on the host.
-Tested in tests/faults/test_faults.py and tests/process/test_smaller.py.
 """
 
 from __future__ import annotations
@@ -90,13 +89,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 def smaller_plan(
     plan: Plan, model: nn.Module, batch_size: int | None, world: World, *, apart: bool = False
 ) -> tuple[Plan, str] | None:
-    """Return a plan that needs less memory than `plan`, and a text that says what it changes. Return None if no such
-    plan is known.
-
-    batch_size: the size of the global batch; None for a user's own loop, which determines the size itself.
-    world: the ranks that divide a batch.
-    apart: whether the loss is known to be a mean of terms, each of which depends on only one sample.
-    """
+    """Return a plan that needs less memory than `plan`, and a text that says what it changes."""
     rows = 0 if batch_size is None else batch_size // (world.size * plan.accumulate)
     divided = world.size > 1 or plan.accumulate > 1
     if apart and rows >= 2 and divided and not has_batch_norm(model) and not may_draw(model):
@@ -120,9 +113,8 @@ def has_batch_norm(model: nn.Module) -> bool:
 
 
 def may_draw(model: nn.Module) -> bool:
-    """Check whether a forward pass may draw random numbers, judged by the settings and the source code of the modules.
-    Return True if this is unclear.
-    """
+    """Check whether a forward pass may draw random numbers, judged by the settings and the source code of the
+    modules."""
     kinds = {type(module) for module in model.modules()}
     shares = [getattr(module, name, 0) for module in model.modules() for name in ("p", "dropout")]
     active = any(isinstance(share, int | float) and share > 0 for share in shares)

@@ -19,16 +19,7 @@ from meshwise.workers.join import rank_context
 
 
 def choose_plan(given: Plan | str | Path | None, engine: Engine) -> Plan:
-    """Return the plan that a script's call of mw.distribute uses. Later calls get the same plan, until the program has
-    deleted all models that it passed to mw.distribute.
-
-    given: the `plan` argument of the call. If it is None, the plan of the run is used. If the run has no plan, every
-        device gets a replica.
-
-    Raises UsageError if `given` differs from the plan of an earlier call or from the plan of the run. Raises PlanError
-    if the plan does not fit the devices or is not possible in a user's own training loop. Also raises PlanError if the
-    plan changes which samples a rank gets, because this had to be known when the program began.
-    """
+    """Return the plan that a script's call of mw.distribute uses."""
     world, program = rank_context().world, engine.program
     asked = read_plan(given, world.size) if isinstance(given, str | Path) else given
     program.forget_unused()

@@ -131,19 +131,13 @@ class FileFunctions(FileView):
         """Whether `scratch_files` has ended. A replacement that is still called then runs the original function."""
 
     def all(self) -> Iterator[tuple[Function, Function]]:
-        """Yield (function, replacement) for each function to replace, such as os.open. A call os.open(path, flags)
-        becomes the call replacement(os.open, path, flags)."""
+        """Yield (function, replacement) for each function to replace, such as os.open."""
         for owner, name, use, position in _owned():
             of_path = functools.partial(self._of_path, use, position)
             yield vars(owner)[name], getattr(self, use) if use.startswith("_") else of_path
 
     def guarded(self, original: Function, instead: Function) -> Function:
-        """Return a replacement for the file function `original`. It calls `instead(original, ...)` with the arguments
-        of the call.
-
-        The replacement calls `original` directly in two cases: after `scratch_files` has ended, and if another
-        replacement calls it in the same thread. In the second case, the path was redirected already.
-        """
+        """Return a replacement for the file function `original`."""
 
         @functools.wraps(original, updated=())
         def call(*arguments: Any, **named: Any) -> Any:

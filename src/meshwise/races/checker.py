@@ -23,12 +23,7 @@ ALL = 1 << 64
 
 @dataclass(eq=False)
 class Block:
-    """The memory of one allocation, which begins at address `lo`.
-
-    lane: the stream on which it was allocated, or None if the allocation was not seen.
-    recorded: the streams given to `record_stream`.
-    freed: the source lines that freed the memory, or None.
-    """
+    """The memory of one allocation, which begins at address `lo`."""
 
     lo: int
     size: int = 0
@@ -39,11 +34,7 @@ class Block:
 
 class Touch(NamedTuple):
     """The bytes of one tensor that an operator reads or writes, on a device or in pinned memory. Addresses are unique
-    over all devices.
-
-    block, size: the address and the number of bytes of the tensor's storage.
-    what: a description of the tensor.
-    """
+    over all devices."""
 
     block: int
     size: int
@@ -55,12 +46,7 @@ class Touch(NamedTuple):
 @dataclass(frozen=True)
 class Race:
     """Two accesses of the same bytes without synchronization between them, at least one of them a write. They were made
-    by two streams, or by a stream and the host.
-
-    recorded: the newest event from the stream of `earlier` for which the stream of `later` has waited. The event was
-        recorded before the access `earlier`, so waiting for it does not prevent the race. None if there was no such
-        event.
-    """
+    by two streams, or by a stream and the host."""
 
     earlier: Access
     later: Access
@@ -68,18 +54,12 @@ class Race:
 
     @property
     def freed(self) -> Any:
-        """The source lines that freed the memory between the accesses `earlier` and `later`. None if the memory was not
-        freed between them."""
+        """The source lines that freed the memory between the accesses `earlier` and `later`."""
         return self.earlier.block.freed if self.earlier.block is not self.later.block else None
 
 
 class Checker:
-    """Finds races in a series of events, which it gets in the order in which the program causes them.
-
-    found: called with each race.
-    forgive: whether to continue after a race as if the missing wait had happened, so that further races with the same
-        cause are not reported.
-    """
+    """Finds races in a series of events, which it gets in the order in which the program causes them."""
 
     def __init__(self, found: Callable[[Race], None], forgive: bool = True) -> None:
         self.order = Order()
@@ -92,10 +72,7 @@ class Checker:
         self._blocks[block] = Block(block, lane=lane)
 
     def free(self, block: int, where: Any) -> None:
-        """Record that a block of memory was freed, so that another tensor may get it.
-
-        where: the source lines that freed the block.
-        """
+        """Record that a block of memory was freed, so that another tensor may get it."""
         found = self._blocks.pop(block, None)
         if found is not None:
             found.freed = where
@@ -112,8 +89,7 @@ class Checker:
         self._memory.forget(0, ALL, lambda each: each.block.freed is not None)
 
     def record_stream(self, block: int, lane: Lane) -> None:
-        """Record a call of `tensor.record_stream(stream)` for the stream `lane`. If the block is freed later, its
-        memory is reused only after the stream has finished the work that it had at that time."""
+        """Record a call of `tensor.record_stream(stream)` for the stream `lane`."""
         found = self._blocks.get(block)
         if found is not None:
             found.recorded.add(lane)

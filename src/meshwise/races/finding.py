@@ -41,31 +41,21 @@ class Line(NamedTuple):
 
 class Stack(NamedTuple):
     """The source lines that the program was executing when something happened, such as a read of memory. The innermost
-    line is first.
-
-    of: the name of the autograd node that was running, e.g. "MulBackward0", if a thread of autograd ran it. Such a
-        thread executes no Python lines, so `lines` are then the lines of the main thread, which called the backward.
-        Otherwise `of` is "".
-    """
+    line is first."""
 
     lines: tuple[Line, ...]
     of: str = ""
 
     @property
     def place(self) -> str:
-        """The innermost line of the stack that is in the user's code or in meshwise. If all lines are in libraries, the
-        innermost line of the stack."""
+        """The innermost line of the stack that is in the user's code or in meshwise."""
         own = (line for line in self.lines if _is_ours(line.file) or is_users(line.file))
         found = next(own, self.lines[0] if self.lines else None)
         return UNSEEN if found is None else str(found)
 
 
 def stack(of: str = "") -> Stack:
-    """Return the source lines that this thread is executing. If it executes none, as a thread of autograd does, return
-    the lines of the main thread, together with `of`.
-
-    of: the name of the autograd node that this thread is running, e.g. "MulBackward0".
-    """
+    """Return the source lines that this thread is executing."""
     lines = _lines(sys._getframe(1))
     if lines:
         return Stack(lines)
@@ -115,12 +105,7 @@ class Tensor(NamedTuple):
 
 @dataclass(frozen=True)
 class Finding:
-    """A race described in words.
-
-    sentence: what happens.
-    advice: what to write in the program.
-    details: the tensor, and the source lines of both accesses.
-    """
+    """A race described in words."""
 
     sentence: str
     advice: str
@@ -146,10 +131,7 @@ class LaneNames:
         self._names[lane] = "NCCL's stream"
 
     def name(self, lane: Lane, other: Lane | None = None) -> str:
-        """Return the name of a stream.
-
-        The name of its device is added unless the stream `other` is on the same device.
-        """
+        """Return the name of a stream."""
         if lane not in self._names:
             number = 1 + sum(known.device == lane.device and "stream " in name for known, name in self._names.items())
             self._names[lane] = f"stream {number}" if lane.stream else "the default stream"

@@ -20,15 +20,7 @@ MOST_TRIED = 4096
 
 
 class Region(NamedTuple):
-    """The addresses of the bytes that a view of a tensor covers.
-
-    lo, hi: all bytes are in [lo, hi).
-    run: the number of contiguous bytes from `lo` on. The view consists of repetitions of this run.
-    outer: how the run repeats, from the innermost to the outermost dim. A pair (step, times) repeats everything inside
-        it `times` times, with `step` bytes from one start to the next.
-
-    Example: a column of a (3, 4) float32 tensor has run=4 and outer=((16, 3),).
-    """
+    """The addresses of the bytes that a view of a tensor covers."""
 
     lo: int
     hi: int
@@ -75,13 +67,7 @@ def have_common_bytes(one: Region, other: Region) -> bool:
 
 
 class Access:
-    """An operator's read or write of bytes.
-
-    number: the number of the operator in the order of its stream.
-    block: the allocation to which the bytes belonged.
-    what: a description of the tensor.
-    where: the source lines.
-    """
+    """An operator's read or write of bytes."""
 
     __slots__ = ("block", "lane", "number", "region", "what", "where", "writes")
 
@@ -91,11 +77,7 @@ class Access:
 
 
 class _Cell:
-    """The remembered accesses of the bytes in [lo, hi).
-
-    writes: the last writes of these bytes.
-    reads: the reads of these bytes since the last writes.
-    """
+    """The remembered accesses of the bytes in [lo, hi)."""
 
     __slots__ = ("hi", "lo", "reads", "writes")
 
@@ -117,10 +99,7 @@ class ShadowMemory:
         return len(self._cells)
 
     def add(self, access: Access, is_before: IsBefore) -> list[Access]:
-        """Add an access. Returns the earlier accesses that race with it.
-
-        Two accesses race if they share bytes, at least one of them writes, and no synchronization orders them.
-        """
+        """Add an access."""
         region, found = access.region, dict[int, Access]()
         cells = self._opened(region)
         for cell in cells:

@@ -15,11 +15,7 @@ from typing import Any, NamedTuple
 
 
 class Lane(NamedTuple):
-    """A stream of a device, or the host.
-
-    device: for example `cuda:1`, or `host`.
-    stream: the handle of the stream. 0 is the default stream of the device.
-    """
+    """A stream of a device, or the host."""
 
     device: str
     stream: int
@@ -32,12 +28,7 @@ Clock = dict[Lane, int]
 
 @dataclass(frozen=True)
 class Recorded:
-    """What is known of a CUDA event since it was last recorded.
-
-    lane: the stream on which it was recorded.
-    seen: for each stream, the number of the last work that is sure to be done once the event is complete.
-    where: the source lines that recorded it.
-    """
+    """What is known of a CUDA event since it was last recorded."""
 
     lane: Lane
     seen: Clock
@@ -46,11 +37,7 @@ class Recorded:
 
 class Order:
     """Tells which work is done before which other work begins, on the streams and the host. A stream, or the host, is
-    called a lane.
-
-    It uses vector clocks. Each lane has a `Clock`, which says what other lanes have done before the lane's next work
-    begins.
-    """
+    called a lane."""
 
     def __init__(self) -> None:
         self._seen: dict[Lane, Clock] = {}
@@ -72,11 +59,7 @@ class Order:
         return other != HOST and number <= self._clock(other).get(lane, 0)
 
     def record(self, event: Hashable, lane: Lane, where: Any = None) -> None:
-        """Record that the program records an event on the stream `lane`. A stream that waits for the event waits for
-        all work on `lane` so far, and for all work for which `lane` has waited.
-
-        where: the source lines that record the event.
-        """
+        """Record that the program records an event on the stream `lane`."""
         self._recorded[event] = Recorded(lane, dict(self._clock(lane)), where)
 
     def delete(self, event: Hashable) -> None:

@@ -42,11 +42,7 @@ PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 class _Event(NamedTuple):
-    """A call that synchronizes streams, made inside an operator.
-
-    waits: the stream that waits, if the call is a wait.
-    records: the stream on which an event is recorded, if the call is a recording.
-    """
+    """A call that synchronizes streams, made inside an operator."""
 
     apply: Callable[[], None]
     waits: Lane | None = None
@@ -97,8 +93,7 @@ class _Watcher:
 
     @contextlib.contextmanager
     def inside(self) -> Iterator[None]:
-        """Look for races between the operators of this thread, until the `with` block ends. Backwards that this thread
-        begins are included."""
+        """Look for races between the operators of this thread, until the `with` block ends."""
         with intercept_operators(self._operator), _HostReads(self._read_by_host):
             yield
 

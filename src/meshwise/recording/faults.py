@@ -2,8 +2,6 @@
 
 The launcher passes the faults with the task, never through the environment or a plan. Each fault is recorded in the run
 folder just before it happens, so it is also known which faults did not happen. Without faults, this costs nothing.
-
-Tested in tests/recording/test_faults.py and tests/faults/test_restarts.py.
 """
 
 from __future__ import annotations

@@ -37,10 +37,7 @@ WAIT, ROUND = 5.0, 0.1  # seconds in which the others come to their ends, and be
 
 
 class JoinedRun:
-    """One rank's part in the record of a run that was started by srun, torchrun or mpirun.
-
-    attempt: the number of the start of this run, counted from 1.
-    """
+    """One rank's part in the record of a run that was started by srun, torchrun or mpirun."""
 
     def __init__(self, folder: Path, attempt: int, store: Any) -> None:
         self.folder, self.attempt, self._store, self._over = folder, attempt, store, False
@@ -51,11 +48,7 @@ class JoinedRun:
             sys.stdout, sys.stderr = _Both(sys.stdout, log), _Both(sys.stderr, log)
 
     def ends(self, error: BaseException | None) -> Failure | None:
-        """Report how this rank ended. On rank 0, also record how the run ended.
-
-        Returns the failure that ended the run, or None if nothing failed or if this method was called before. If this
-        rank failed only because it lost its connection to another rank, the failure of the other rank is returned.
-        """
+        """Report how this rank ended."""
         if self._over:
             return None
         self._over, gate = True, rank_context().gate

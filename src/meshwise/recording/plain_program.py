@@ -65,8 +65,7 @@ def begin(say: Callable[[str], None], own_group: Callable[[], None] | None = Non
 
 
 def end() -> Recording | None:
-    """Stop watching the program's calls to torch, because the program calls meshwise itself from now on. Returns the
-    `Recording` of the program so far. Returns None if no recording has begun."""
+    """Stop watching the program's calls to torch, because the program calls meshwise itself from now on."""
     return _programs.pop().close() if _programs else None
 
 
@@ -126,8 +125,7 @@ class PlainProgram:
         ]
 
     def close(self) -> Recording | None:
-        """Stop watching the program's calls to torch. Returns the `Recording`, which continues until the process ends.
-        Returns None if no recording has begun."""
+        """Stop watching the program's calls to torch."""
         while self._ends:
             self._ends.pop()()
         if self.recording is None and current() is self._recorder:

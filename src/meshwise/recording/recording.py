@@ -39,11 +39,7 @@ _numbers = count(1)  # of the recordings of this process: ranks begin them toget
 
 
 class Clocks:
-    """Compares the clock of this rank with the clock of rank 0.
-
-    The constructor is collective: rank 0 starts a server for its clock and puts the address into the process group's
-    store.
-    """
+    """Compares the clock of this rank with the clock of rank 0."""
 
     def __init__(
         self, world: World, clock: Callable[[], int] = time.perf_counter_ns, patience: timedelta = PATIENCE
@@ -61,8 +57,7 @@ class Clocks:
             self._probe = ClockProbe(address, bytes.fromhex(secret), clock)
 
     def sample(self, rounds: int) -> Sequence[tuple[int, int, int]]:
-        """Measure `rounds` round trips to the clock of rank 0 (see `SampleClock`). Rank 0 itself returns an empty
-        sequence."""
+        """Measure `rounds` round trips to the clock of rank 0 (see `SampleClock`)."""
         return () if self._probe is None else self._probe.sample(rounds)
 
     def close(self) -> None:
@@ -113,8 +108,7 @@ class Recording:
         self._log = SpanLog(path, self.recorder, head, sample_clock=sample, failed=say)
 
     def close(self, status: str = "finished") -> None:
-        """Write the remaining records, and close the log. Then make the recorder that was current before this recording
-        current again."""
+        """Write the remaining records, and close the log."""
         if self._log is not None:
             self._log.close(status)
             self._log = None
@@ -135,18 +129,7 @@ def record_script(
     recorder: Recorder | None = None,
     clocks: Clocks | None = None,
 ) -> Recording | None:
-    """Record a script that has its own training loop, until its process ends. The environment variable MESHWISE_RUN
-    names the run folder. Without the variable, nothing is recorded, and None is returned.
-
-    The launcher of meshwise sets the variable. Under another launcher, the user may set it, and rank 0 then writes
-    run.json.
-
-    foreign: whether this process was started by srun, torchrun or another launcher, but not by meshwise.
-    say: prints a line for the user.
-    recorder: a recorder that has run before this call. By default, a new recorder is made.
-    clocks: compares this rank's clock with the clock of rank 0. Give it only together with `recorder`. With a new
-        recorder, new clocks are made, which is collective if there are several ranks.
-    """
+    """Record a script that has its own training loop, until its process ends."""
     named = os.environ.get(RUN_FOLDER)
     if named is None:
         return None

@@ -2,7 +2,6 @@
 
 An attempt is one start of the run's workers. Attempts are read from run.json. Each rank has a log file of its own in
 each attempt, so what a cut-off process of an earlier attempt prints is not taken for output of a later attempt.
-Tested in tests/records/test_attempts.py and tests/cli/test_submit.py.
 """
 
 from __future__ import annotations

@@ -10,7 +10,6 @@ machine that was cut off and comes back writes as an earlier attempt, so what it
 A process may pause at any point, also between reading the claims and acting on them. Therefore a claim removes the
 rooms of earlier attempts. A file that an earlier attempt prepared in its room cannot be renamed to its final place any
 more, and the earlier attempt cannot remove files by moving them into its room.
-Tested in tests/records/test_claims.py and by bench/frozen_ranks.py.
 """
 
 from __future__ import annotations

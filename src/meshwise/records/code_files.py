@@ -1,7 +1,4 @@
-"""Record hashes of a program's files, and refuse later changes.
-
-Tested in tests/records/test_code_files.py.
-"""
+"""Record hashes of a program's files, and refuse later changes."""
 
 from __future__ import annotations
 
@@ -22,13 +19,7 @@ MOST_FILES = 2000
 
 
 def code_files(word: str) -> dict[str, str]:
-    """Return the hash of a program's file and of each Python file beside and below it, by relative path.
-
-    Run folders, hidden folders and virtual environments are left out. For a built-in job, the result is {}. Only Python
-    files count, because other files that a program reads and writes may change from one attempt to the next.
-
-    word: the program, such as `train.py` or `train.py:job`.
-    """
+    """Return the hash of a program's file and of each Python file beside and below it, by relative path."""
     file = Path(word if word.endswith(".py") else word.rpartition(":")[0])
     if file.suffix != ".py" or not file.is_file():
         return {}

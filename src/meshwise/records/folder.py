@@ -146,11 +146,7 @@ def newest_run(parent: Path, *, queued: bool = False) -> Path:
 
 
 def since(folder: Path, *, queued: bool = True) -> str:
-    """Return when a run began, as ISO text. Returns "" if its record is damaged.
-
-    queued: whether to return the time of submission if the run has not begun yet. Otherwise the result is "" for such a
-        run.
-    """
+    """Return when a run began, as ISO text."""
     try:
         facts = read_run(folder)
     except UsageError:

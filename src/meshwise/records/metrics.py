@@ -1,7 +1,6 @@
 """Read a run's metrics, also while they grow, and its best evaluation.
 
 `best.safetensors` has the parameters of the best epoch and, in its header, the evaluation. No torch is imported.
-Tested in tests/records/test_run_list.py and tests/job/test_best.py.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """List the runs of a folder: status, metrics, plan, size.
 
 Folders that are no runs are left out.
-
-Tested in tests/records/test_run_list.py.
 """
 
 from __future__ import annotations

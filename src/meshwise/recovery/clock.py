@@ -29,11 +29,7 @@ MOST_DISK, MOST_MEMORY = 0.1, 0.25  # of what is free, that states in the backgr
 
 class SaveClock:
     """Decides after which steps the state is saved: every n steps, when a given time has passed since the last save,
-    or in the background, which is the default.
-
-    The time is measured by the clock of rank 0. Asking rank 0 is a collective call, so it is made rarely: after each
-    answer, the ranks estimate how many steps remain until the next save, and ask again after half of them.
-    """
+    or in the background, which is the default."""
 
     def __init__(
         self,
@@ -51,9 +47,7 @@ class SaveClock:
         """The next step at which `is_due` has to be called."""
 
     def is_due(self, step: int) -> bool:
-        """Return True if the state should be saved after this step. Every rank must call this after each step, because
-        some calls are collective.
-        """
+        """Return True if the state should be saved after this step."""
         if self._saves.steps is not None:
             self.look = step - step % self._saves.steps + self._saves.steps
             return step % self._saves.steps == 0

@@ -44,20 +44,13 @@ def collected(thing: Any) -> Any:
 
 
 def held_of(model: nn.Module) -> dict[str, Any]:
-    """Return the entries of the model's state_dict that this rank's pipeline stage holds.
-
-    Without a pipeline, these are all entries. The values are the parameters themselves, not detached tensors.
-    """
+    """Return the entries of the model's state_dict that this rank's pipeline stage holds."""
     lacking = stages.lacks(model)
     return {name: value for name, value in model.state_dict(keep_vars=True).items() if name not in lacking}
 
 
 def state_of(model: nn.Module) -> dict[str, Any]:
-    """Return the model's state_dict. Collective.
-
-    With pipeline stages, only rank 0 gets the values that other stages hold. The entries that this rank holds are the
-    parameters themselves, not detached copies.
-    """
+    """Return the model's state_dict."""
     state, pipe = model.state_dict(keep_vars=True), stages.pipe()
     if pipe is None:
         return state
@@ -78,8 +71,7 @@ def _joined(optimizer: dict[str, Any]) -> dict[str, Any]:
 
 
 def _joined_over(own: dict[Any, Any], group: collectives.Group = None) -> dict[Any, Any]:
-    """Return the entries of all ranks on rank 0 of the group, each sent by the first rank that has it. Other ranks get
-    those of their own entries that rank 0 has."""
+    """Return the entries of all ranks on rank 0 of the group, each sent by the first rank that has it."""
     rank, ranks = collectives.get_rank(group), collectives.gather_objects(map_tensors(_shape_of, own), group)
     joined = {key: entry for key, entry in own.items() if key in ranks[0]}
     for key in sorted({key for forms in ranks for key in forms} - ranks[0].keys()):

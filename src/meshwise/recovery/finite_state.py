@@ -2,8 +2,6 @@
 
 Values that are not finite on purpose do not count, such as a parameter that is initialized to -inf, or inf in the state
 of an optimizer that does not come from torch.
-
-Tested in tests/script/test_lost_in_a_loop.py.
 """
 
 from __future__ import annotations
@@ -35,30 +33,20 @@ def not_finite_in(
     models: Mapping[str, nn.Module], optimizers: Mapping[str, Optimizer], known: frozenset[str]
 ) -> tuple[str, str]:
     """Return the name of the first entry of the state that contains NaN or infinity, and the ranks that have such
-    entries. The ranks are a text such as `rank 0` or `ranks 0, 2`. If all values are finite, the result is ("", "").
-    Collective.
-
-    known: names of parameters that were not finite from the beginning. They are not checked.
-    """
+    entries."""
     every = collectives.gather_objects(not_finite_here(models, optimizers, known), collectives.everyone())
     ranks = [rank for rank, name in enumerate(every) if name]
     return (every[ranks[0]], ranks_text(ranks)) if ranks else ("", "")
 
 
 def not_finite_here(models: Mapping[str, nn.Module], optimizers: Mapping[str, Optimizer], known: frozenset[str]) -> str:
-    """Return the name of the first entry of this rank's state that contains NaN or infinity.
-
-    Returns "" if all values are finite.
-    """
+    """Return the name of the first entry of this rank's state that contains NaN or infinity."""
     parameters = [(name, tensor, True) for name, tensor in _parameters(models) if name not in known]
     return next(_bad([*parameters, *_kept(models, optimizers)]), ("", None))[0]
 
 
 def not_finite_in_tree(tree: Any, models: Mapping[str, nn.Module], known: frozenset[str]) -> str:
-    """Return the name of the first entry of `tree` that contains NaN or infinity, or "" if there is none.
-
-    Only entries that are named like a parameter of these models are checked. tree: state_dicts, also nested.
-    """
+    """Return the name of the first entry of `tree` that contains NaN or infinity, or "" if there is none."""
     held = {
         name for of, model in models.items() for name, _ in model.named_parameters() if _name(name, of) not in known
     }
@@ -79,11 +67,7 @@ def _name(name: str, of: str) -> str:
 
 
 def not_saved(what: str, newest: int | None, folder: Path) -> str:
-    """Return the message that a state is not saved.
-
-    what: the reason.
-    newest: the step of the newest saved state, or None if none was saved.
-    """
+    """Return the message that a state is not saved."""
     before = "No state was saved before."
     if newest is not None:
         before = f"The newest saved state is of step {newest}, in {folder}. The same command continues from it."

@@ -57,10 +57,7 @@ class Stored:
         return self.files.read(self.name)
 
     def like(self, tensor: Tensor) -> Tensor:
-        """Read the stored tensor, sharded over the ranks in the same way as `tensor`.
-
-        If the stored tensor has the shape of `tensor`, only this rank's part is read from the files.
-        """
+        """Read the stored tensor, sharded over the ranks in the same way as `tensor`."""
         if not isinstance(tensor, DTensor):
             return self.whole()
         if self.shape != tuple(tensor.shape):
@@ -163,13 +160,7 @@ def _stored(saved: Checkpoint, manifest: Manifest) -> Any:
 
 
 def open_newest(folder: Path, say: Callable[[str], None] = lambda text: None, only: str | None = None) -> Loaded:
-    """Load the newest undamaged checkpoint in `folder` in this process alone, without calling other ranks.
-
-    Raises CheckpointError if there is no undamaged checkpoint.
-
-    say: called with a line of text about each damaged checkpoint.
-    only: the name of the only checkpoint to consider.
-    """
+    """Load the newest undamaged checkpoint in `folder` in this process alone, without calling other ranks."""
     wrong = []
     for saved in _candidates(folder, only):
         told = files.verified(saved)

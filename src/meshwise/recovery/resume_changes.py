@@ -2,7 +2,6 @@
 
 A checkpoint holds the settings of the optimizer, the seed of a job, the batch size and the number of samples. Without
 this module, torch would silently replace the program's optimizer settings by the saved ones.
-Tested in tests/recovery/test_resume_changes.py, and for users' loops in tests/script/test_state_folder.py.
 """
 
 from __future__ import annotations
@@ -30,11 +29,7 @@ def settings_of(optimizer: Optimizer) -> list[dict[str, Any]]:
 def made_with(
     optimizers: Mapping[str, Optimizer], batch_size: int | None, samples: int | None, seed: int | None = None
 ) -> dict[str, Any]:
-    """Return the settings of a program that a saved state keeps, as plain values. None stands for unknown.
-
-    optimizers: by name.
-    samples: the number of samples in the training set.
-    """
+    """Return the settings of a program that a saved state keeps, as plain values."""
     groups = {name: settings_of(each) for name, each in optimizers.items()}
     return {"seed": seed, "batch_size": batch_size, "samples": samples, "optimizers": groups}
 
@@ -48,18 +43,7 @@ def honour(
     index: int,
     scheduled: bool,
 ) -> None:
-    """Apply the program's present settings to the restored optimizers, and report each change.
-
-    Raises UsageError for a changed setting that cannot be applied.
-
-    before: the settings with which the state was saved (see `made_with`). It is None for a checkpoint of an older
-        version of meshwise. Then nothing is compared or changed.
-    now: the present settings.
-    say: called with a line of text about each change.
-    index: how many samples of the epoch are already trained on.
-    scheduled: whether a learning rate scheduler was restored. The settings that it controls, such as `lr`, must not
-        change.
-    """
+    """Apply the program's present settings to the restored optimizers, and report each change."""
     if not isinstance(before, Mapping):
         return
     if before.get("seed") != now["seed"]:

@@ -95,19 +95,7 @@ class Saver:
     def save(
         self, make: Callable[[bool], Any], facts: Mapping[str, Any], *, wait: bool = False, began: float | None = None
     ) -> bool:
-        """Save a state. Returns once everything is copied to host memory. Collective.
-
-        Returns False, and prints a note, if the save was skipped because an earlier save is still being written. Raises
-        UsageError for a value that a checkpoint cannot hold, and SaveError if a later attempt of the run has begun.
-
-        make: a function that returns the tree of values that this rank holds. Called with True, it returns the tree
-        that rank 0 writes for all ranks.
-        facts: facts for the manifest, among them `step`. If BACKGROUND is true, the state is removed as soon as a state
-            without it is saved.
-        wait: True waits for an earlier save, however long it takes. Otherwise this save is skipped if the earlier save
-            takes more than PATIENCE seconds.
-        began: when the caller began to prepare this save (time.monotonic). By default, now.
-        """
+        """Save a state."""
         with current().span("checkpoint"):
             self._asked = time.monotonic() if began is None else began
             key, number, shared = self._begin()
@@ -247,18 +235,12 @@ class Saver:
             self._writing = self._thread = None
 
     def settle(self) -> None:
-        """Wait until the last save has been written or has failed, and record its result in `saved` and `wrong`.
-
-        Afterwards, `saved` and `wrong` are the same on every rank.
-        """
+        """Wait until the last save has been written or has failed, and record its result in `saved` and `wrong`."""
         with current().span("checkpoint"):
             self._settle(None)
 
     def close(self) -> None:
-        """Stop saving, because the run has failed. A save that is being written gets at most LAST seconds to end.
-
-        Not collective. After a run without an error, call `settle` instead.
-        """
+        """Stop saving, because the run has failed."""
         if self._writing is not None and self._thread is not None:
             self._writing.closing.set()
             self._thread.join(LAST)

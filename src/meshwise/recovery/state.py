@@ -48,12 +48,7 @@ class RunState:
 
 
 def tree_of(state: RunState, whole: bool = False) -> dict[str, Any]:
-    """Return the part of the state that this rank holds, as a tree of plain values and tensors.
-
-    `collected` joins the trees of all ranks into one tree, which is the same under every plan.
-
-    whole: True gives rank 0 also the model's entries that other pipeline stages hold. This is collective.
-    """
+    """Return the part of the state that this rank holds, as a tree of plain values and tensors."""
     own = state_of(state.model) if whole else held_of(state.model)
     return {
         "model": own,
@@ -119,11 +114,7 @@ def load_model(model: nn.Module, saved: dict[str, Any]) -> None:
 
 def load_optimizer(optimizer: Optimizer, saved: dict[str, Any]) -> None:
     """Call `optimizer.load_state_dict(saved)`, where `saved` may contain `Stored` tensors that are still in the
-    checkpoint.
-
-    Such tensors are read as late as possible. Hooks on the optimizer first remove the entries of parameters that other
-    ranks hold, so each rank reads only what it needs.
-    """
+    checkpoint."""
     if not takes_hooks(optimizer):
         optimizer.load_state_dict(stored_whole(saved))
         return

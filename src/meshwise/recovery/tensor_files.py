@@ -49,11 +49,7 @@ ALIGNED = 64  # bytes to a multiple of which the header is filled up
 
 @dataclass(frozen=True)
 class Held:
-    """The part of one tensor that a rank holds.
-
-    shape: the shape of the whole tensor.
-    boxes: the positions of the rank's parts in the whole tensor, as (begin, end) for each dim.
-    """
+    """The part of one tensor that a rank holds."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -99,9 +95,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def views(tensor: Tensor) -> dict[Box, Tensor]:
-    """Return the values of `tensor` that this rank holds, as views by box. A box is (begin, end) of the values' indices
-    in each dimension of the whole tensor.
-    """
+    """Return the values of `tensor` that this rank holds, as views by box."""
     boxes, dim = local_boxes(tensor)
     local, at, found = local_of(tensor).detach(), 0, {}
     for box in boxes:
@@ -165,11 +159,7 @@ def within(box: Box, outer: Box) -> tuple[slice, ...]:
 
 
 def rows(box: Box, outer: Box) -> tuple[int, int]:
-    """Return which elements of a file to read to get `box`: (index of the first element, number of elements).
-
-    The file holds the elements of `outer` in row-major order. The range ends with the last element of `box`. In
-    between, it may contain elements outside of `box`.
-    """
+    """Return which elements of a file to read to get `box`."""
     strides, step = list[int](), 1
     for begin, end in reversed(outer):
         strides.insert(0, step)
@@ -180,20 +170,14 @@ def rows(box: Box, outer: Box) -> tuple[int, int]:
 
 
 def key_of(part: WriteItem, shape: Sequence[int]) -> str:
-    """Return the name under which a file stores a part of a tensor, such as `weight[0:3,0:5]`.
-
-    It is the tensor's name, followed by the range of the part in each dimension. For a whole tensor, it is the name
-    alone.
-    """
+    """Return the name under which a file stores a part of a tensor, such as `weight[0:3,0:5]`."""
     whole = all(bounds == (0, length) for bounds, length in zip(part.box, shape, strict=True))
     place: Any = [f"{begin}:{end}" for begin, end in part.box]
     return part.name if whole else f"{part.name}[{','.join(place)}]"
 
 
 def laid_out(parts: Iterable[WriteItem], shapes: Mapping[str, Held]) -> tuple[bytes, dict[WriteItem, int], int]:
-    """Return the header bytes of a file with these parts, the offset of each part in the file, and the file's size.
-
-    Parts whose dtype has the most bytes come first, so that each begins at a multiple of its element size."""
+    """Return the header bytes of a file with these parts, the offset of each part in the file, and the file's size."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     at, places = 0, {}
     for part in sorted(parts, key=lambda part: -itemsize(shapes[part.name].dtype)):
@@ -237,10 +221,7 @@ class TensorFiles:
             os.close(self._open.popitem()[1])
 
     def read(self, name: str, box: Sequence[slice] | None = None) -> Tensor:
-        """Read a tensor, or only a box of it.
-
-        box: a slice with start and stop for each dim.
-        """
+        """Read a tensor, or only a box of it."""
         stored = self.tensors[name]
         wanted: Box = tuple((s.start, s.stop) for s in box) if box is not None else tuple((0, n) for n in stored.shape)
         out = torch.empty([end - begin for begin, end in wanted], dtype=getattr(torch, stored.dtype))

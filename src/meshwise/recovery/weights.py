@@ -30,12 +30,7 @@ MOST = 5_000_000_000  # bytes of a file, as Hugging Face divides
 
 @dataclass(frozen=True)
 class Written:
-    """The result of `export_weights`.
-
-    step: the step of the saved state.
-    tensors: the number of tensors that were written.
-    size: the total size of the tensors in bytes.
-    """
+    """The result of `export_weights`."""
 
     step: int
     files: tuple[str, ...]
@@ -44,13 +39,7 @@ class Written:
 
 
 def save_weights(model: nn.Module, path: Path, header: Mapping[str, str] | None = None) -> None:
-    """Write the model's state_dict with whole tensors to `path`, on rank 0. Collective.
-
-    Tensors that share memory (tied parameters) are written under each of their names. complex128 tensors, which
-    safetensors cannot hold, are written as complex64.
-
-    header: metadata for the file.
-    """
+    """Write the model's state_dict with whole tensors to `path`, on rank 0."""
     state = collected(state_of(model))
     if state is not None:
         tensors = {name: _written_as(tensor).contiguous().clone() for name, tensor in state.items()}
@@ -65,13 +54,7 @@ def _written_as(tensor: Tensor) -> Tensor:
 def export_weights(
     model: Mapping[str, Any], folder: Path, step: int, say: Callable[[str], None], most: int = MOST
 ) -> Written:
-    """Write the tensors of a saved model into `folder`, in safetensors files of at most `most` bytes each.
-
-    A single file is named `model.safetensors`. Several files get an index file beside them, as Hugging Face writes it.
-    Raises UsageError for a dtype that safetensors cannot hold.
-
-    say: called with a line of text about values that are not tensors.
-    """
+    """Write the tensors of a saved model into `folder`, in safetensors files of at most `most` bytes each."""
     other = [name for name, value in model.items() if not isinstance(value, Stored | Tensor)]
     if other:
         say(f"left out because they are not tensors: {some(other)}")

@@ -35,14 +35,7 @@ POLL, SLOWEST = 0.001, 0.05  # seconds between two looks at the store: at first,
 
 @dataclass(frozen=True)
 class Deal:
-    """Says which rank writes which parts of the tensors into a checkpoint. All ranks have the same `Deal`.
-
-    The next save uses the same `Deal`, unless a rank then holds other tensors or other parts of them.
-
-    digests: for each rank, a hash of the tensors and parts that it held when the `Deal` was made.
-    shapes: the dtype and shape of each tensor, by name.
-    parts: for each rank, the parts that it writes.
-    """
+    """Says which rank writes which parts of the tensors into a checkpoint. All ranks have the same `Deal`."""
 
     digests: tuple[int, ...]
     shapes: Mapping[str, Held]
@@ -51,10 +44,7 @@ class Deal:
 
 @dataclass
 class Writing:
-    """One save on one rank, with everything that its thread needs.
-
-    said: the error of the save. It is "" if the save succeeded or has not ended yet.
-    """
+    """One save on one rank, with everything that its thread needs."""
 
     rank: int
     size: int
@@ -77,11 +67,7 @@ class Writing:
         return sum(held.size for held in self.deal.shapes.values())
 
     def run(self) -> None:
-        """Write this rank's file, and wait until rank 0 has committed or removed the checkpoint.
-
-        Runs in the background thread. Afterwards, `said` has the error of the save, which is the same on every rank. It
-        is "" if the save succeeded.
-        """
+        """Write this rank's file, and wait until rank 0 has committed or removed the checkpoint."""
         with contextlib.suppress(OSError, AttributeError):  # Linux knows a priority of each thread
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
         try:

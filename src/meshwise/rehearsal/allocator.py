@@ -4,8 +4,6 @@ The rules of c10/cuda/CUDACachingAllocator.cpp (pytorch@001074d2; defaults of c1
 PYTORCH_ALLOC_CONF changes them: `round_size`, `get_allocation_size`, `get_free_block`, `should_split`,
 `try_merge_blocks`, `release_cached_blocks`. Not modelled: blocks that `record_stream` keeps longer, and expandable
 segments, which reserve less.
-
-Tested in tests/rehearsal/test_allocator.py.
 """
 
 from __future__ import annotations
@@ -47,13 +45,7 @@ def segment_size(size: int) -> int:
 
 @dataclass(frozen=True)
 class Replayed:
-    """The result of a replay of the caching allocator. Sizes are in bytes.
-
-    allocated: the peak of the memory in blocks that are in use.
-    reserved: the peak of the memory in segments.
-    retries: how often the allocator returned cached segments to the device to stay below the cap.
-    failed: whether an allocation exceeded the cap even after the cached segments had been returned.
-    """
+    """The result of a replay of the caching allocator. Sizes are in bytes."""
 
     allocated: int
     reserved: int
@@ -157,15 +149,7 @@ class _Heap:
 
 
 def replay(works: Sequence[Work], cap: int | None = None, first: Sequence[int] = ()) -> Replayed:
-    """Replay the allocations of a rank in a model of torch's caching allocator, and return the peak memory.
-
-    The allocator requests memory from the device in segments, and divides segments into blocks for tensors.
-
-    works: steps of the rank, in order, e.g. its first step and a later step. A storage must have the same number in all
-        of these steps.
-    cap: the most bytes that all segments together may take, as `torch.cuda.set_per_process_memory_fraction` sets it.
-    first: sizes of allocations that are made before the steps and never freed, such as a workspace.
-    """
+    """Replay the allocations of a rank in a model of torch's caching allocator, and return the peak memory."""
     heap = _Heap(cap)
     blocks: dict[int, _Block] = {}
     allocated = reserved = 0
@@ -197,12 +181,7 @@ def _events(works: Sequence[Work], first: Sequence[int]) -> Iterator[Allocate | 
 
 @dataclass(frozen=True)
 class Total:
-    """The predicted bytes that a process takes of a GPU's memory. `nvidia-smi` shows the same quantity.
-
-    bytes: the expected value.
-    low, high: the true value is expected to lie between these two with a probability of 80 %.
-    parts: what the bytes consist of, by name: `reserved`, `context`, `communicators`.
-    """
+    """The predicted bytes that a process takes of a GPU's memory. `nvidia-smi` shows the same quantity."""
 
     bytes: int
     low: int

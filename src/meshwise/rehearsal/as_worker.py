@@ -1,8 +1,6 @@
 """Make this process look to a script like a run's worker.
 
 No other processes are started. The state of this process is restored afterwards.
-
-Tested in tests/rehearsal/test_scripts.py.
 """
 
 from __future__ import annotations

@@ -4,8 +4,6 @@ A collective overlaps with the stream that launched it until the program waits f
 
 On a GPU, collectives run on a stream of their process group, on a CPU in threads of gloo. Both run one collective after
 the other.
-
-Tested in tests/rehearsal/test_async_collectives.py.
 """
 
 from __future__ import annotations
@@ -35,12 +33,7 @@ class AsyncCollectives:
         return f"collectives {self._groups.setdefault(what.ranks, len(self._groups))}"
 
     def begin(self, place: int, storages: Iterable[int], work: Any) -> None:
-        """Record that an asynchronous collective has started.
-
-        place: the index of the collective's launch.
-        storages: the numbers of the storages that it reads or writes.
-        work: the `Work` handle that torch.distributed returned, or None.
-        """
+        """Record that an asynchronous collective has started."""
         self.running.update(dict.fromkeys(storages, place))
         if work is not None:
             self._works[id(work)] = work, place
@@ -60,8 +53,7 @@ class AsyncCollectives:
             self.running = {storage: other for storage, other in self.running.items() if other != place}
 
     def after(self, stream: str, storages: Iterable[int]) -> set[int]:
-        """Return the indices of the earlier launches that a new launch must wait for. The new launch is on `stream` and
-        uses the tensor storages with the numbers `storages`."""
+        """Return the indices of the earlier launches that a new launch must wait for."""
         for storage in storages:
             self.wait_for(self.running.get(storage, -1), stream)
         return self._pending.pop(stream, set())

@@ -4,8 +4,6 @@ The plans differ in their meshes, microbatches, recompute and other options that
 
 They do not change the numerical results of a job: its precision, its global batch and its batch norms stay the same,
 unless the user allows a change.
-
-Tested in tests/rehearsal/test_candidates.py.
 """
 
 from __future__ import annotations
@@ -27,18 +25,7 @@ MOST_TENSOR = 8
 
 @dataclass(frozen=True)
 class Space:
-    """The plans that a search may try.
-
-    devices: the numbers of devices to try.
-    per_host: the number of devices of a host.
-    batch: the size of the global batch.
-    settings: texts `field=value` that apply to every plan.
-    allow: changes to the job's numerical results that are allowed: `precision`, or `microbatch` (for models with batch
-    norms).
-    batch_norms: whether the model has batch norms.
-    cut: whether a step can be cut into microbatches and pipeline stages. True for a job, False for a script, which has
-    its own training loop.
-    """
+    """The plans that a search may try."""
 
     devices: Sequence[int]
     per_host: int
@@ -60,17 +47,7 @@ class Space:
 
 
 def candidates(space: Space) -> list[Plan]:
-    """Return the plans to search, in the order in which to try them.
-
-    Every mesh that divides the global batch equally is combined with each kind of recompute, ZeRO-1, sequence
-    parallelism and numbers of microbatches. The order prefers, from the most important to the least important:
-
-    - more devices
-    - a smaller product of the `tensor` and `pipeline` axes
-    - a larger `shard` axis
-    - fewer microbatches
-    - full recompute, then selective recompute, then none
-    """
+    """Return the plans to search, in the order in which to try them."""
     found: dict[Plan, None] = {}
     for count in space.devices:
         for mesh in _meshes(count, space.per_host):

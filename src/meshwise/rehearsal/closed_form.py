@@ -4,8 +4,6 @@ The guesses decide which plans are rehearsed, and are shown to the user only bef
 block comes from a few traces of few blocks, one for each combination of `tensor`, `sequence` and `recompute`, or
 roughly from one forward pass of the model. Formulas add communication, pipelines and overlap. The errors of the guesses
 for plans already rehearsed correct the guesses for similar plans.
-
-Tested in tests/rehearsal/test_closed_form.py.
 """
 
 from __future__ import annotations
@@ -33,11 +31,7 @@ BLOCKS = 3
 
 @dataclass(frozen=True)
 class Kind:
-    """The settings for tracing a model with only a few blocks on one rank, in a step with one microbatch.
-
-    tensor: the size of the axis `tensor`.
-    rows: the number of samples in the microbatch.
-    """
+    """The settings for tracing a model with only a few blocks on one rank, in a step with one microbatch."""
 
     precision: str
     tensor: int = 1
@@ -48,13 +42,7 @@ class Kind:
 
 @dataclass(frozen=True)
 class Small:
-    """Costs on one rank, computed from a trace of a few blocks. All except `kept` are in seconds.
-
-    forward, backward: the forward and backward of one block, without collectives.
-    outside: the operators of a microbatch that are in no block, without collectives.
-    sent: all collectives of one block, in its forward and backward together.
-    kept: the bytes that a block keeps for its backward.
-    """
+    """Costs on one rank, computed from a trace of a few blocks. All except `kept` are in seconds."""
 
     forward: float
     backward: float
@@ -64,11 +52,7 @@ class Small:
 
 
 def small_traces(program: Tracer, machine: Machine) -> Callable[[Kind], Small | None]:
-    """Return a function that finds out what a block of the model costs, from a trace of a few blocks.
-
-    The returned function takes the settings of the trace. It returns None if the model cannot be shortened to a few
-    blocks, or if a cost is unknown.
-    """
+    """Return a function that finds out what a block of the model costs, from a trace of a few blocks."""
     prices = Prices(machine)
 
     def small(kind: Kind) -> Small | None:
@@ -126,11 +110,7 @@ ALONE = 2
 
 @dataclass(frozen=True)
 class Guess:
-    """A rough guess of a plan's cost.
-
-    seconds: the time of a step.
-    memory: the bytes of memory on a device.
-    """
+    """A rough guess of a plan's cost."""
 
     seconds: float
     memory: float

@@ -7,8 +7,6 @@ The model of NCCL is its own cost model. Each algorithm and protocol has a laten
 and a bandwidth, and the shortest time of all is used. Between hosts, a group has a share of each host's bandwidth,
 since the other ranks of these hosts communicate in groups of their own at the same time. If the bandwidth of a link is
 unknown, no time is given.
-
-Tested in tests/rehearsal/test_collective_price.py.
 """
 
 from __future__ import annotations
@@ -34,12 +32,7 @@ BEYOND = 4
 
 @dataclass(frozen=True)
 class Group:
-    """How the ranks of a collective are spread over hosts.
-
-    each: the largest number of ranks on one host.
-    share: which fraction of a host's network bandwidth the group gets. This is the fraction of the host's devices that
-        belong to the group, on the host where this fraction is smallest.
-    """
+    """How the ranks of a collective are spread over hosts."""
 
     ranks: int
     hosts: int

@@ -5,8 +5,6 @@ The error (spread) of a constant says how far the true value may lie from it.
 Figures of a device model or a link are in machine/catalog.toml. Constants with a source that says so were fitted to
 published runs by bench/fit.py, and do not change until it is run again. No constant is specific to a model, a data set
 or a published run. `digest()` identifies this table in a scoreboard.
-
-Tested in tests/rehearsal/test_price.py.
 """
 
 from __future__ import annotations
@@ -20,11 +18,7 @@ OURS = "our judgement, no source"
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A constant of the performance model.
-
-    spread: in 80 of 100 cases the true value lies between value / spread and value * spread.
-    source: where the constant comes from, in words.
-    """
+    """A constant of the performance model."""
 
     value: float
     spread: float

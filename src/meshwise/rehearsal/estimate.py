@@ -1,8 +1,6 @@
 """Define a plan's estimated cost: step time and memory, with intervals.
 
 Both are also given in parts, and as what a small change of the plan would add or save.
-
-Tested in tests/rehearsal/test_estimate.py.
 """
 
 from __future__ import annotations
@@ -29,15 +27,7 @@ class Range:
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """The memory that a plan needs on the rank that needs the most, in bytes.
-
-    total: how much of the device's memory the rank's process takes. On a GPU, this includes the CUDA context.
-    allocated: the peak of the bytes in tensors on the device.
-    categories: the bytes of each category of tensors at this peak.
-    reserved: the memory that the allocator reserves for the tensors.
-    host: the peak of the bytes in tensors in host memory.
-    capacity: the memory of the device. None if unknown.
-    """
+    """The memory that a plan needs on the rank that needs the most, in bytes."""
 
     rank: int
     total: Range
@@ -49,8 +39,7 @@ class MemoryEstimate:
 
     @property
     def filled(self) -> float:
-        """The fraction of the device's memory that is needed. If the capacity is unknown, the number of bytes that are
-        needed."""
+        """The fraction of the device's memory that is needed."""
         return self.total.value / (self.capacity or 1)
 
     @property
@@ -101,13 +90,7 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Edit:
-    """A small change of a plan and its effect.
-
-    changes: the changed fields with their new values.
-    memory: the additional bytes.
-    seconds: the additional time relative to the step, e.g. 0.1 if the step takes 10 % longer. None if unknown.
-    verdict: whether the changed plan fits in memory, one of `estimate.VERDICTS`.
-    """
+    """A small change of a plan and its effect."""
 
     changes: dict[str, Any]
     memory: float

@@ -1,7 +1,4 @@
-"""Estimate a plan of a job: trace, price, simulate, replay.
-
-Tested in tests/rehearsal/test_estimate.py.
-"""
+"""Estimate a plan of a job: trace, price, simulate, replay."""
 
 from __future__ import annotations
 
@@ -34,13 +31,7 @@ MEASURE = 5.0
 
 @dataclass(frozen=True)
 class Rehearsed:
-    """The estimate of a plan, with the data from which it was computed.
-
-    traces: what the ranks do in a step, as recorded.
-    prices: estimates the time of each operator, collective and copy in the traces.
-    step: the simulated step. None if its time is unknown.
-    again: traces and simulates the plan again without leaving microbatches out. None if none are.
-    """
+    """The estimate of a plan, with the data from which it was computed."""
 
     estimate: Estimate
     traces: Sequence[Trace]
@@ -66,14 +57,7 @@ def rehearser(
     interval: bool = True,
     brief: bool = False,
 ) -> Callable[[Plan], Rehearsed]:
-    """Return a function that traces and simulates a step of this job under a plan on this machine. The function returns
-    the plan's estimate and the data from which the estimate was computed.
-
-    cap: the most bytes of each device's memory that a step may use. None for all of the memory.
-    interval: whether to compute the interval of the time, see `simulate`.
-    brief: whether the traces and the step may leave out what the estimate does not need or counts itself: microbatches
-        of a pipeline (`Work.left_out`), memory of stages (`Trace.launches_alone`). `Rehearsed.whole` has all.
-    """
+    """Return a function that traces and simulates a step of this job under a plan on this machine."""
     described = {compiled: Prices(machine, compiled=compiled) for compiled in (False, True)}
     kind = kind_of(machine)
     program = Tracer(job) if isinstance(job, Job) else job
@@ -142,11 +126,7 @@ def _balanced(plan: Plan, speeds: Sequence[str], step: Step) -> tuple[float, ...
 
 
 def works_of(traced: Trace, prices: Prices) -> list[Work]:
-    """Return a rank's first step and a later step, from which the rank's memory is computed. The first step is special
-    because it creates the optimizer's state.
-
-    The memory that operators allocate and free while they run is added to the steps.
-    """
+    """Return a rank's first step and a later step, from which the rank's memory is computed."""
     return [with_inside(work, prices.inside) for work in (traced.first, traced.step)]
 
 

@@ -5,8 +5,6 @@ Activities that run at the same time slow each other.
 
 Every activity has a remaining duration (in seconds when alone) and a rate. The rates of a rank's activities change when
 another activity begins or ends on it. A send begins without its receiver. A receive ends when its send has ended.
-
-Tested in tests/rehearsal/test_simulate.py.
 """
 
 from __future__ import annotations
@@ -25,18 +23,7 @@ COMPUTING, INSIDE, ACROSS, TO_HOST, TO_DEVICE = range(5)
 
 @dataclass(slots=True)
 class Item:
-    """A launch with its estimated time, or several consecutive operators joined into one.
-
-    place: the index of the launch in `Work.events`. For joined operators, the index of the last of them.
-    seconds: the time on the stream if nothing else ran on the device.
-    host: the seconds that the host takes to launch it.
-    share: the resource that the launch uses, such as COMPUTING.
-    blocks: whether the host waits until the launch has ended.
-    number: for a collective, its index among the collectives of the same kind and ranks in the step.
-    lead: for joined operators, the seconds that the host takes to launch the first of them.
-    late: for joined operators, the seconds until the last of them ends if nothing else runs on the device. They are
-        counted from the beginning of the first launch on the host.
-    """
+    """A launch with its estimated time, or several consecutive operators joined into one."""
 
     place: int
     launch: Launch
@@ -51,13 +38,7 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """A finished launch. Times are in seconds from the start of the step.
-
-    ready: when the stream could have begun it.
-    start: when it began. This is later than `ready` if it waited for other ranks.
-    end: when it ended.
-    by_host: whether the stream waited for the host to launch it.
-    """
+    """A finished launch. Times are in seconds from the start of the step."""
 
     rank: int
     place: int

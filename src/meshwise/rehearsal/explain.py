@@ -3,8 +3,6 @@
 Every moment is counted once, under the first of these kinds that applies: computing, communication that does not
 overlap with computing, copies to and from the host, waiting for other ranks. A gap counts as waiting for the host if it
 ends with an operator that the host launched too late. Any other gap is idle time.
-
-Tested in tests/rehearsal/test_explain.py and tests/rehearsal/test_simulate.py.
 """
 
 from __future__ import annotations
@@ -31,13 +29,8 @@ waiting for other ranks (such as a pipeline's bubble), waiting for the host to l
 
 @dataclass(frozen=True)
 class RankStep:
-    """The time of one rank in a simulated step, from the step's start until all ranks have ended. Times are in seconds.
-
-    kinds: the time by kind, one of KINDS.
-    phases: the time by (phase, kind).
-    hidden: the time of communication that overlaps with computing. It is not part of any kind.
-    operators: the time by operator name.
-    """
+    """The time of one rank in a simulated step, from the step's start until all ranks have ended. Times are in
+    seconds."""
 
     rank: int
     seconds: float
@@ -136,16 +129,7 @@ MOST = 8
 
 @dataclass(frozen=True)
 class Costly:
-    """A group of equal launches of one rank in a step.
-
-    what: an operator with its shapes, or a collective with the number of its ranks.
-    times: the number of launches.
-    seconds: the time of all these launches together.
-    bytes: for each launch, the bytes that the operator reads and writes, or the bytes of the collective's full tensor.
-    rate: for an operator, FLOP/s if compute limits it, else bytes/s. For a collective, its bus bandwidth in bytes/s.
-    limit: what limits the launches: `compute`, `memory`, or the name of a link.
-    origin: where the estimated time of a launch comes from: `measured`, with the date if known, `catalog` or `model`.
-    """
+    """A group of equal launches of one rank in a step."""
 
     what: str
     times: int

@@ -5,8 +5,6 @@ by one block (or microbatch) are compared. The longer one repeats some pieces on
 until there are as many as requested. An event refers to other events: to the allocation that it frees, and to the
 launches that it waits for. The references move with the pieces, by the same distance from one piece to the next. If
 something does not follow this rule, NotExtrapolable is raised, and the whole model is traced instead.
-
-Tested in tests/rehearsal/test_extrapolate.py.
 """
 
 from __future__ import annotations
@@ -34,12 +32,7 @@ GROWS = ("optimizer", "other")
 
 @dataclass(frozen=True)
 class GrowthAxis:
-    """What a longer trace has more of: blocks of the model, or microbatches of a step.
-
-    read: returns the position of a launch in its block (or microbatch), and the index of the block (see `Read`).
-    write: takes a launch and the index of another block (or microbatch). Returns the module and the microbatch of the
-        same launch in that block.
-    """
+    """What a longer trace has more of: blocks of the model, or microbatches of a step."""
 
     read: Read
     write: Callable[[Launch, int], tuple[str, int]]
@@ -66,14 +59,7 @@ def lengthened(short: Trace, long: Trace, times: int, axis: GrowthAxis, buckets:
 
 
 class _Row:
-    """A trace as one list of entries: the events of all sections, with a None at the beginning of each section.
-
-    events: for each entry, the event or None.
-    keys: for each entry, a number. Equal entries have the same number.
-    loose: for each entry, a number that is the same for entries that differ at most in their sizes.
-    at: for each entry, the index of its block or microbatch. None if it has none.
-    refers: for each entry, the indices of the earlier entries that it refers to.
-    """
+    """A trace as one list of entries: the events of all sections, with a None at the beginning of each section."""
 
     def __init__(self, trace: Trace, read: Read, numbers: dict[Hashable, int]) -> None:
         self.events: list[Any] = []

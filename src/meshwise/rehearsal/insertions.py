@@ -5,8 +5,6 @@ still.
 
 The pieces are found by comparing the two sequences. A piece must directly follow an equal piece. If the two sequences
 differ in any other way, NotExtrapolable is raised.
-
-Tested in tests/rehearsal/test_extrapolate.py.
 """
 
 from __future__ import annotations
@@ -33,14 +31,7 @@ class NotExtrapolable(Exception):
 @dataclass(frozen=True, slots=True)
 class Insertion:
     """Consecutive entries that the longer of two sequences has, and the shorter one lacks. They repeat the entries
-    directly before or after them. For example, a b b b c has one `b` more than a b b c.
-
-    at: the index of the first additional entry in the longer sequence.
-    length: the number of additional entries.
-    first, end: the range of indices in the longer sequence that contains all of the repetitions. In the example,
-        `first` is 1 and `end` is 4.
-    shift: the total length of all insertions before this one.
-    """
+    directly before or after them. For example, a b b b c has one `b` more than a b b c."""
 
     at: int
     length: int
@@ -59,10 +50,7 @@ class Insertions:
         self._ats = [piece.at for piece in self.all]
 
     def around(self, place: int) -> Insertion | None:
-        """Return the insertion whose range from `first` to `end` contains the index `place`, or None.
-
-        place: an index in the longer of the two compared sequences.
-        """
+        """Return the insertion whose range from `first` to `end` contains the index `place`, or None."""
         number = bisect_right(self._firsts, place) - 1
         return self.all[number] if number >= 0 and place < self.all[number].end else None
 
@@ -74,11 +62,7 @@ class Insertions:
         return piece if piece is not None and place < piece.at + piece.length else None
 
     def shift(self, place: int) -> int:
-        """Return how many of the entries before index `place` of the longer sequence are additional.
-
-        `place` minus the result is the index of the same entry in the shorter sequence. The entry at `place` must not
-        be additional itself.
-        """
+        """Return how many of the entries before index `place` of the longer sequence are additional."""
         number = bisect_right(self._ats, place) - 1
         return self.all[number].shift + self.all[number].length if number >= 0 else 0
 
@@ -165,14 +149,7 @@ def _widened(found: Sequence[tuple[int, int]], long: Sequence[int]) -> list[Inse
 
 
 def grown(short: Any, long: Any, times: int) -> Any:
-    """Extrapolate a value linearly. For example, `grown(10, 12, 5)` returns 10 + 5 * (12 - 10) = 20.
-
-    Lists, dicts, operators and collectives are extrapolated entry by entry. Entries that only the list `long` has occur
-    `times` times in the result. Raises NotExtrapolable if a value cannot be extrapolated.
-
-    short, long: the value in a step, and in a step with one more block or microbatch.
-    times: how many blocks or microbatches to add to the step of `short`. A negative number takes some away.
-    """
+    """Extrapolate a value linearly."""
     if short == long and type(short) is type(long):
         return long
     if type(short) is type(long) is int:

@@ -3,8 +3,6 @@
 Each operator is run with real tensors (timing.py). Its time is cached in the user's cache folder, under torch's
 version, the processor, the number of threads, the number of workers and the call. The memory that an operator allocates
 internally is measured with it. What Python, modules and autograd add to an operator is measured once for all operators.
-
-Tested in tests/rehearsal/test_measured.py.
 """
 
 from __future__ import annotations

@@ -4,8 +4,6 @@ The allocated bytes are known after each event. At the peak, the tensors are kno
 
 Bytes of a GPU are counted like torch's `memory_allocated` counts them, in blocks of 512. Bytes of a host or of a CPU
 device are counted as they were requested.
-
-Tested in tests/rehearsal/test_memory.py and tests/rehearsal/test_memory_parts.py.
 """
 
 from __future__ import annotations
@@ -38,12 +36,7 @@ Bytes = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Peak:
-    """The largest number of bytes allocated at once during a step.
-
-    place: the index in `Work.events` of the event that reached the peak. It is -1 if the step begins at the peak.
-    split: the bytes by category, without empty categories.
-    phase, module, microbatch: describe the operator, collective or copy for which memory was allocated at the peak.
-    """
+    """The largest number of bytes allocated at once during a step."""
 
     bytes: int
     place: int
@@ -55,12 +48,7 @@ class Peak:
 
 @dataclass(frozen=True)
 class Curve:
-    """The allocated memory over a step.
-
-    places: the indices of the events that change it, ascending. The first is -1, for the memory held when the step
-    begins.
-    by_category: the bytes after each of these events, with a column for each of CATEGORIES, in that order.
-    """
+    """The allocated memory over a step."""
 
     work: Work
     places: Bytes
@@ -74,8 +62,7 @@ class Curve:
 
     @cached_property
     def peak(self) -> Peak:
-        """The largest number of bytes of all categories together. If several events reach it, the first of them
-        counts."""
+        """The largest number of bytes of all categories together."""
         at = int(self.total.argmax())
         place = int(self.places[at])
         split = {name: int(size) for name, size in zip(CATEGORIES, self.by_category[at], strict=True) if size}
@@ -186,15 +173,7 @@ class Tensors:
 
 @dataclass(frozen=True)
 class MemoryParts:
-    """The memory of one rank in the step in which it needs the most.
-
-    first: whether this is the rank's first step.
-    peak: the peak of the memory of its tensors.
-    phases: for each phase, and for the start of the step, the bytes by category when that phase needs the most.
-    largest: the groups of equal tensors at the peak, in descending order of their total size.
-    outside: other device memory in bytes by name: unused memory of the allocator, the CUDA context, communicators.
-    host: the bytes in host memory by category, at their peak.
-    """
+    """The memory of one rank in the step in which it needs the most."""
 
     rank: int
     first: bool

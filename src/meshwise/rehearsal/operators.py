@@ -1,8 +1,6 @@
 """Classify an operator's work and find its matrix product.
 
 Both are determined from the operator's name and shapes.
-
-Tested in tests/rehearsal/test_price.py.
 """
 
 from __future__ import annotations
@@ -30,10 +28,7 @@ REDUCTIONS = {
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """A batch of matrix products, each (m × k) by (k × n).
-
-    misaligned: whether the size in bytes of a dimension is not a multiple of 16.
-    """
+    """A batch of matrix products, each (m × k) by (k × n)."""
 
     batch: int
     m: int
@@ -74,11 +69,7 @@ def _sort_of_name(name: str) -> str:
 
 
 def sort_of(operation: Operation) -> str:
-    """Return the kind of work that an operator does: `matmul`, `attention`, `convolution`, `recurrent`, `depthwise`,
-    `gather`, `reduction`, `batch-norm`, `dropout`, `optimizer` or `elementwise`.
-
-    An operator with an unknown name and many FLOPs per byte counts as a matmul.
-    """
+    """Return the kind of work that an operator does."""
     sort = _sort_of_name(operation.name)
     if sort == "convolution":
         weight = _convolution_weight(operation)

@@ -2,8 +2,6 @@
 
 This works for operators of the forward and of the backward. Autograd numbers its nodes in the order of the forward. An
 operator of a backward belongs to the block in which its node was created.
-
-Tested in tests/rehearsal/test_places.py.
 """
 
 from __future__ import annotations
@@ -52,11 +50,7 @@ class Places(Recorder):
         self._blocks: list[str] = []
 
     def follow(self, model: nn.Module, microbatch: Callable[[], int]) -> None:
-        """Register hooks on a model's blocks, so that `now` can tell which block is running.
-
-        microbatch: returns the index of the current microbatch. It is not called while a pipeline stage runs: the index
-            is then read from the name of the stage's recorded span.
-        """
+        """Register hooks on a model's blocks, so that `now` can tell which block is running."""
         self._microbatch = microbatch
         for name, block in blocks_of(model):
             block.register_forward_pre_hook(functools.partial(self._turns_to, name))
@@ -81,10 +75,7 @@ class Places(Recorder):
             self._starts, self._blocks = [], []
 
     def now(self) -> tuple[str, int]:
-        """Return the block and the microbatch of the operator that is running.
-
-        The block is an empty string outside of blocks, and the microbatch -1 outside of microbatches.
-        """
+        """Return the block and the microbatch of the operator that is running."""
         if self.phase not in ("forward", "backward"):
             return "", -1
         staged = stage_and_microbatch(self._name)

@@ -4,8 +4,6 @@ The Gantt chart and the report are the same as for a measured run. The stored fi
 
 The main lane has the phases, the forward and backward of each microbatch, and the receives that a pipeline stage waits
 for. The communication lane has the collectives on other streams. The blocks lane has the modules on the main stream.
-
-Tested in tests/rehearsal/test_prediction.py and tests/rehearsal/test_predicted.py.
 """
 
 from __future__ import annotations
@@ -134,10 +132,7 @@ def _ns(seconds: float) -> int:
 
 
 def prediction(whole: Rehearsed, job: str) -> Prediction:
-    """Return what a plan file stores as the prediction for a simulated plan: its memory and times.
-
-    job: the name of the job.
-    """
+    """Return what a plan file stores as the prediction for a simulated plan: its memory and times."""
     estimate, machine = whole.estimate, whole.prices.machine
     memory = {"allocated": estimate.memory.allocated} | _held(whole)
     if whole.traces[0].step.kind != "cpu":

@@ -6,8 +6,6 @@ the catalog's figures.
 The roofline model takes the longer of two times: the FLOPs at the rate that a matmul of this shape can reach (the
 fraction of the peak that was reached, and how tiles fill the multiprocessors), and the bytes at the rate of the memory.
 If a figure is unknown, no time is given.
-
-Tested in tests/rehearsal/test_price.py.
 """
 
 from __future__ import annotations
@@ -37,13 +35,7 @@ Known = Callable[[Operation], float | None]
 
 @dataclass(frozen=True, slots=True)
 class Priced:
-    """An estimated time in seconds, called a price.
-
-    low, high: the ends of its 80 % interval.
-    origin: `measured`, `catalog` (a nominal figure times a fraction that was measured) or `model` (a nominal figure
-    times a fraction that was not measured).
-    factor: what the time depends on, one of FACTORS.
-    """
+    """An estimated time in seconds, called a price."""
 
     seconds: float
     low: float
@@ -91,12 +83,7 @@ def fused_share(operation: Operation) -> float:
 
 
 def launch_seconds(device: Device, phase: str = "") -> Priced:
-    """Estimate how long the host takes to launch an operator on an accelerator.
-
-    Return 0 seconds for a CPU, where the estimated time of an operator already contains its launch.
-
-    phase: the phase of the step, one of PHASES. If it is given, the time of Python, modules and autograd is added.
-    """
+    """Estimate how long the host takes to launch an operator on an accelerator."""
     if device.kind == "cpu":
         return Priced(0.0, 0.0, 0.0, MEASURED, LAUNCH)
     figure = FIGURES["launch"]

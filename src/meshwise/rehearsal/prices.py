@@ -1,8 +1,6 @@
 """Estimate the time of each launch of a step.
 
 Equal launches are estimated once.
-
-Tested in tests/rehearsal/test_simulate.py.
 """
 
 from __future__ import annotations
@@ -34,12 +32,7 @@ from meshwise.spec.units import plural
 
 @dataclass(frozen=True)
 class Overlap:
-    """How much computing and communication slow each other while both run on a device.
-
-    compute: by which factor computing takes longer, at least 1. For example, 1.2 stands for 20 % more time.
-    communication: by which factor communication takes longer.
-    inside: the factors for communication within a host. None if they are the same.
-    """
+    """How much computing and communication slow each other while both run on a device."""
 
     compute: float
     communication: float
@@ -89,10 +82,7 @@ class Prices:
         self._alike = [alike.setdefault(speed_of(device), len(alike)) for device in machine.devices]
 
     def of(self, what: What, rank: int) -> Priced | None:
-        """Return the estimated time of an operator, collective or copy on a rank, without the time that it waits.
-
-        Return None if no time can be estimated, such as for a link of unknown bandwidth.
-        """
+        """Return the estimated time of an operator, collective or copy on a rank, without the time that it waits."""
         key = self._alike[rank], id(what)  # the same object again: what is alike is one object in a trace
         found = self._objects.get(key)
         if found is None:
@@ -113,10 +103,7 @@ class Prices:
         return None if seconds is None else times(seconds, self._crowd)
 
     def host(self, what: What, rank: int, phase: str = "other", dtensors: bool = False) -> Priced:
-        """Return the estimated time that the rank's host takes to launch `what` in this phase of the step.
-
-        dtensors: whether the optimizer's parameters are DTensors, with which each operator takes the host longer.
-        """
+        """Return the estimated time that the rank's host takes to launch `what` in this phase of the step."""
         key = self._alike[rank], type(what), phase, dtensors
         if key not in self._hosts:
             self._hosts[key] = self._host(what, self.machine.devices[rank], phase, dtensors)
@@ -137,10 +124,7 @@ class Prices:
 
 
 def missing(works: Sequence[Work], prices: Prices) -> tuple[str, ...]:
-    """Return a sentence for each kind of launch whose time cannot be estimated with `prices`.
-
-    Raises UsageError if the machine has fewer devices than the plan needs.
-    """
+    """Return a sentence for each kind of launch whose time cannot be estimated with `prices`."""
     machine = prices.machine
     unknown: Counter[str] = Counter()
     for work in works:

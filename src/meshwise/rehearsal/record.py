@@ -4,8 +4,6 @@ They are recorded one operator at a time.
 
 An operator that returns a view or only allocates memory launches nothing. Memory is recorded per storage. It is
 allocated when an operator first returns a tensor on the storage, and freed when the last such tensor is deleted.
-
-Tested in tests/rehearsal/test_trace.py.
 """
 
 from __future__ import annotations
@@ -61,9 +59,7 @@ class Record:
     """Records the events of one rank in a rehearsal: launches, allocations and frees."""
 
     def __init__(self, device: str) -> None:
-        """device: the type of the device that computes: `cpu`, or the type of the fake device that stands for an
-        accelerator.
-        """
+        """device: the type of the device that computes."""
         self.device = device
         self.events: list[Event] = []
         self.places = Places()
@@ -239,8 +235,7 @@ class Record:
                 self._categories.setdefault(number, "gradients")
 
     def cut(self) -> tuple[tuple[Allocate, ...], tuple[Event, ...]]:
-        """Return the memory in use now and the events recorded so far. Then start a new list of events, with indices
-        from 0."""
+        """Return the memory in use now and the events recorded so far."""
         events, self.events = self.events, []
         self.collectives = AsyncCollectives()
         fake_device.begin_record()

@@ -3,8 +3,6 @@
 All microbatches but the first two and the last run the same operators after the same action, so a step of any number
 of them is put together from the pieces of a step of few (repeat_pieces.py, repeat_steps.py). Anything else raises
 NotExtrapolable.
-
-Tested in tests/rehearsal/test_extrapolate.py.
 """
 
 from __future__ import annotations

@@ -3,8 +3,6 @@
 A marked trace says where the forward and the backward of each microbatch begin. An event refers to other events: to the
 allocation that it frees, and to the launches that it waits for. A reference leads to the same microbatch, the one
 before, the first, the action before, or the last launch of a stream.
-
-Tested in tests/rehearsal/test_extrapolate.py.
 """
 
 from __future__ import annotations
@@ -77,13 +75,7 @@ class Entry:
 
 @dataclass
 class Pieces:
-    """A trace, cut into pieces.
-
-    entries: the events of each piece, in the order of the trace.
-    count: the number of microbatches.
-    before: the action before an action.
-    left: by kind, the launches of a piece, and the allocations that it has left allocated.
-    """
+    """A trace, cut into pieces."""
 
     entries: dict[Piece, list[Entry]]
     count: int
@@ -143,10 +135,7 @@ def sections_of(trace: Trace) -> Sequence[Sequence[Any]]:
 
 
 def cut(trace: Trace, known: dict[Any, Any]) -> Pieces:
-    """Cut a marked trace into pieces. Raises NotExtrapolable if a launch waits for what is no launch.
-
-    known: operators and collectives by themselves. Equal ones become one object, so that comparing them is quick.
-    """
+    """Cut a marked trace into pieces."""
     found: dict[Piece, list[Entry]] = {}
     origin: dict[int, Place] = {}
     pieces = Pieces(found, 0, {}, {})

@@ -2,8 +2,6 @@
 
 The pieces follow each other in the order of the pipeline's schedule. After the last backward, all microbatches may be
 visited one after the other.
-
-Tested in tests/rehearsal/test_extrapolate.py.
 """
 
 from __future__ import annotations

@@ -6,8 +6,6 @@ It gets the plan, its rank and the world size in the same ways as a worker of `m
 output is not shown, and afterwards the state of this process is restored. A number that only a real run can compute
 (`loss.item()`) is taken to be 1 outside of the model, and a note names the line that reads it. Inside the model,
 reading such a number is an error.
-
-Tested in tests/rehearsal/test_scripts.py.
 """
 
 from __future__ import annotations
@@ -68,12 +66,7 @@ _UNKNOWN = Facts(None, False, 0, 0)
 
 @dataclass(frozen=True)
 class Script:
-    """A program with its own training loop.
-
-    run: runs the program in this process, as `python name` does.
-    batch_size: the size of the global batch.
-    model: facts about the program's models.
-    """
+    """A program with its own training loop."""
 
     name: str
     run: Callable[[], object]
@@ -87,10 +80,7 @@ class RehearsalEnds(BaseException):
 
 
 def known_script(name: str, run: Callable[[], object], kind: str) -> Script:
-    """Trace the first steps of a script on one device. Return the script together with what a search for plans needs:
-    its batch size, and facts about its model.
-
-    kind: the kind of the device, `cpu` or `gpu`."""
+    """Trace the first steps of a script on one device."""
     script = Script(name, run)
     loop = _rehearsed(script, Plan(), kind)
     work = Work(0, 1, kind, *loop.works[-1])

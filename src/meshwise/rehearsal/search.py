@@ -4,8 +4,6 @@ To rehearse a plan is to trace its step on fake tensors and to simulate the time
 
 A plan that cannot run is refused, with the reason that `parallel` gives. Plans that split the model in the same way are
 then refused too. A plan is not rehearsed if a bound shows that it cannot fit in memory or cannot be the fastest.
-
-Tested in tests/rehearsal/test_search.py and tests/rehearsal/test_bounds.py.
 """
 
 from __future__ import annotations
@@ -31,10 +29,7 @@ COMPUTED_IN = ("fp64", "fp32", "tf32", "bf16", "fp16")
 
 
 class Bounds:
-    """Lower bounds on the memory and the step time of any plan of one job on one machine.
-
-    A search uses them to reject plans before it simulates them.
-    """
+    """Lower bounds on the memory and the step time of any plan of one job on one machine."""
 
     def __init__(self, model: Facts, machine: Machine, cap: int | None) -> None:
         """cap: the most bytes of each device's memory that a step may use. None for all of the memory."""
@@ -48,11 +43,7 @@ class Bounds:
         self._flops = 0.0
 
     def learn(self, found: Rehearsed) -> None:
-        """Learn the size of the optimizer's state and the FLOPs of a step from a simulated plan.
-
-        Only the first suitable plan is used. A suitable plan has no mesh axes except `data` and `shard`, and no ZeRO-1,
-        offload or unequal shares of the batch. The size of the state is stored as bytes per byte of parameters.
-        """
+        """Learn the size of the optimizer's state and the FLOPs of a step from a simulated plan."""
         plan, work = found.estimate.plan, found.traces[0].step
         simple = plan.devices == plan.data * plan.shard and not plan.shares
         if self._flops or plan.state_parts > 1 or plan.offload or not simple:
@@ -105,15 +96,7 @@ class Refused:
 
 @dataclass(frozen=True)
 class Search:
-    """The result of a search.
-
-    estimates: the estimates of simulated plans, best first.
-    refused: plans that were rejected, with the reasons.
-    left: plans that were not simulated for lack of time. Plans that are likely good come first.
-    seconds: the time that the search took.
-    worse: plans that were not simulated because they are likely slower.
-    first: the plans that looked best before any plan was simulated, with guesses of their costs.
-    """
+    """The result of a search."""
 
     estimates: tuple[Estimate, ...]
     refused: tuple[Refused, ...]
@@ -125,13 +108,7 @@ class Search:
 
 @dataclass(frozen=True)
 class Known:
-    """What is known about plans before they are simulated.
-
-    bounds: rejects plans that cannot fit in memory or cannot be the fastest. With None, no plan is rejected.
-    guess: guesses a plan's time and memory, to simulate the plans with the shortest guessed time first. With None,
-        plans are simulated in the given order.
-    room: the bytes of a device's memory. Plans with a larger guessed memory are simulated last.
-    """
+    """What is known about plans before they are simulated."""
 
     bounds: Bounds | None = None
     guess: Callable[[Plan], Guess] | None = None
@@ -152,19 +129,7 @@ def search(
     roomy: float = 0.0,
     clock: Callable[[], float] = time.process_time,
 ) -> Search:
-    """Simulate plans until the time is over, the likely best plans first. Return their estimates.
-
-    At least one plan is simulated. If no plan fits in memory, variants of the plans that need the least memory are
-    tried until one fits. At the end, variants of the best plan that need less memory are tried if there is time.
-
-    seconds: the time, measured by `clock`.
-    rehearse: simulates the step of a plan, and returns its estimate.
-    savers: returns variants of a plan that need less memory, starting with those that add the least time.
-    show: called with the results so far, after each plan.
-    known: bounds and guesses for plans that have not been simulated.
-    roomy: a fraction of a device's memory. If the best plan needs less, no variants of it are tried.
-    clock: returns the current time in seconds. The default is the CPU time of this process.
-    """
+    """Simulate plans until the time is over, the likely best plans first."""
     going = _Searching(plans, rehearse, seconds, show, known, clock)
     if known.guess is not None:
         show(going.found())

@@ -6,8 +6,6 @@ Blocks are alike if their modules have the same classes, settings, parameters an
 and if their forwards run the same operators. In a sequence of such blocks, all but the first few are never built:
 modules in their place return their input. Groups of blocks can also be alike, such as groups of three blocks with
 windowed attention and one with full attention.
-
-Tested in tests/rehearsal/test_shorter.py.
 """
 
 from __future__ import annotations
@@ -41,14 +39,7 @@ _OF_MODULES = set(vars(nn.Module()))
 
 @dataclass(frozen=True)
 class Stretch:
-    """A sequence of equal groups of blocks in a model. A group is often a single block.
-
-    names: the names of all repeated blocks of the model, in order.
-    start: the index in `names` of the first block of the sequence.
-    group: the number of blocks in a group.
-    count: the number of groups.
-    kinds: the classes of the blocks in the sequence.
-    """
+    """A sequence of equal groups of blocks in a model. A group is often a single block."""
 
     names: tuple[str, ...]
     start: int
@@ -69,15 +60,7 @@ class Stretch:
 
 @dataclass
 class Forward:
-    """The size of one forward pass on the global batch. All fields except the counts are in bytes.
-
-    flops, operators, blocks: the number of FLOPs, of operators and of blocks that ran.
-    kept: the results of operators inside blocks.
-    products: the results of matrix products and attention inside blocks, which are a part of `kept`.
-    largest: the results of operators inside the largest block.
-    outside: the results of operators outside of blocks.
-    inputs: the inputs of all blocks.
-    """
+    """The size of one forward pass on the global batch. All fields except the counts are in bytes."""
 
     flops: int = 0
     operators: int = 0

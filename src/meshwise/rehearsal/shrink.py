@@ -2,8 +2,6 @@
 
 The stages between the first and the last do the same, each on its own blocks and with its own neighbors. A pipeline of
 four stages is traced. Its trace of a stage is moved to the stages of the deeper pipeline that do the same.
-
-Tested in tests/rehearsal/test_extrapolate.py.
 """
 
 from __future__ import annotations
@@ -33,14 +31,7 @@ hold three neighboring blocks in memory at once."""
 @dataclass(frozen=True)
 class Depth:
     """The number of groups of blocks in a pipeline stage, for the real model and for a shorter model that is traced
-    instead.
-
-    A group is the shortest sequence of blocks that the model repeats, often a single block.
-
-    own: the number of groups per stage in the real model.
-    few: the number of groups per stage in the shorter model.
-    stages: the number of pipeline stages.
-    """
+    instead."""
 
     own: int
     few: int
@@ -66,8 +57,7 @@ def blocks_axis(stretch: Stretch) -> GrowthAxis:
 
     @functools.cache
     def known(module: str) -> tuple[int, str]:
-        """Return (n, name): `module` is in block n of `stretch`, and `name` is the rest of its name, such as ".linear".
-        n is -1 if the module is outside of `stretch`."""
+        """Return (n, name)."""
         name = module
         while name and name not in places:
             name = name.rpartition(".")[0]
@@ -98,10 +88,7 @@ FEW_COPIES = 2
 
 @dataclass(frozen=True)
 class Stages:
-    """The stages of a plan of which few are traced.
-
-    blocks: the number of groups of blocks in a stage.
-    """
+    """The stages of a plan of which few are traced."""
 
     plan: Plan
     blocks: int
@@ -132,12 +119,7 @@ class Stages:
         return 0 if stage == 0 else 2 if stage == self.plan.pipeline - 1 else 1
 
     def move(self, rank: int, stage: int, axis: GrowthAxis) -> Move:
-        """Return what moves an event of a traced rank to a stage of the real pipeline that does the same.
-
-        axis: finds the group of blocks of a launch.
-
-        Raises NotExtrapolable if a collective cannot be one of the real pipeline.
-        """
+        """Return what moves an event of a traced rank to a stage of the real pipeline that does the same."""
         traced = self._stage(rank)
         by = (stage - traced) * self.blocks
 

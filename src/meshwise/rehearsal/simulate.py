@@ -5,8 +5,6 @@ correlated. The errors of different factors are independent. So the step is simu
 ends of its interval, and the differences are added as squares.
 
 If microbatches follow each other evenly, those that the step leaves out take as long as those beside them.
-
-Tested in tests/rehearsal/test_simulate.py and tests/rehearsal/test_period.py.
 """
 
 from __future__ import annotations
@@ -32,17 +30,7 @@ Rows = Callable[["Sequence[Cost]", Mapping[str, str]], Iterator["Sequence[Cost]"
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """A launch and its estimated times. An estimated time with its interval is called a price.
-
-    place: the index of the launch in `Work.events`.
-    price: the time on its stream.
-    host: the time that the host takes to launch it.
-    share: the resource that it uses, such as COMPUTING.
-    blocks: whether the host waits until it has ended.
-    number: for a collective, its index among the collectives of the same kind and ranks in the step.
-    joins: whether it can be simulated as one item with the launch before it. Then these two launches are operators on
-        the same stream, and no third launch waits for the end of the earlier operator.
-    """
+    """A launch and its estimated times. An estimated time with its interval is called a price."""
 
     launch: Launch
     place: int
@@ -92,14 +80,7 @@ def costs_of(work: Work, prices: Prices) -> list[Cost] | None:
 
 
 def items(costs: Sequence[Cost], ends: Mapping[str, str], rows: Rows | None = None) -> list[Item]:
-    """Return the items to simulate for the launches of one rank.
-
-    ends: for each factor, such as `compute`, which end of the uncertainty interval to use: `low` or `high`. For
-        example, `{"compute": "high"}` takes the upper end of every time that depends on compute. Other times are taken
-        as estimated.
-    rows: returns which consecutive operators to join into one item that takes the same time on the stream and on the
-        host. None joins none.
-    """
+    """Return the items to simulate for the launches of one rank."""
     if rows is None:
         return [_item(cost, ends) for cost in costs]
     return [_item(row[0], ends) if len(row) == 1 else _joined(row, ends) for row in rows(costs, ends)]
@@ -206,17 +187,7 @@ OVERLAP, STEP = "overlap", "step"
 
 @dataclass(frozen=True)
 class Step:
-    """A simulated step.
-
-    seconds: the time until the last simulated rank has ended.
-    low, high: the ends of the 80 % interval of `seconds`.
-    done: the launches of each rank, in the order in which they began. Their times are those of a step without
-        the microbatches that are left out.
-    factors: for each cause of uncertainty (FACTORS, OVERLAP, STEP), how many seconds longer the step may be. This is
-        the case when all times that depend on the cause are at the upper end of their interval.
-    left_out: microbatches that are not in `done`, though `seconds` counts them, see `Work.left_out`.
-    period: the seconds of each of them.
-    """
+    """A simulated step."""
 
     seconds: float
     low: float

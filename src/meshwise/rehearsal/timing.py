@@ -5,8 +5,6 @@ that process ends, and the crash is reported.
 
 If several workers share the CPU, as many threads run the operator at once, since the workers also share the memory
 bandwidth.
-
-Tested in tests/rehearsal/test_measured.py.
 """
 
 from __future__ import annotations
@@ -59,13 +57,7 @@ def call_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
 
 
 def made(call: str) -> Callable[[], object]:
-    """Return a function that repeats an operator call on the CPU. The input tensors are drawn at random now, and used
-    in each repetition.
-
-    call: the JSON from `call_of`.
-
-    Raises AttributeError if this version of torch has no such operator.
-    """
+    """Return a function that repeats an operator call on the CPU."""
     name, args, kwargs = json.loads(call)
     operator = torch.ops
     for part in name.split("."):
@@ -158,11 +150,7 @@ SERVE = "from meshwise.rehearsal.timing import serve; serve()"
 
 
 def timed(call: str, threads: int, others: int = 0) -> tuple[float | None, Sequence[int], str]:
-    """Time an operator call in another process, on `threads` threads, while `others` threads repeat the same call.
-
-    Return three values: the seconds, or None if the call cannot be made; what it allocates internally (see
-    `_taken_inside`); and how the call crashed the process, or an empty string.
-    """
+    """Time an operator call in another process, on `threads` threads, while `others` threads repeat the same call."""
     child = _child()
     if child.poll() is not None:  # at rest, by someone else
         _child.cache_clear()
@@ -184,8 +172,7 @@ def timed(call: str, threads: int, others: int = 0) -> tuple[float | None, Seque
 
 
 def serve() -> None:
-    """Time the calls that are requested on stdin, one line of JSON each, until it is closed. Write the results to
-    stdout."""
+    """Time the calls that are requested on stdin, one line of JSON each, until it is closed."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # an operator may print
     for line in sys.stdin:

@@ -5,8 +5,6 @@ The step runs in a fake process group.
 The engine, the parallelism code and PyTorch's own FSDP2 are those of a real run. Their operators and collectives are
 recorded. No device memory is allocated and nothing is computed. One rank of each kind is traced. In a pipeline, this is
 one rank of each stage, since ranks that differ only on other mesh axes do the same.
-
-Tested in tests/rehearsal/test_trace.py.
 """
 
 from __future__ import annotations
@@ -68,14 +66,7 @@ of stages that need no more than another; or the launches alone."""
 
 @dataclass(frozen=True)
 class Trace:
-    """What one rank does in its first step (`first`), and what it does in each later step (`step`).
-
-    reads_values: whether the forward or backward reads values of tensors, so that its operators may depend on the
-    batch.
-    launches_alone: whether the launches of `step` are all that is given. Another rank does the same and needs as much
-    memory or more.
-    more: what it does in a step of one more microbatch, right after `step`.
-    """
+    """What one rank does in its first step (`first`), and what it does in each later step (`step`)."""
 
     first: Work
     step: Work
@@ -93,20 +84,7 @@ def trace(
     more: bool = False,
     few_stages: bool = False,
 ) -> list[Trace]:
-    """Trace what the ranks of a plan do in a step of a job. Return one trace for each group of ranks that do the same
-    work.
-
-    Ranks do the same work if they have the same pipeline stage, equally fast devices, and the same share of the batch.
-    The trace of rank 0 comes first. Raises PlanError, with the reason, for a plan that cannot run. Raises UsageError,
-    with the source line, if the program cannot run on tensors without values.
-
-    kind: the kind of device, `gpu` or `cpu`.
-    speeds: one value for each rank. Ranks with equal devices have equal values. By default, all devices are equal.
-    marked: whether to mark where the forwards and backwards of microbatches begin, for repeat_microbatches.py.
-    more: whether to trace a third step with one more microbatch.
-    few_stages: whether four stages stand for more (shrink.py). The third, which does what the second does, is then not
-        traced.
-    """
+    """Trace what the ranks of a plan do in a step of a job."""
     mail: stages.Mail = {}
     found, ranks = [], kinds_of_ranks(plan, speeds)
     try:
@@ -135,10 +113,7 @@ def kinds_of_ranks(plan: Plan, speeds: Sequence[Hashable] = ()) -> list[int]:
 
 def refused(what: str, error: Exception) -> MeshwiseError:
     """Return the error to raise for a program that cannot be traced on fake tensors, made from the exception that the
-    program raised. If that exception is a MeshwiseError, return it unchanged.
-
-    what: the job or script, as named in the message.
-    """
+    program raised."""
     if isinstance(error, MeshwiseError):
         return error
     told = UsageError(_why_not(what, error)).with_traceback(error.__traceback__)

@@ -4,8 +4,6 @@ If the blocks are alike, the result equals a trace of the whole model.
 
 Two models that differ by one block on each pipeline stage are traced. The trace of the real model is extrapolated from
 them. If that cannot be exact, all blocks are traced.
-
-Tested in tests/rehearsal/test_extrapolate.py.
 """
 
 from __future__ import annotations
@@ -63,17 +61,7 @@ FEW_MICROBATCHES = 3
 
 @dataclass(frozen=True)
 class Facts:
-    """Facts about a model.
-
-    stretch: the longest sequence of equal blocks. None if no two neighboring blocks are equal.
-    batch_norms: whether the model contains batch norms.
-    parameters: the bytes of all parameters.
-    trained: the bytes of the parameters that require gradients.
-    wide: the number of elements of all float32 parameters.
-    forward: the FLOPs and bytes of a forward pass on a global batch.
-    stepped: the bytes that an optimizer step reads and writes, divided by the bytes of the parameters. For example,
-        about 7 for Adam. It is 0 if this is unknown.
-    """
+    """Facts about a model."""
 
     stretch: Stretch | None
     batch_norms: bool
@@ -97,10 +85,7 @@ class _Asked:
 
 
 class Tracer:
-    """Traces plans of one job like `trace`, but faster if blocks or microbatches are alike.
-
-    It then traces only a few blocks or microbatches and extends the trace to all of them, which gives the same result.
-    """
+    """Traces plans of one job like `trace`, but faster if blocks or microbatches are alike."""
 
     def __init__(self, job: Job) -> None:
         """job: the job whose plans are traced."""
@@ -235,8 +220,7 @@ class Tracer:
 
     @functools.cached_property
     def model(self) -> Facts:
-        """Facts about the job's model. They are found by building the model and running one forward pass on fake
-        tensors. Raises UsageError if the model cannot be built on fake tensors."""
+        """Facts about the job's model."""
         heard = ForwardRecorder()
         with FakeTensors(heard.on_operator, stands_for_real=True), fake_without_values():
             try:

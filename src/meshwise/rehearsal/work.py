@@ -1,8 +1,6 @@
 """Define the work of one rank in a step, independent of hardware.
 
 The work is traced once, and priced on many machines.
-
-Tested in tests/rehearsal/test_work.py.
 """
 
 from __future__ import annotations
@@ -20,15 +18,7 @@ CATEGORIES = ("parameters", "buffers", "gradients", "optimizer", "activations", 
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """A call of an operator on one device.
-
-    name: the name in torch without the overload, such as `aten.mm`.
-    shapes, dtypes: the shapes and dtypes of the tensor arguments, in order. A dtype is written like `bf16`.
-    flops: the number of floating-point operations. Causal attention counts half as many as full attention.
-    read, written: the bytes that the operator reads and writes.
-    call: on a CPU, the call as text (timing.py), so that it can be measured.
-    layout: `channels_last` if the images of a convolution have this layout.
-    """
+    """A call of an operator on one device."""
 
     name: str
     shapes: tuple[tuple[int, ...], ...]
@@ -42,12 +32,7 @@ class Operation:
 
 @dataclass(frozen=True, slots=True)
 class CollectiveOperation:
-    """A collective, or a send or receive.
-
-    kind: `all-reduce`, `all-gather`, `reduce-scatter`, `all-to-all`, `broadcast`, `send` or `receive`.
-    size: the bytes of the full tensor, as nccl-tests count them.
-    ranks: the global ranks of the group. For a send or receive, (source, target).
-    """
+    """A collective, or a send or receive."""
 
     kind: str
     size: int
@@ -57,11 +42,7 @@ class CollectiveOperation:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """A copy between host memory and device memory.
-
-    size: the number of bytes.
-    to: `host` or `device`.
-    """
+    """A copy between host memory and device memory."""
 
     size: int
     to: str
@@ -72,13 +53,7 @@ What = Operation | CollectiveOperation | Copy
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """An operator, collective or copy that the host launches on a stream. A stream runs one launch after the other.
-
-    after: indices in `Work.events` of launches on other streams that must end before this one begins.
-    blocks: whether the host waits until the launch has ended.
-    module: the name of the model's block that the launch belongs to.
-    microbatch: the index of the microbatch, from 0. It is -1 outside of microbatches.
-    """
+    """An operator, collective or copy that the host launches on a stream. A stream runs one launch after the other."""
 
     what: What
     stream: str = MAIN
@@ -91,12 +66,7 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class Allocate:
-    """The event that memory is allocated.
-
-    storage: the number of the storage. The event `Free` names the storage by the same number.
-    category: one of CATEGORIES.
-    on_host: whether it is in host memory.
-    """
+    """The event that memory is allocated."""
 
     storage: int
     size: int
@@ -114,10 +84,7 @@ class Free:
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """Where a piece of a step begins, in traces that are to be composed (repeat_microbatches.py).
-
-    piece: `input`, `forward` or `backward` of microbatch `number`, or `rest`.
-    """
+    """Where a piece of a step begins, in traces that are to be composed (repeat_microbatches.py)."""
 
     piece: str
     number: int = -1
@@ -128,18 +95,7 @@ Event = Launch | Allocate | Free
 
 @dataclass(frozen=True)
 class Work:
-    """What one rank does in one step.
-
-    rank, ranks: the rank, and the number of ranks.
-    kind: the kind of device: `cpu`, or `gpu` for any accelerator.
-    held: the memory that is already allocated when the step begins, such as parameters and optimizer state.
-    events: launches and memory events, in the order in which the rank's host causes them.
-    notes: remarks on the program under this plan.
-    dtensors: whether the optimizer steps on DTensors. Operators on DTensors are slower, because each call goes through
-        Python.
-    left_out: microbatches whose forwards and backwards are not among `events`, but for the memory that they leave
-        allocated. They do the same as those beside them.
-    """
+    """What one rank does in one step."""
 
     rank: int
     ranks: int

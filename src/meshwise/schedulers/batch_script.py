@@ -6,7 +6,6 @@ What it does about the end of a job was tried on a Slurm 22.05:
 - the signals of a time limit, a preemption or `scancel` come to the script too and would end its `wait`;
 - `scontrol requeue` brings back a job that somebody has just cancelled, and from a node that was cut off it takes a
   healthy later start from the others: so it is asked only by the start that Slurm still counts, and while it runs.
-Tested in tests/schedulers/test_batch_script.py; run as printed on a real Slurm in test_submit_slurm.py beside it.
 """
 
 from __future__ import annotations
@@ -25,16 +24,7 @@ _NODES = re.compile(r"[1-9]\d{0,5}(-[1-9]\d{0,5})?")
 
 @dataclass(frozen=True)
 class BatchJob:
-    """A job for a scheduler. It runs `meshwise run WORDS` in the folder `workdir`.
-
-    run: the folder for the records of the run.
-    words: the words after `meshwise run`.
-    nodes: the number of nodes, such as `4` or `2-8`.
-    seconds: the time limit. With None, the time limit of the partition applies.
-    gpus: the number of GPUs per node, or 0 for none.
-    command: the command that calls meshwise, as words.
-    options: options for sbatch.
-    """
+    """A job for a scheduler. It runs `meshwise run WORDS` in the folder `workdir`."""
 
     name: str
     workdir: Path
@@ -49,10 +39,7 @@ class BatchJob:
 
 
 def nodes_of(text: str) -> tuple[int, int]:
-    """Parse a number of nodes such as `4` or `2-8`. Return the smallest and the largest number.
-
-    Raises UsageError for another form, or if the first number is larger than the second.
-    """
+    """Parse a number of nodes such as `4` or `2-8`."""
     if not _NODES.fullmatch(text):
         raise UsageError(f"--nodes must be a number such as 4, or a range such as 2-8, but it is {text}.")
     low, _, high = text.partition("-")

@@ -6,8 +6,6 @@ The file is the site's or the user's.
     network = "400Gb"                      # what a node can send, one way
     partition = "gpu"
     setup = ["module load cuda/12.4", "source /shared/me/.venv/bin/activate"]
-
-Tested in tests/schedulers/test_site.py.
 """
 
 from __future__ import annotations
@@ -29,23 +27,7 @@ _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 @dataclass(frozen=True)
 class Site:
-    """The default settings of a cluster. A field is "", 0 or an empty tuple if the cluster has no default for it.
-
-    machine: the hardware of one node, such as `8xH100`.
-    network: the bandwidth at which a node can send.
-    devices: the devices of a node to use, as for the option `--devices`.
-    gpus: how GPUs are requested from Slurm, one of GPU_FORMS.
-    gpu_type: the type of the GPUs, such as `h100`.
-    gpus_per_node: the number of GPUs of a node. 0 stands for the number in `machine`.
-    cpus, memory: the CPU cores and the memory to request on a node.
-    command: the command that calls meshwise on the cluster.
-    setup: shell lines to run before the job.
-    container: the container image of the job. `runtime` is the program that runs it, with the folders in `mounts`.
-    runs: a folder that all nodes share, for the records of runs.
-    options: options for sbatch.
-    secrets: the names of environment variables that the job needs.
-    file: the path of the site file.
-    """
+    """The default settings of a cluster. A field is "", 0 or an empty tuple if the cluster has no default for it."""
 
     machine: str = ""
     network: str = ""
@@ -70,13 +52,7 @@ class Site:
 
 
 def find_site(named: str | Path | None = None, *, beside: Path = Path(), home: Path | None = None) -> Site:
-    """Read the default settings of a cluster.
-
-    They come from the file `named`. If it is None, they come from the first site.toml found in the current folder, in
-    the folder `beside` or in ~/.config/meshwise. If there is no such file, return a `Site` without settings.
-
-    Raises UsageError for a file that cannot be read, or that has unknown or invalid settings.
-    """
+    """Read the default settings of a cluster."""
     if named is not None:
         return read_site(Path(named))
     config = Path(os.environ.get("XDG_CONFIG_HOME") or (home or Path.home()) / ".config")

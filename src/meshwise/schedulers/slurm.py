@@ -1,7 +1,4 @@
-"""Call Slurm's commands: submit, query, cancel.
-
-Tested in tests/cli/test_submit.py.
-"""
+"""Call Slurm's commands: submit, query, cancel."""
 
 from __future__ import annotations
 
@@ -26,11 +23,7 @@ class SchedulerError(MeshwiseError):
 
 @dataclass(frozen=True)
 class Queued:
-    """A job in Slurm's queue.
-
-    state: `PENDING`, `RUNNING` and so on.
-    reason: why the job waits, such as `Priority`.
-    """
+    """A job in Slurm's queue."""
 
     job: str
     state: str
@@ -55,8 +48,7 @@ def send(script: Path, options: Sequence[str] = ()) -> str:
 
 
 def queue(jobs: Iterable[str]) -> dict[str, Queued]:
-    """Return the queue entries of these jobs by job number. Only jobs that wait or run have an entry. For a job array,
-    this is the entry of a running task if there is one, else of a waiting task. If squeue fails, the dict is empty."""
+    """Return the queue entries of these jobs by job number."""
     wanted = set(jobs)
     rows = [line.strip().split("|") for line in _queue().splitlines() if line.count("|") == 3] if wanted else []
     there = sorted((Queued(*row) for row in rows if row[1] not in OVER), key=lambda one: one.state == RUNNING)
@@ -74,16 +66,14 @@ def answers() -> bool:
 
 
 def _queue() -> str:
-    """Return what squeue prints, a line for each task of an array, with a header line first. An empty string if squeue
-    is missing or fails."""
+    """Return what squeue prints, a line for each task of an array, with a header line first."""
     with contextlib.suppress(MeshwiseError):
         return _asked(["squeue", "--all", "--array", "--format", "%i|%T|%r|%P"], patience=5.0)
     return ""
 
 
 def newest(jobs: Sequence[str]) -> Queued | None:
-    """Return the queue entry of a run's newest job. Returns None if the run has no job, or if the job has left the
-    queue."""
+    """Return the queue entry of a run's newest job."""
     return queued(jobs[-1]) if jobs else None
 
 

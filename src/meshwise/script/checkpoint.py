@@ -227,9 +227,7 @@ class LoopState:
         self._between, self._due = True, self._due or self._saves.in_background
 
     def _count(self) -> bool:
-        """Add the optimizer steps made since the last call to the number of steps. Return whether there were any.
-
-        Steps on batches of any loader count, not only steps on batches of the training loader."""
+        """Add the optimizer steps made since the last call to the number of steps."""
         phases = self._engine.phases
         ended = phases.done > self._counted
         self._step, self._counted = self._step + phases.done - self._counted, phases.done
@@ -249,9 +247,7 @@ class LoopState:
                 self.save()
 
     def _look_at_program(self, loader: DistributedLoader | None) -> None:
-        """Warn of mistakes in the call of `mw.checkpoint`. For example, the program may use a model that is not saved.
-
-        This is done once, when the program's first loop begins."""
+        """Warn of mistakes in the call of `mw.checkpoint`."""
         if self._looked_at or loader is not self._loader or self._saver is None:
             return
         self._looked_at, say, engine, program = True, self._engine.notify, self._engine, self._engine.program

@@ -251,8 +251,7 @@ def split(*batch: Any, whole: bool = False, dim: int = 0) -> Any:
 
 
 def _program_begins(engine: Engine) -> None:
-    """Prepare for another training program in the same process. The new program is checked like the first one, and
-    notices may be printed again."""
+    """Prepare for another training program in the same process."""
     program, given = engine.program, engine.given
     engine.view = None if engine.whole is None else "whole"
     engine.notify.program_begins()
@@ -306,8 +305,7 @@ def _sees_whole() -> bool:
 
 
 def _engine() -> Engine:
-    """Return the engine of the job, if one of its loss functions is running now. Otherwise return the program's
-    engine."""
+    """Return the engine of the job, if one of its loss functions is running now."""
     return IN_LOSS[-1] if IN_LOSS else default_engine()
 
 

@@ -227,11 +227,7 @@ class DistributedLoader(OverLoader):
         self._end_epoch()
 
     def _read(self, limit: int | None) -> Iterator[tuple[Any, Any]]:
-        """Return an iterator over (batch, this rank's slice of the batch) for the rest of the epoch. With limit=0, it
-        yields nothing.
-
-        Another `limit` asks for one batch of at most `limit` samples. It is ignored if the program relies on full
-        batches, so that the batch has its usual size."""
+        """Return an iterator over (batch, this rank's slice of the batch) for the rest of the epoch."""
         if limit == 0:
             return iter(())
         if limit is not None and self._whole_batches:
@@ -242,8 +238,7 @@ class DistributedLoader(OverLoader):
         return pairs if self.wrapper is None else self.wrapper.pairs(pairs)
 
     def _draws(self) -> Draws:
-        """Return the object that draws the order of this epoch. A random order is drawn from the generator states of
-        rank 0. The first call in an epoch is collective, because rank 0 sends its states."""
+        """Return the object that draws the order of this epoch."""
         if self._order is not None:
             return self._generators.draws(self._order, again=True)
         together = self._spec.drawn and not self._spec.own

@@ -67,8 +67,7 @@ def save(thing: Any, path: str | Path) -> None:
 
 
 def _is_ours(hook: Any) -> bool:
-    """Return whether a module's hook was added by meshwise. `save` leaves such hooks out of the file. Otherwise, the
-    file could only be read where meshwise is installed, and not with `weights_only=True`."""
+    """Return whether a module's hook was added by meshwise."""
     return str(getattr(getattr(hook, "func", hook), "__module__", "")).startswith("meshwise.")
 
 
@@ -89,8 +88,7 @@ def load(path: str | Path) -> Any:
 
 
 def _read(path: Path) -> Any:
-    """Read a file that torch has written. Raise CheckpointError, which names the file, if the content cannot be
-    read."""
+    """Read a file that torch has written."""
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:

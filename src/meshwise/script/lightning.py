@@ -68,10 +68,7 @@ def _distribute(trainer: Any, engine: Engine, add: Add, share: Share) -> Any:
 
 
 def _on_ranks(name: str) -> Callable[..., Any]:
-    """Return a method that calls the Trainer's method `name`.
-
-    If all ranks have agreed to stop, it raises KeyboardInterrupt, as a loop without Lightning does. Lightning itself
-    would turn this exception into SystemExit with code 1."""
+    """Return a method that calls the Trainer's method `name`."""
 
     def run(self: TrainerOnRanks, *args: Any, **options: Any) -> Any:
         handler = signal.getsignal(signal.SIGINT)

@@ -1,7 +1,4 @@
-"""Override a Lightning strategy: model, loaders, steps, files over all ranks.
-
-Tested in tests/script/test_lightning.py.
-"""
+"""Override a Lightning strategy: model, loaders, steps, files over all ranks."""
 
 from __future__ import annotations
 
@@ -37,10 +34,7 @@ STATES = "meshwise"
 
 @dataclass(eq=False)
 class Ranks(OfTrainer):
-    """The state shared by all classes of meshwise that override methods of Lightning's Trainer and its parts.
-
-    states: the states of the loaders from a restored checkpoint.
-    open: the unfinished loops over loaders: `open[True]` for training, `open[False]` for anything else."""
+    """The state shared by all classes of meshwise that override methods of Lightning's Trainer and its parts."""
 
     states: list[dict[str, Any]] = field(default_factory=list)
     open: dict[bool, WeakSet[Any]] = field(default_factory=lambda: {True: WeakSet(), False: WeakSet()})
@@ -208,11 +202,7 @@ class StrategyOnRanks(ABC):  # as its own class is: Python compares the layouts
 
 class _Ahead:
     """An iterator that lets Lightning ask for a batch before the batch is read. It yields placeholders instead of
-    batches.
-
-    Lightning asks one batch ahead, to know which batch is the last. But meshwise assumes that the batch read last is
-    the batch being processed. So `PrecisionOnRanks` reads the batch when its processing begins, in place of the
-    placeholder."""
+    batches."""
 
     def __init__(self, batches: Iterator[Any], reader: Reader) -> None:
         self._batches, self._reader, self._given = batches, reader, 0
@@ -227,8 +217,7 @@ class _Ahead:
         return self
 
     def read(self) -> Any:
-        """Read the next batch from the loader, and return it. `PrecisionOnRanks` calls this when Lightning begins to
-        process the batch."""
+        """Read the next batch from the loader, and return it."""
         self._given -= 1
         return next(self._batches)
 
@@ -244,10 +233,7 @@ class PrecisionOnRanks:
 
 
 class LoaderOnRanks(OverLoader):
-    """A distributed loader for Lightning.
-
-    Lightning may stop reading in the middle of an epoch, and then leaves the iterator open. The iterators are therefore
-    kept in `Ranks.open`, and `Ranks.close` ends them."""
+    """A distributed loader for Lightning."""
 
     def __init__(self, loader: Any, ranks: Ranks) -> None:
         self._loader, self._ranks, self._reader = loader, ranks, None

@@ -33,8 +33,7 @@ Number = TypeVar("Number", int, float, Tensor)
 
 
 def sum_over_ranks(engine: Engine, value: Number) -> Number:
-    """Return the sum of `value` over all ranks, as `mw.sum` does. A rank whose batch holds only a padding sample adds
-    nothing."""
+    """Return the sum of `value` over all ranks, as `mw.sum` does."""
     if engine.world.size == 1:
         return joined(engine, value)
     counts = 0 if _samples_of(engine, "mw.sum", weighed=True) == 0 else 1
@@ -67,11 +66,7 @@ def _mean(engine: Engine, value: Tensor, weight: float | Tensor | None) -> Tenso
 
 
 def _samples_of(engine: Engine, verb: str, *, weighed: bool) -> int | None:
-    """Return how many samples are in the value that this rank passes to `mw.sum` or `mw.mean`. Return None if this is
-    unknown. Raise UsageError if the value includes a padding sample.
-
-    verb: the name of the called function, for error messages.
-    weighed: whether the call is `mw.sum`, or `mw.mean` with a weight."""
+    """Return how many samples are in the value that this rank passes to `mw.sum` or `mw.mean`."""
     ended, part = engine.reads.ended, engine.part
     if ended is None:
         engine.reads.check_one_share(verb, weighed=weighed)
@@ -110,10 +105,7 @@ def gather_over_ranks(engine: Engine, values: Any) -> Any:
 
 
 def _counts_of(engine: Engine, tensors: Sequence[Tensor]) -> list[int] | None:
-    """Return how many rows of this rank's tensors belong to each batch that this rank has read, such as `[4, 4, 2]`.
-    After a loop, the tensors may have the rows of the first batches only. The result then has only these batches.
-
-    Return None if the number of rows does not fit the batches."""
+    """Return how many rows of this rank's tensors belong to each batch that this rank has read, such as `[4, 4, 2]`."""
     rows = {len(t) if t.dim() else -1 for t in tensors}
     ended, part = engine.reads.ended, engine.part
     if ended is None and part is None:
@@ -126,11 +118,7 @@ def _counts_of(engine: Engine, tensors: Sequence[Tensor]) -> list[int] | None:
 
 
 def _check_rows(ranks: Sequence[tuple[list[int] | None, Sequence[tuple[tuple[int, ...], torch.dtype]]]]) -> None:
-    """Raise UsageError, on every rank, if the tensors of the ranks cannot be gathered. On each rank, a tensor must have
-    one row for each sample. All ranks must have the same number of batches, the same dtypes, and the same sizes of all
-    other dimensions.
-
-    ranks: for each rank, its samples in each batch (see `_counts_of`), and the shape and dtype of its tensors."""
+    """Raise UsageError, on every rank, if the tensors of the ranks cannot be gathered."""
     kinds = [[(shape[1:], dtype) for shape, dtype in tensors] for _, tensors in ranks]
     batches = {None if counts is None else len(counts) for counts, _ in ranks}
     if None not in batches and len(batches) == 1 and all(kind == kinds[0] for kind in kinds):
@@ -193,11 +181,7 @@ def sum_in_loss(engine: Engine, value: Tensor) -> Tensor:
 
 
 def mean_in_loss(engine: Engine, value: Tensor, weight: Tensor | float | None) -> Tensor:
-    """Return the mean of `value` over the ranks, for use in a loss: gradients flow back through the mean to `value`.
-
-    The call is collective, and so is its backward.
-
-    weight: how many items this rank's `value` is a mean over. By default, the number of its samples."""
+    """Return the mean of `value` over the ranks, for use in a loss: gradients flow back through the mean to `value`."""
     part = _begin(engine, "mw.mean", value)
     if part is None:
         return value
@@ -210,10 +194,8 @@ def mean_in_loss(engine: Engine, value: Tensor, weight: Tensor | float | None) -
 
 
 def _begin(engine: Engine, verb: str, value: Any) -> Any:
-    """Check a call of `mw.sum` or `mw.mean` with grad=True, and return the slice of the batch that this rank processes.
-    Return None if every rank processes the whole batch. Raise UsageError if the call does not work here.
-
-    verb: the name of the called function, for error messages."""
+    """Check a call of `mw.sum` or `mw.mean` with grad=True, and return the slice of the batch that this rank
+    processes."""
     if not isinstance(value, Tensor):
         raise UsageError(f"{user_place()}: {verb}(…, grad=True) needs a tensor, but got a {type(value).__name__}.")
     plan, part = engine.plan, engine.part
@@ -239,8 +221,7 @@ def _is_float(value: Tensor) -> bool:
 
 
 def _attached(value: Tensor) -> Tensor:
-    """Return `value` so that it has an autograd graph. A rank without items may have only a constant, such as 0, in its
-    loss. It needs a graph all the same, because the backward is collective, and every rank must take part."""
+    """Return `value` so that it has an autograd graph."""
     whole = gather(value)
     if whole.requires_grad or not _is_float(whole) or not torch.is_grad_enabled():
         return whole

@@ -1,7 +1,4 @@
-"""Gather the state of a user's loop, and restore it.
-
-Tested in tests/script/test_checkpoint.py, test_saved_loop.py and test_lost_in_a_loop.py.
-"""
+"""Gather the state of a user's loop, and restore it."""
 
 from __future__ import annotations
 
@@ -31,10 +28,7 @@ Loaders = DistributedLoader | Sequence[DistributedLoader] | None
 
 @dataclass(frozen=True)
 class LoopParts:
-    """The parts of a training loop that are saved in its state.
-
-    things: the models, optimizers and schedulers, by kind and then by name.
-    made_with: settings of the program, which are compared with the saved ones when the loop resumes."""
+    """The parts of a training loop that are saved in its state."""
 
     engine: Engine
     things: Mapping[str, dict[str, Any]]
@@ -65,8 +59,7 @@ def _loaders_of(given: Loaders) -> tuple[DistributedLoader, ...]:
 
 
 def says_beside(parts: LoopParts) -> str:
-    """Return a warning if the loop of `mw.checkpoint` also reads a loader whose position is not saved. Return an empty
-    string otherwise. parts: has the loaders whose positions are saved."""
+    """Return a warning if the loop of `mw.checkpoint` also reads a loader whose position is not saved."""
     engine = parts.engine
     read = [each for each in engine.given.loaders if each.in_batch and each.given_at >= engine.phases.done - 1]
     if not parts.loaders or all(each in parts.loaders for each in read):
@@ -104,8 +97,7 @@ def tree_of(parts: LoopParts, step: int, random: tuple[Any, ...], *, whole: bool
 
 
 def restore(parts: LoopParts, folder: Path, tree: Mapping[str, Any]) -> int:
-    """Restore all parts of the loop from `tree`, which was saved in `folder`. Return the number of the last step in
-    it."""
+    """Restore all parts of the loop from `tree`, which was saved in `folder`."""
     models, optimizers, schedulers = (parts.things[kind] for kind in ("model", "optimizer", "scheduler"))
     saved = {"": tree["model"]} if tree["models"] == [""] else tree["model"]
     _compare(folder, parts.things, {**tree, "model": saved})
@@ -187,12 +179,7 @@ def forgotten(
     optimizers: Iterable[Optimizer],
     schedulers: Iterable[Any],
 ) -> str:
-    """Return a warning about objects that the program trains with, but that no call of `mw.checkpoint` saves. Return an
-    empty string if all objects are saved.
-
-    given: the objects passed to any call of `mw.checkpoint`.
-    things: the objects passed to the last call alone, by kind (such as `model`) and name.
-    models, optimizers, schedulers: the objects that the program trains with."""
+    """Return a warning about objects that the program trains with, but that no call of `mw.checkpoint` saves."""
     saved = {id(p) for each in given if isinstance(each, nn.Module) for p in each.parameters()}
     known = {id(each) for each in given}
     lost: dict[str, list[Any]] = {
@@ -237,8 +224,7 @@ def _restore_extra(extra: Any, saved: Any) -> None:
 
 
 def _filled(own: Any, value: Any) -> Any:
-    """Restore one value. If `own`, the program's object, can be updated in place, write `value` into it and return it.
-    Otherwise return `value`."""
+    """Restore one value."""
     if hasattr(own, "load_state_dict"):
         own.load_state_dict(value)
         return own
@@ -258,9 +244,7 @@ def _filled(own: Any, value: Any) -> Any:
 
 def unread_numbers(*, held: int, extra: Any) -> str:
     """Return a warning if the program keeps no reference to the dict `extra`, so that it can never read or change the
-    dict's numbers. An example is `mw.checkpoint(…, extra={"best": best})`. Return an empty string otherwise.
-
-    held: `sys.getrefcount(extra)`, as counted by the caller. A larger count means that the program keeps the dict."""
+    dict's numbers."""
     names = [str(n) for n, v in extra.items() if isinstance(v, int | float)] if type(extra) is dict else []
     if not names or held > _HELD_ONCE:
         return ""

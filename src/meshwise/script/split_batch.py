@@ -1,7 +1,4 @@
-"""Divide a batch that all ranks hold: `mw.split`.
-
-Tested in tests/script/test_split.py.
-"""
+"""Divide a batch that all ranks hold: `mw.split`."""
 
 from __future__ import annotations
 
@@ -62,8 +59,7 @@ def _begin_step(engine: Engine, part: BatchSlice) -> None:
 
 
 def _rows_in(batch: tuple[Any, ...], dim: int, whole: bool) -> int:
-    """Return how many rows a batch has. Raise UsageError if it has none, or if its tensors have different
-    numbers of rows."""
+    """Return how many rows a batch has."""
     if not batch:
         raise UsageError("mw.split() was called without a batch. Write x, y = mw.split(x, y).")
     leaves = [leaf for leaf in all_leaves(batch) if leaf is not None]

@@ -33,19 +33,14 @@ from meshwise.workers.place import place_in
 
 @dataclass(frozen=True)
 class HeldFolder:
-    """A folder that this program has locked, to save states in it.
-
-    number: a number that no other start of the program has. It is part of the names of the states that this start
-        saves. None if the folder cannot be written.
-    lock: the lock, which only rank 0 holds. None on the other ranks."""
+    """A folder that this program has locked, to save states in it."""
 
     path: Path
     number: int | None
     lock: FolderLock | None
 
     def tell_origin(self, saved: Checkpoint, say: Callable[[str], object]) -> None:
-        """Print which saved state the program resumes from. Print nothing if the state was saved by an earlier attempt
-        of the run that now resumes."""
+        """Print which saved state the program resumes from."""
         by, own = claims_of(self.path).get(saved.attempt, {}), _facts()
         if own["run"] and by.get("run") == own["run"]:
             return
@@ -74,10 +69,7 @@ def hold(folder: Path) -> HeldFolder:
 
 
 def _held(folder: Path) -> tuple[FolderLock | None, int | None, str]:
-    """Lock the folder, and claim a number for this start of the program. Return (lock, number, error message).
-
-    If another program saves in the folder, the message says so, and the number is None. If the folder cannot be
-    written, the number is None and the message is empty: the first save will then report the error."""
+    """Lock the folder, and claim a number for this start of the program."""
     lock = None
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -51,8 +51,7 @@ SWEEP = {"what": "hyperparameter_search", "instead": "write a loop over the tria
 
 
 def own_names(model: Any) -> contextlib.AbstractContextManager[object]:
-    """Return a context manager in which the model saves its weights under the names of its own parameters. Trainer
-    expects these names when it loads weights, and skips weights with other names."""
+    """Return a context manager in which the model saves its weights under the names of its own parameters."""
     save = getattr(model, "save_pretrained", None)
     if save is None or "save_original_format" not in inspect.signature(save).parameters:
         return contextlib.nullcontext()
@@ -207,15 +206,13 @@ WHOLE = (
 
 
 def _join() -> None:
-    """Replace the process group that TrainingArguments has created by a process group of meshwise. The group of
-    TrainingArguments may lack a backend for CPU tensors."""
+    """Replace the process group that TrainingArguments has created by a process group of meshwise."""
     rank_context()
     rejoin()
 
 
 def _models_of(trainer: Any) -> list[nn.Module]:
-    """Return a list with the Trainer's model, so that the plan can be applied to it now. Return an empty list if the
-    Trainer makes its model later, by `model_init`."""
+    """Return a list with the Trainer's model, so that the plan can be applied to it now."""
     return [trainer.model] if trainer.model_init is None and isinstance(trainer.model, nn.Module) else []
 
 
@@ -243,9 +240,7 @@ def _distribute(trainer: Any, engine: Engine, add: Add, share: Share) -> Any:
 
 def _refuse(trainer: Any, ranks: int, masks: bool) -> None:
     """Raise UsageError if the Trainer uses a feature with which several devices would not compute the same as one
-    device.
-
-    masks: whether the data collator masks tokens at random although the user has requested `--exact-random`."""
+    device."""
     args = trainer.args
     own = sorted({c.__name__ for c in type(trainer).__mro__ if c.__module__.startswith("trl.")} - {"_BaseTrainer", SFT})
     reads = not str(type(trainer).get_batch_samples.__module__).startswith("transformers.")

@@ -1,7 +1,4 @@
-"""Give a Trainer loaders over ranks, with epochs, skipping and look-ahead.
-
-Tested in tests/script/test_trainer.py.
-"""
+"""Give a Trainer loaders over ranks, with epochs, skipping and look-ahead."""
 
 from __future__ import annotations
 
@@ -41,8 +38,7 @@ class Reader:
         return self._waiting.popleft() if self._waiting else next(self._pairs)
 
     def look(self, count: int) -> list[Share]:
-        """Return the next `count` batches without consuming them. Random draws made while they are read do not count as
-        draws of the current batch."""
+        """Return the next `count` batches without consuming them."""
         with nullcontext() if rehearsing() else without_interception():
             while len(self._waiting) < count and (pair := next(self._pairs, None)) is not None:
                 self._waiting.append(pair)
@@ -94,8 +90,7 @@ class _Epoch:
 
 
 def skip_batches(otherwise: Callable[..., Any], loader: Any, num_batches: int = 0) -> Any:
-    """Make the next epoch of a `TrainerLoader` begin after `num_batches` batches, and return the loader. For other
-    loaders, call `otherwise`, which is accelerate's `skip_first_batches`."""
+    """Make the next epoch of a `TrainerLoader` begin after `num_batches` batches, and return the loader."""
     if not isinstance(loader, TrainerLoader):
         return otherwise(loader, num_batches)
     loader.skipped = num_batches

@@ -34,15 +34,7 @@ MIXED = "a sum over num_items_in_batch and more"
 @dataclass(eq=False)
 class Ranks(OfTrainer):
     """The state shared by the classes of meshwise that override methods of transformers' Trainer and of its
-    Accelerator.
-
-    loss: the loss of the newest backward, over all ranks.
-    weight: the number of items, such as tokens, over which this rank's newest loss is a mean. None for a sum, and for a
-        mean over samples.
-    computed: whether `compute_loss` has returned the newest loss.
-    items: whether `compute_loss` has received `num_items_in_batch` for the newest loss.
-    kinds: SUM, MEAN (over samples) or ITEMS (a mean over tokens or the like). `kinds[True]` is for losses computed with
-        `num_items_in_batch`, and `kinds[False]` is for all other losses."""
+    Accelerator."""
 
     loss: Tensor | None = None
     weight: Tensor | None = None
@@ -71,10 +63,7 @@ class Ranks(OfTrainer):
 
 
 def first_loss(ranks: Ranks, compute: Callable[..., Any], items: Any, args: Any, options: dict[str, Any]) -> Any:
-    """Compute the first loss, and return the result of `compute`. From the loss's derivative and autograd graph, find
-    out whether it is a sum, a mean over samples, or a mean over other items. Collective.
-
-    items: the value of `num_items_in_batch`; None if the loss is computed without it."""
+    """Compute the first loss, and return the result of `compute`."""
     if items is not None:
         items = torch.as_tensor(items).detach()
         items = (items if items.is_floating_point() else items.double()).clone().requires_grad_()
@@ -110,9 +99,7 @@ def loss_of(result: Any) -> Tensor:
 
 
 def weight_of(ranks: Ranks, loss: Tensor) -> Tensor:
-    """Return the number by which a sum was divided to compute the loss, such as the number of tokens. Find it in the
-    graph of the loss: either the last operator divides a sum, or the loss contains a mean cross entropy. Raise
-    UsageError if the graph has neither, or several cross entropies."""
+    """Return the number by which a sum was divided to compute the loss, such as the number of tokens."""
     found = count_of_sum(loss) or [over for over, _, _ in cross_entropy_means(loss)]
     if len(found) != 1:
         raise UsageError(
@@ -185,10 +172,7 @@ class AcceleratorOnRanks:
 
 
 def _rows(ranks: Ranks, most: int | None, tensor: Tensor) -> Tensor:
-    """Return the rows of all ranks in the loader's order. A tensor without dimensions becomes one row per rank.
-    Collective.
-
-    most: how many rows of each rank to take at most; None takes all of them."""
+    """Return the rows of all ranks in the loader's order."""
     mine = tensor.detach()[:most] if tensor.ndim else tensor.detach()
     ranks.engine.events.send("joined", None)
     if ranks.alone:
@@ -199,8 +183,7 @@ def _rows(ranks: Ranks, most: int | None, tensor: Tensor) -> Tensor:
 
 
 def _padded(own: Tensor, dim: int, value: float, first: bool) -> Tensor:
-    """Pad dimension `dim` of a tensor with `value` to the greatest size that this dimension has on any rank.
-    Collective."""
+    """Pad dimension `dim` of a tensor with `value` to the greatest size that this dimension has on any rank."""
     if dim >= own.ndim:
         return own
     most = int(collectives.all_reduce(torch.tensor(own.shape[dim]), "max"))

@@ -2,8 +2,6 @@
 
 These are batch sizes divided by the number of ranks, epochs counted from 0, and counters and sums of a loop that
 resumes inside an epoch. The source shows them.
-
-Tested in tests/slips and tests/script/test_lost_in_a_loop.py.
 """
 
 from __future__ import annotations
@@ -78,12 +76,7 @@ class Asked:
             self._read = not _ONLY_SHOWN.match(linecache.getline(frame.f_code.co_filename, frame.f_lineno))
 
     def unread(self, epochs: int, extra: Any) -> str:
-        """Return a warning if the resumed program has not read `epoch` of the object that `mw.checkpoint` returned.
-        Such a program would train the finished epochs again. Return an empty string otherwise.
-
-        epochs: how many epochs were finished in the restored state.
-        extra: the restored value of `mw.checkpoint(…, extra=...)`. If it is a dict with a name such as "epoch" or
-            "step", the program counts epochs itself, and there is no warning."""
+        """Return a warning if the resumed program has not read `epoch` of the object that `mw.checkpoint` returned."""
         counts = isinstance(extra, dict) and any(re.search("epoch|step", str(name).lower()) for name in extra)
         if self._read or not epochs or counts:
             return ""
@@ -93,9 +86,7 @@ class Asked:
 
 def says_counted(start: int, kept: Sequence[Any] = ()) -> Iterator[str]:
     """Yield warnings if the user's loop resumes inside an epoch, after `start` batches (at least one), but counts its
-    batches or sums its values from 0.
-
-    kept: the objects that were restored."""
+    batches or sums its values from 0."""
     if (frame := user_frame()) is None:
         return
     at, values = {"place": user_place(frame), "batch": start + 1}, frame.f_globals | frame.f_locals

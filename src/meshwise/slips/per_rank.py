@@ -2,8 +2,6 @@
 
 For `meshwise check`. Such mistakes are sums and averages of this rank's samples that the program takes for those of all
 ranks. What is returned, or passed to other functions of the file, may be summed over ranks there, and is left alone.
-
-Tested in tests/slips/test_slips.py and tests/equivalence/test_hints.py.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Read the user's source: scopes, names, calls and loops.
-
-Tested in tests/slips/test_slips.py and tests/slips/test_resumed_loop.py.
-"""
+"""Read the user's source: scopes, names, calls and loops."""
 
 from __future__ import annotations
 

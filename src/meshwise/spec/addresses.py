@@ -23,11 +23,7 @@ def more(address: str) -> str:
 
 
 def addresses() -> dict[str, str]:
-    """Return the section of docs/ that explains the errors of each source file. A key is a file, such as `folder/file`
-    without `.py`. Its value is a section, such as `page.md#section`.
-
-    If a function's errors have a section of their own, there is also the key `folder/file/function`.
-    """
+    """Return the section of docs/ that explains the errors of each source file."""
     table = tomllib.loads((PACKAGE / "spec/addresses.toml").read_text(encoding="utf-8"))
     return {place: address for address, places in table.items() for place in places}
 

@@ -1,7 +1,4 @@
-"""Pause Python's collector of reference cycles.
-
-Tested in tests/spec/test_garbage.py.
-"""
+"""Pause Python's collector of reference cycles."""
 
 from __future__ import annotations
 

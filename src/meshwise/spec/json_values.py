@@ -1,7 +1,4 @@
-"""Convert values to what JSON can hold.
-
-Tested in tests/timeline/views/test_summary_text.py and tests/old.
-"""
+"""Convert values to what JSON can hold."""
 
 from __future__ import annotations
 

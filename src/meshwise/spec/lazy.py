@@ -5,7 +5,6 @@ draw random numbers when they are imported.
 
 A package has `__getattr__ = files_of(__name__)` in its `__init__.py`, and names its files to type checkers in
 `__init__.pyi`. Its users write `from meshwise import api` and `api.run.start_job(...)`.
-Tested in tests/cli/test_start_up.py.
 """
 
 from __future__ import annotations

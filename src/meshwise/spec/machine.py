@@ -4,8 +4,6 @@ It has the same type whether it is described (`8xH100`, a file) or measured.
 
 Values that are not known are None or empty, and nothing is guessed. Bandwidths are for one direction, in bytes/s. A
 peak is dense, in FLOP/s, for each dtype word (`bf16`). The source of every figure is given in words.
-
-Tested in tests/machine/test_machine_file.py.
 """
 
 from __future__ import annotations

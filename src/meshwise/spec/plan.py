@@ -50,10 +50,7 @@ class Conflict:
 
 
 def _axis(*conflicts: Conflict, divides: str = "", same_samples: bool = False) -> Any:
-    """Declare a field of `Plan` for the size of a mesh axis. `Plan` lists the axes from the outermost to the innermost.
-
-    conflicts, divides: see `_technique`.
-    same_samples: whether ranks along the axis work on the same samples. `Plan` lists such axes last."""
+    """Declare a field of `Plan` for the size of a mesh axis."""
     return field(default=1, metadata=locals() | {"axis": True})
 
 
@@ -63,13 +60,7 @@ def _not_yet(own: str, other: str) -> Conflict:
 
 
 def _technique(default: Any, *conflicts: Conflict, divides: str = "", tries: Any = (), saves: Any = None) -> Any:
-    """Declare a field of `Plan` for a technique, such as `zero1`.
-
-    conflicts: combinations that a plan must not have, if the field differs from its default.
-    divides: "state" if it shards the optimizer state over the replicas, "parameters" if it shards parameters and
-        gradients as well.
-    tries: values that a search tries on every mesh where they cause no conflict, besides the default.
-    saves: the value that needs less memory but more time. None if there is none."""
+    """Declare a field of `Plan` for a technique, such as `zero1`."""
     return field(default=default, metadata=locals())
 
 

@@ -1,8 +1,6 @@
 """Move a plan to another number of devices, or refuse.
 
 A refusal names the nearest plan that fits. A plan can be brought to one device, or to those that are left of a run.
-
-Tested in tests/spec/test_plan_devices.py.
 """
 
 from __future__ import annotations
@@ -35,12 +33,7 @@ def _axes_text(plan: Plan) -> str:
 
 
 def _nearest_axes(plan: Plan, devices: int) -> dict[str, int]:
-    """Find sizes of the mesh axes that need exactly `devices` devices and are close to the plan's sizes. Return the
-    sizes that differ from the plan's sizes, by axis.
-
-    The result uses as few axes as possible that have size 1 in the plan. Among such choices, sizes are changed by the
-    smallest factors.
-    """
+    """Find sizes of the mesh axes that need exactly `devices` devices and are close to the plan's sizes."""
     choices = [dict(zip(AXES, sizes, strict=True)) for sizes in factorisations(devices, len(AXES))]
     possible = [choice for choice in choices if _is_possible(plan, choice)] or choices
 
@@ -97,9 +90,7 @@ def on_devices(plan: Plan, devices: int) -> Plan:
 
 
 def _with_possible(bare: Plan, plan: Plan) -> Plan:
-    """Return `bare` with the techniques of `plan`, such as `zero1`. Techniques that are not possible with the axes of
-    `bare` are left out.
-    """
+    """Return `bare` with the techniques of `plan`, such as `zero1`."""
     techniques = [f for f in fields(plan) if f.metadata.get("conflicts")]
     one = bare
     for f in techniques:

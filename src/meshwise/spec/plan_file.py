@@ -1,8 +1,6 @@
 """Read and write plans as TOML files.
 
 Every field is written, and every error names the file.
-
-Tested in tests/spec/test_plan.py.
 """
 
 from __future__ import annotations

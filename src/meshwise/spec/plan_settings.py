@@ -1,7 +1,4 @@
-"""Make a plan from `field=value` settings, as a command line gives them.
-
-Tested in tests/spec/test_plan.py.
-"""
+"""Make a plan from `field=value` settings, as a command line gives them."""
 
 from __future__ import annotations
 

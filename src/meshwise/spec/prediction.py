@@ -1,8 +1,6 @@
 """Keep a predicted step with its plan: the table `[predicted]`.
 
 It is a table of the plan file.
-
-Tested in tests/spec/test_prediction.py.
 """
 
 from __future__ import annotations

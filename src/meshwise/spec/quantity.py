@@ -71,10 +71,8 @@ def read_quantity(text: object, kind: str, where: str) -> float:
 
 
 def write_quantity(value: float, kind: str) -> str:
-    """Format `value` with a unit, as the shortest text that `read_quantity` converts back to exactly the same number.
-
-    kind: a key of UNITS.
-    """
+    """Format `value` with a unit, as the shortest text that `read_quantity` converts back to exactly the same
+    number."""
     exact = Decimal(repr(float(value)))
     units = UNITS[kind]
     names = [*_WRITTEN[kind], *(_BINARY_BYTES if kind == "bytes" else ())]

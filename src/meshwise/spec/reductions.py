@@ -1,7 +1,4 @@
-"""Name how a loss combines its samples: `reduction=` of jobs and `mw.backward`.
-
-Tested in tests/engine/test_sum_losses.py.
-"""
+"""Name how a loss combines its samples: `reduction=` of jobs and `mw.backward`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Say when a run saves its state and how many it keeps.
-
-Tested in tests/job/test_options.py.
-"""
+"""Say when a run saves its state and how many it keeps."""
 
 from __future__ import annotations
 

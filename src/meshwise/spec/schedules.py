@@ -1,7 +1,4 @@
-"""List the pipeline schedules by name, and why others are missing.
-
-Tested in tests/parallel/test_pipeline.py.
-"""
+"""List the pipeline schedules by name, and why others are missing."""
 
 from __future__ import annotations
 
@@ -17,10 +14,7 @@ ZERO_BUBBLE = ("zb", "dualpipe")
 
 
 def check_schedule(name: str) -> None:
-    """Raise PlanError for an unknown pipeline schedule.
-
-    For a zero-bubble schedule, the error says why it is missing.
-    """
+    """Raise PlanError for an unknown pipeline schedule."""
     word = name.lower().replace("-", "").replace("_", "").removeprefix("schedule")
     if "zerobubble" in word or word.startswith(ZERO_BUBBLE):
         raise PlanError(

@@ -69,9 +69,7 @@ def in_step(timings: Timings, *, network: bool = False) -> Timings:
 
 
 def _line(sizes: Sequence[int], seconds: Sequence[float]) -> tuple[float, float]:
-    """Fit the line `time = latency + seconds per byte * size` to measurements. Return (latency, seconds per byte). The
-    fit minimizes the sum of the relative errors' absolute values, by repeated weighted least squares.
-    """
+    """Fit the line `time = latency + seconds per byte * size` to measurements."""
     if len(sizes) == 1 or max(sizes) == min(sizes):
         return 0.0, median(seconds) / max(sizes[0], 1)
     weights = [1 / time**2 for time in seconds]
@@ -115,12 +113,7 @@ def seconds_at(timings: Timings, size: int) -> float:
 
 
 def _seconds_a_byte(sizes: Sequence[int], seconds: Sequence[float]) -> float:
-    """Return how many seconds each further byte takes above the largest measured size.
-
-    This is the slope between two measurements: the largest size, and the largest size that took at most half of its
-    time. Measurements that are closer together would make the slope noisy. If no size was that quick, return the time
-    of the largest size divided by this size.
-    """
+    """Return how many seconds each further byte takes above the largest measured size."""
     half = [at for at, time in enumerate(seconds) if time <= seconds[-1] / 2]
     if not half:
         return seconds[-1] / sizes[-1]

@@ -1,8 +1,6 @@
 """Run operators along dims, on parts where dims are not split.
 
 The operators may remove the dims; partial sums over a split dim are summed over ranks.
-
-Tested in tests/splits/test_split_rules.py and tests/parallel/test_split_context.py.
 """
 
 from __future__ import annotations
@@ -26,13 +24,7 @@ nansum nanmean count_nonzero cummax cummin logcumsumexp"""
 
 def along(at: int, default: Any = None) -> Rule:
     """Make a rule for operators that combine the entries along one or several dims and leave all other dims
-    independent, such as a softmax. The operator may remove the dims that it combines.
-
-    The rule applies if none of the combined dims is split.
-
-    at: the position of `dim` among the arguments.
-    default: the default value of `dim`.
-    """
+    independent, such as a softmax."""
 
     def rule(func: Func, args: Args, kwargs: Kwargs) -> Any:
         x = first_split(args)
@@ -50,8 +42,7 @@ def along(at: int, default: Any = None) -> Rule:
 
 
 def _summed(mean: bool) -> Rule:
-    """Make the rule by which `torch.sum` or `torch.mean` runs on split tensors (see `RULES`). If the split dim is
-    summed over, each rank sums its own entries, and the results are added over the ranks."""
+    """Make the rule by which `torch.sum` or `torch.mean` runs on split tensors (see `RULES`)."""
     other = along(1)
 
     def rule(func: Func, args: Args, kwargs: Kwargs) -> Any:
@@ -69,9 +60,7 @@ def _summed(mean: bool) -> Rule:
 
 
 def _normalised(func: Func, args: Args, kwargs: Kwargs) -> Any:
-    """Run a layer norm on this rank's part of a split tensor. Raise NoRule if the tensor is split along a normalized
-    dim.
-    """
+    """Run a layer norm on this rank's part of a split tensor."""
     x = first_split(args)
     shape = args[1] if len(args) > 1 else kwargs["normalized_shape"]
     if x.part.dim >= x.dim() - len(shape):
@@ -83,9 +72,7 @@ def _normalised(func: Func, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _batch_norm(func: Func, args: Args, kwargs: Kwargs) -> Any:
-    """Run batch norm on a tensor whose channels are split. Each rank normalizes its own channels. The running
-    statistics have all channels on every rank, so their new values are gathered.
-    """
+    """Run batch norm on a tensor whose channels are split."""
     names = ("input", "running_mean", "running_var", "weight", "bias", "training")
     values = dict(zip(names, args, strict=False)) | dict(kwargs)
     x, rest = values.pop("input"), args[len(names) :]

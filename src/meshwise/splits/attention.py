@@ -8,8 +8,6 @@ values and results. For calls that a ring cannot compute (dropout, a learned mas
 rank.
 
 Shapes: B samples, H heads, K heads of keys, S own positions, T all positions of keys, E width of a head.
-
-Tested in tests/splits/test_split_rules.py and tests/parallel/test_split_context.py.
 """
 
 from __future__ import annotations
@@ -64,8 +62,7 @@ def _attention(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[st
 
 
 def _within(qkv: Sequence[Tensor], mask: Tensor | None, asked: _Asked, columns: SplitPart) -> Tensor:
-    """Run ring attention on this rank's part of the positions of queries, keys and values. If the heads or samples are
-    split too, over another axis, each rank computes only its own heads or samples."""
+    """Run ring attention on this rank's part of the positions of queries, keys and values."""
     level = level_of(asked.rows)
     inner = [parts_of(each, level) for each in qkv]
     if any(part.dim > 1 or not part.is_even for parts in inner for part in parts) or any(
@@ -185,10 +182,7 @@ def _longest(part: SplitPart) -> int:
 
 
 def _round(k: Tensor, v: Tensor, columns: SplitPart) -> Iterator[tuple[Tensor, Tensor, int]]:
-    """Pass the keys and values around the ring of ranks. Yield (keys, values, number of the rank to which they belong).
-
-    This rank comes first, then the rank before it, and so on. columns: how the positions of the keys are split.
-    """
+    """Pass the keys and values around the ring of ranks."""
     axis = columns.axis
     both = functional.pad(torch.cat([k, v], -1), (0, 0, 0, _longest(columns) - k.shape[2]))
     for step in range(axis.size):
@@ -198,10 +192,8 @@ def _round(k: Tensor, v: Tensor, columns: SplitPart) -> Iterator[tuple[Tensor, T
 
 
 def _scores(q: Tensor, k: Tensor, asked: _Asked, hidden: Tensor | None) -> Tensor:
-    """Compute the attention scores of a block, of shape (samples, key heads, query heads per key head, rows, columns).
-
-    hidden: a boolean tensor that is True where a score is masked, or numbers that are added to the scores.
-    """
+    """Compute the attention scores of a block, of shape (samples, key heads, query heads per key head, rows,
+    columns)."""
     scores = q @ k.transpose(-1, -2) * asked.scale
     if hidden is None:
         return scores
@@ -211,12 +203,7 @@ def _scores(q: Tensor, k: Tensor, asked: _Asked, hidden: Tensor | None) -> Tenso
 def _blocks(
     asked: _Asked, columns: SplitPart, owner: int, mask: Tensor | None, grouped: Tensor
 ) -> Iterator[tuple[slice, slice, Tensor | None]]:
-    """Yield the blocks of attention scores between this rank's queries and the keys of rank `owner`. Blocks that a
-    causal mask hides completely are left out.
-
-    A block is (rows, columns, hidden): a slice of this rank's queries, a slice of the owner's keys, and the argument
-    `hidden` of `_scores`.
-    """
+    """Yield the blocks of attention scores between this rank's queries and the keys of rank `owner`."""
     top = 0
     for begin, end in asked.rows.of_rank(asked.rows.axis.rank):
         left = 0
@@ -233,13 +220,7 @@ def _blocks(
 
 
 def _hidden(mask: Tensor | None, rows: slice, columns: slice, grouped: Tensor) -> Tensor | None:
-    """Return the part of the mask that belongs to one block, as the argument `hidden` of `_scores`.
-
-    mask: the mask of all scores, of shape (1 or B, 1 or H, 1 or S, 1 or T). A boolean mask is False where a score is
-        masked, so the result is its negation. If it is None, the result is None.
-    rows, columns: the rows (queries) and the columns (keys) of the block.
-    grouped: the queries, of shape (B, K, H / K, S, E). If the mask has H heads, they are grouped in the same way.
-    """
+    """Return the part of the mask that belongs to one block, as the argument `hidden` of `_scores`."""
     if mask is None:
         return None
     block = mask[:, :, rows if mask.shape[2] > 1 else slice(None), columns if mask.shape[3] > 1 else slice(None)]

@@ -1,7 +1,4 @@
-"""Define the ranks over which tensors split, and their exchanges.
-
-Tested in tests/splits/test_split_rules.py and tests/parallel/test_split_context.py.
-"""
+"""Define the ranks over which tensors split, and their exchanges."""
 
 from __future__ import annotations
 
@@ -23,13 +20,7 @@ _own: dict[str, MeshAxis] = {}
 
 
 class Axis:
-    """The ranks that hold the parts of a tensor, with the collectives between these ranks.
-
-    sequence: whether each rank gets only some positions (dim 1) of a sum over the ranks, instead of the whole sum.
-    proves: whether the axis stands for ranks that do not exist, to prove that none of them is needed.
-    gradient_scale: by how much the gradient of a part is larger than that of the whole tensor (see crossing.py).
-    group: the process group of the ranks.
-    """
+    """The ranks that hold the parts of a tensor, with the collectives between these ranks."""
 
     name: str
     size: int

@@ -16,8 +16,6 @@ The backward of each conversion is another conversion of this list, so each can 
 
 On an axis with a `gradient_scale` of n, the gradient of a part is n times that of the whole tensor. Gradients of
 parameters, which each rank computes from its parts, are then averaged instead of summed, as DDP and FSDP do it.
-
-Tested in tests/splits/test_split_rules.py and tests/parallel/test_split_context.py.
 """
 
 from __future__ import annotations
@@ -42,11 +40,7 @@ _entered: list[dict[tuple[int, str, int], tuple[Tensor, Tensor]]] = []
 @contextlib.contextmanager
 def entering_once() -> Iterator[None]:
     """Within the context, let operators share the converted tensor if they use the same tensor through `enter` or
-    `spread`.
-
-    The gradients of all uses are then summed over the ranks in one collective. If the backward recomputes a block, the
-    recomputation must run in such a context too, so that it makes the same conversions.
-    """
+    `spread`."""
     _entered.append({})
     try:
         yield
@@ -64,11 +58,7 @@ def enter(whole: Tensor, axis: Axis) -> Tensor:
 
 
 def spread(tensor: Tensor, axis: Axis) -> Tensor:
-    """Return the whole of `tensor` for operators that combine it with split tensors.
-
-    Each rank computes a gradient from its own parts of the split tensors, so the backward sums the gradients of the
-    ranks. If `tensor` is split, each rank then keeps the part of the sum that belongs to its part of `tensor`.
-    """
+    """Return the whole of `tensor` for operators that combine it with split tensors."""
     if not is_split(tensor):
         return enter(tensor, axis)
     return _once(tensor, "spread", tensor.part, axis.name)
@@ -94,10 +84,7 @@ def averaged(value: Tensor, axis: Axis) -> Tensor:
 
 
 def add_apart(value: Tensor, axis: Axis) -> Tensor:
-    """Sum `value` over the ranks. If `axis.sequence` is set, the result is split along positions (dim 1).
-
-    The result is whole nevertheless if `value` does not have three dims, or has fewer positions than there are ranks.
-    """
+    """Sum `value` over the ranks."""
     if not axis.sequence or value.dim() != 3 or value.shape[1] < axis.size:
         return add_up(value, axis)
     part = SplitPart(axis, 1, value.shape[1])
@@ -126,14 +113,7 @@ def scatter(whole: Tensor, part: SplitPart) -> SplitTensor:
 
 
 def _crossed(tensor: Tensor, way: str, where: Axis | SplitPart) -> Tensor:
-    """Convert a tensor over one axis by the conversion `way`, such as "gather". The module's docstring lists the
-    conversions.
-
-    If the tensor is also split over an axis that comes later in `LEVELS`, that split is kept. If that split is along
-    the dim that is converted, the tensor is gathered over the later axis instead.
-
-    where: the axis for "enter" and "add up". For any other conversion, how the split tensor is split over the axis.
-    """
+    """Convert a tensor over one axis by the conversion `way`, such as "gather"."""
     if not isinstance(tensor, SplitTensor):
         return through(_Crossing, tensor, way, where)
     level = LEVELS.index(where.axis.name if isinstance(where, SplitPart) else where.name)
@@ -144,10 +124,7 @@ def _crossed(tensor: Tensor, way: str, where: Axis | SplitPart) -> Tensor:
 
 
 def kept_within(level: int, tensor: Tensor, made: Tensor) -> Tensor:
-    """Return `made` split in the same way as `tensor` over the axes of `LEVELS` that come after index `level`.
-
-    made: a tensor that was computed from the local values of `tensor`.
-    """
+    """Return `made` split in the same way as `tensor` over the axes of `LEVELS` that come after index `level`."""
     found = split_again(made, parts_of(tensor, level))
     if isinstance(found, SplitTensor) and getattr(tensor, "of_parameter", False):
         found.of_parameter = True  # type: ignore[attr-defined]
@@ -162,11 +139,7 @@ def through(function: Any, *given: Any) -> Tensor:
 
 
 class _Crossing(Function):
-    """The autograd function that runs a conversion of `_WAYS`, and in its backward the opposite conversion.
-
-    where: an axis for "enter" and "add up", and a `SplitPart` for any other conversion.
-    factor: multiplies the result.
-    """
+    """The autograd function that runs a conversion of `_WAYS`, and in its backward the opposite conversion."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, tensor: Tensor, way: str, where: Any, factor: float = 1) -> Tensor:

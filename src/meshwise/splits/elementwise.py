@@ -1,7 +1,4 @@
-"""Run elementwise operators on parts that are split alike.
-
-Tested in tests/splits/test_split_rules.py and tests/parallel/test_split_context.py.
-"""
+"""Run elementwise operators on parts that are split alike."""
 
 from __future__ import annotations
 
@@ -69,8 +66,7 @@ def _compared(func: Func, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _in_place(func: Func, args: Args, kwargs: Kwargs) -> Any:
-    """Run an in-place operator, such as `add_`, on this rank's part of the first operand, and return that operand.
-    Raise NoRule if the first operand is not split."""
+    """Run an in-place operator, such as `add_`, on this rank's part of the first operand, and return that operand."""
     first = args[0]
     if not is_split(first):
         raise NoRule
@@ -119,8 +115,7 @@ def _dropout(func: Func, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _hook(func: Func, args: Args, kwargs: Kwargs) -> Any:
-    """Register a hook for the gradient of a split tensor. The hook is called with a gradient that is split like the
-    tensor, over the same axes."""
+    """Register a hook for the gradient of a split tensor."""
     tensor, hook = args[0], args[1]
     parts = sorted(parts_of(tensor), key=level_of)
     scale = math.prod(part.axis.gradient_scale for part in parts)

@@ -4,8 +4,6 @@ If the vocabulary is split, the ranks exchange a few numbers per row. If rows ar
 
 This is the vocabulary-parallel cross entropy of Megatron-LM, with label smoothing and ignored targets, but without
 class weights.
-
-Tested in tests/splits/test_split_rules.py and tests/parallel/test_split_context.py.
 """
 
 from __future__ import annotations
@@ -34,17 +32,12 @@ HALF = (torch.float16, torch.bfloat16)
 
 
 def _as_given(made: Tensor, func: Func, x: Tensor, *rest: Any) -> Tensor:
-    """Cast `made` to the dtype that `func(x, *rest)` of torch has. Under autocast, this may differ from the dtype of
-    x."""
+    """Cast `made` to the dtype that `func(x, *rest)` of torch has."""
     return made.to(func(x.new_zeros([1] * x.dim()), *rest).dtype) if x.dtype in HALF else made
 
 
 def _log_sum(x: SplitTensor) -> tuple[Tensor, Tensor]:
-    """Return (below, total) for a softmax along the split dim. The log-softmax is `below - total`.
-
-    below: this rank's part of x minus the maximum of the whole row, so that `exp` cannot overflow.
-    total: the logarithm of the sum of `exp(below)` over the whole row. The split dim of `total` has length 1.
-    """
+    """Return (below, total) for a softmax along the split dim."""
     part = x.part
     if x.dtype in HALF:  # as torch, which sums in float32
         x = split(x.to(torch.float32), part)
@@ -98,8 +91,7 @@ def _cross_entropy(func: Func, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _over_rows(func: Func, values: dict[str, Any]) -> Any:
-    """Compute a loss, such as a cross entropy, of rows that are split over the ranks. The losses of all ranks are added
-    up. For a mean, the sum is divided by the number of all targets, or by their weights."""
+    """Compute a loss, such as a cross entropy, of rows that are split over the ranks."""
     x, target, weight = values.pop("input"), values.pop("target"), values.pop("weight", None)
     part, reduction = x.part, values.pop("reduction", "mean")
     rows = moved(part, part.dim - (part.dim > 1))
@@ -120,8 +112,7 @@ def _over_rows(func: Func, values: dict[str, Any]) -> Any:
 
 
 def counted(target: Tensor, weight: Tensor | None, ignored: int) -> Tensor:
-    """Return the number of targets that are not ignored. If class weights are given, return the sum of the weights of
-    these targets instead."""
+    """Return the number of targets that are not ignored."""
     counted = target != ignored
     return counted.sum() if weight is None else (weight[target.masked_fill(~counted, 0)] * counted).sum()
 

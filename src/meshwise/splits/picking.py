@@ -2,8 +2,6 @@
 
 Rows that a mask picks stay on the rank that holds them. Rows that an index picks are divided anew: each rank receives
 the rows of its part of the index. Indices and masks themselves are small, so they are gathered.
-
-Tested in tests/splits/test_row_rules.py.
 """
 
 from __future__ import annotations
@@ -46,10 +44,7 @@ def entries(part: SplitPart, rank: int) -> Tensor:
 
 
 def picked(x: SplitTensor, index: Tensor) -> SplitTensor:
-    """Return the entries of the split dim of `x` at `index`, in place of that dim.
-
-    index: a tensor of integers. The result is split as its first dim is, or evenly if it is whole.
-    """
+    """Return the entries of the split dim of `x` at `index`, in place of that dim."""
     part, axis, dim, ranks = x.part, x.part.axis, x.part.dim, range(x.part.axis.size)
     into = moved(index.part, 0) if is_split(index) else SplitPart(axis, 0, len(index))
     rows, long = gather(index).cpu(), max(part.length, 1)
@@ -139,8 +134,7 @@ def _getitem(func: Func, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _by_pairs(x: SplitTensor, items: Sequence[Any]) -> tuple[SplitTensor, tuple[Any, ...]]:
-    """Prepare an index of rows and further tensors, such as `x[torch.arange(len(x)), y]`. Return the rows, and the
-    index of this rank's part of them."""
+    """Prepare an index of rows and further tensors, such as `x[torch.arange(len(x)), y]`."""
     rows, dims = items[0], max(each.dim() for each in items if isinstance(each, Tensor))
     if x.part.dim or any(map(_is_mask, items)) or rows.dim() != dims or whole_shape(rows)[1:].numel() != 1:
         raise NoRule

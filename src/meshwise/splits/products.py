@@ -7,8 +7,6 @@ In the result, the split dim remains or is summed over.
     the split letter is summed over     each rank computes a partial sum from its parts: the partial sums are added
 
 Convolutions (over channels), embeddings and attention (over heads, over samples) are products in this sense.
-
-Tested in tests/splits/test_split_rules.py and tests/parallel/test_split_context.py.
 """
 
 from __future__ import annotations
@@ -36,13 +34,7 @@ BATCH = "ABCDEFGHIJKLMNOP"  # letters of leading dims
 def by_letters(
     operands: Sequence[Any], letters: Sequence[str], result: str, call: Callable[..., Tensor], may: str | None = None
 ) -> Any:
-    """Compute a product on this rank's parts of its operands. Letters name the dims as in einsum, e.g. "ik" and "kj".
-
-    letters: for each operand, one letter per dim. "." stands for a dim along which the product is never divided.
-    result: the letters of the result.
-    call: computes the product.
-    may: the letters of the dims along which the product may be divided. None means all.
-    """
+    """Compute a product on this rank's parts of its operands."""
     letter, like = _chosen(operands, letters, may)
     length, axis = like.part.length, like.part.axis
     parts: list[Any] = []
@@ -62,20 +54,13 @@ def by_letters(
 
 
 def _entered(operand: Tensor, axis: Axis) -> Tensor:
-    """Return the whole tensor of an operand, for a product with parts of another operand. A split operand is
-    gathered."""
+    """Return the whole tensor of an operand, for a product with parts of another operand."""
     plain = is_split(operand) and operand.part.is_plain
     return spread(operand, axis) if plain and torch.is_grad_enabled() else enter(gather(operand), axis)
 
 
 def _chosen(operands: Sequence[Any], letters: Sequence[str], may: str | None) -> tuple[str, SplitTensor]:
-    """Choose the dim along which the ranks divide a product. Return its letter, and an operand that is split along it.
-
-    This operand is not gathered, but other operands may be. So the largest split parameter is chosen, or else the
-    largest split operand. Raises NoRule if no operand is split along a permitted dim.
-
-    letters, may: as for `by_letters`.
-    """
+    """Choose the dim along which the ranks divide a product."""
     found = []
     for operand, own in zip(operands, letters, strict=True):
         if is_split(operand):
@@ -118,11 +103,7 @@ def _linear(func: Func, args: Args, kwargs: Kwargs) -> Any:
 def _with_bias(
     func: Func, operands: Sequence[Any], letters: Sequence[str], result: str, bias: Tensor | None, at: int = -1
 ) -> Any:
-    """Compute a product with a bias. If the product is a sum of the ranks' results, the bias is added once, after the
-    sum.
-
-    at: the number of the result's dim along which the bias has its values: -1 is the last dim.
-    """
+    """Compute a product with a bias."""
     chosen, _ = _chosen(operands, letters, None)
     if bias is None:
         return by_letters(operands, letters, result, lambda *parts: func(*parts, None))
@@ -267,8 +248,7 @@ def _attention(func: Func, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _grouped(func: Func, operands: Sequence[Tensor], mask: Any, values: Kwargs, axis: Axis) -> Any:
-    """Compute grouped-query attention, in which several query heads share a key head. Each rank has some of the key
-    heads, with the query heads that share them."""
+    """Compute grouped-query attention, in which several query heads share a key head."""
     parts = []
     for each in operands:
         first = split_in(operands)[0].part
@@ -282,11 +262,7 @@ def _grouped(func: Func, operands: Sequence[Tensor], mask: Any, values: Kwargs, 
 
 
 def _attended(values: Kwargs, part: SplitPart, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    """Compute attention for this rank's part of the heads or samples.
-
-    values: the options of `scaled_dot_product_attention`, such as `dropout_p`.
-    part: how the result is split: along dim 1 (heads) or dim 0 (samples).
-    """
+    """Compute attention for this rank's part of the heads or samples."""
     dropout = values.get("dropout_p", 0.0)
     if not dropout:
         return functional.scaled_dot_product_attention(q, k, v, mask, **values)
@@ -301,10 +277,7 @@ def _attended(values: Kwargs, part: SplitPart, q: Tensor, k: Tensor, v: Tensor, 
 def dropped(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, dropout: float, part: SplitPart
 ) -> Tensor:
-    """Compute this rank's part of an attention with dropout.
-
-    The dropout mask is drawn for the whole attention, so that the random numbers are those of one device.
-    """
+    """Compute this rank's part of an attention with dropout."""
     scores = q @ k.transpose(-1, -2) * scale
     if mask is not None:
         scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask

@@ -2,8 +2,6 @@
 
 Sums of all kinds are added up over the ranks. Of other results, such as a largest entry, all ranks gather those of each
 rank, and reduce them once more.
-
-Tested in tests/splits/test_row_rules.py.
 """
 
 from __future__ import annotations
@@ -28,11 +26,7 @@ from meshwise.splits.tensor import SplitTensor, is_split, split, whole_shape
 
 
 def _asked(args: Args, kwargs: Kwargs, *names: str) -> tuple[SplitTensor, list[int], dict[str, Any]]:
-    """Return the split tensor that an operator reduces, the dims over which it reduces, and its options by name.
-
-    Raises NoRule if the split dim is not one of these dims, if the tensor has no entries, or if its parts are not in
-    the order of the ranks.
-    """
+    """Return the split tensor that an operator reduces, the dims over which it reduces, and its options by name."""
     x, values = first_split(args), dict(zip(names, args[1:], strict=False)) | dict(kwargs)
     dim, part = values.setdefault("dim", values.pop("axis", None)), x.part
     dims = [dim] if isinstance(dim, int) else [*(dim or range(x.dim()))]

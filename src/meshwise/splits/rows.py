@@ -2,8 +2,6 @@
 
 Batch norm and the losses of rows need sums over the other ranks' rows. Random numbers are drawn for all rows on each
 rank, as the ranks' generators are in the same state, so that they are those of one device.
-
-Tested in tests/splits/test_row_rules.py.
 """
 
 from __future__ import annotations
@@ -42,11 +40,7 @@ NOISE = "alpha_dropout dropout1d dropout2d dropout3d feature_dropout feature_alp
 
 
 def alone(rows: int, dims: int) -> Rule:
-    """Make a rule for operators that treat each row alone.
-
-    rows: how many arguments, the first ones, have rows. Other arguments are used whole.
-    dims: how many dims the first argument has at least, so that its first dim are the rows.
-    """
+    """Make a rule for operators that treat each row alone."""
 
     def rule(func: Func, args: Args, kwargs: Kwargs) -> Any:
         like = (split_in(args[:rows]) or refuse())[0].part
@@ -62,10 +56,7 @@ def alone(rows: int, dims: int) -> Rule:
 
 
 def filled(each: Tensor, part: SplitPart) -> Tensor:
-    """Return this rank's rows, or one row of zeros on a rank without rows, for operators that need a row.
-
-    part: how the rows are split, along any dim.
-    """
+    """Return this rank's rows, or one row of zeros on a rank without rows, for operators that need a row."""
     rows = with_parts_of(each, part, each.dim()) if whole_shape(each)[part.dim] == part.length else refuse()
     zeros = [1 if dim == part.dim else length for dim, length in enumerate(rows.shape)]
     return rows if part.own else torch.cat([rows, rows.new_zeros(zeros)], part.dim)

@@ -1,7 +1,4 @@
-"""Build rules for split tensors from operands and their alignment.
-
-Tested in tests/splits/test_split_rules.py and tests/parallel/test_split_context.py.
-"""
+"""Build rules for split tensors from operands and their alignment."""
 
 from __future__ import annotations
 
@@ -54,28 +51,20 @@ def first_split(args: Sequence[Any]) -> SplitTensor:
 
 
 def positive(dim: Any, dims: int) -> int:
-    """Convert a dim that may count from the end to one that counts from the front. Raise NoRule if it is not an
-    integer."""
+    """Convert a dim that may count from the end to one that counts from the front."""
     if not isinstance(dim, int) or isinstance(dim, bool):
         raise NoRule
     return dim % dims
 
 
 def moved(part: SplitPart, dim: int, length: int | None = None) -> SplitPart:
-    """Return a split like `part`, but along the dim with the number `dim`.
-
-    length: the length of this dim in the whole tensor. By default `part.length`. Another length is only valid if
-        `part.is_plain` is True."""
+    """Return a split like `part`, but along the dim with the number `dim`."""
     length = part.length if length is None else length
     return part if (dim, length) == (part.dim, part.length) else replace(part, dim=dim, length=length)
 
 
 def given(result: Any, part: SplitPart) -> Any:
-    """Turn an operator's result on this rank's parts into split tensors. `result` may be a tensor, or a tuple or list
-    of tensors.
-
-    part: how the whole result is split.
-    """
+    """Turn an operator's result on this rank's parts into split tensors."""
     if isinstance(result, Tensor):
         return split(result, part)
     return type(result)([given(each, part) for each in result]) if isinstance(result, tuple | list) else result
@@ -88,12 +77,7 @@ def only_split(args: Sequence[Any], kwargs: Mapping[str, Any], first: Any) -> No
 
 
 def with_parts_of(operand: Any, like: SplitPart, dims: int) -> Any:
-    """Prepare an operand of an elementwise operator. Return this rank's part of the operand, or the whole operand if it
-    is broadcast along the split dim.
-
-    like: how the result of the operator is split.
-    dims: the number of dims of the result.
-    """
+    """Prepare an operand of an elementwise operator."""
     if not isinstance(operand, Tensor):
         return operand
     from_end = like.dim - dims
@@ -109,11 +93,7 @@ def with_parts_of(operand: Any, like: SplitPart, dims: int) -> Any:
 
 
 def cut(x: SplitTensor, begin: int, end: int) -> tuple[Tensor, SplitPart]:
-    """Take the entries from `begin` to `end` of the split dim. Return this rank's part of them, and how the result is
-    split.
-
-    If `repeats` of the split is above 1, only whole sections can be taken (see `SplitPart`). Raises NoRule otherwise.
-    """
+    """Take the entries from `begin` to `end` of the split dim."""
     part = x.part
     if part.repeats > 1:
         run, held = part.run, part.own // part.repeats
@@ -148,12 +128,7 @@ def row(x: SplitTensor, place: int) -> Tensor:
 
 
 def padded(part: SplitPart, pads: list[int], at: int) -> tuple[list[int], SplitPart]:
-    """Divide the padding of a whole tensor over the ranks. Return the widths with which this rank pads its part, and
-    how the padded tensor is split.
-
-    pads: the widths for the whole tensor, as for `torch.nn.functional.pad`.
-    at: the index in `pads` at which the two widths for the split dim begin.
-    """
+    """Divide the padding of a whole tensor over the ranks."""
     before, behind = pads[at : at + 2]
     if _one_run(part).length == 0 or before < 0 or behind < 0:
         raise NoRule
@@ -169,10 +144,7 @@ def padded(part: SplitPart, pads: list[int], at: int) -> tuple[list[int], SplitP
 
 
 def joined(tensors: Sequence[Tensor], like: SplitPart) -> tuple[Tensor, SplitPart]:
-    """Concatenate tensors along the split dim of `like`. If one of them is whole, each rank uses its own part of it.
-
-    Returns this rank's part of the result, and how the result is split.
-    """
+    """Concatenate tensors along the split dim of `like`."""
     dim, length, parts = like.dim, 0, []
     pieces: list[list[Range]] = [[] for _ in range(like.axis.size)]
     for each in tensors:

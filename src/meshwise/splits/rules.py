@@ -3,8 +3,6 @@
 A rule must return what the operator returns for whole tensors, whether the result is split or not, with right
 gradients. This alone makes the results correct. So a program is right for any placement of its parameters, and rules
 only save communication. tests/splits/test_split_rules.py compares each rule with its operator.
-
-Tested in tests/splits/test_split_rules.py and tests/parallel/test_split_context.py.
 """
 
 from __future__ import annotations
@@ -94,8 +92,7 @@ def _property(name: str, func: Callable[..., Any], args: Sequence[Any]) -> Any:
 
 
 def _on_the_whole(name: str, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Gather split tensors, and call the function on the whole tensors. In-place results are written back to the
-    parts."""
+    """Gather split tensors, and call the function on the whole tensors."""
     whole: dict[int, Tensor] = {}
 
     def of(thing: SplitTensor) -> Tensor:
@@ -139,10 +136,7 @@ IN_PLACE = {"iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "ia
 
 
 def prepare() -> None:
-    """Prepare for models with split tensors: the user's own autograd functions receive whole tensors from now on.
-
-    The counts of functions that had to gather split tensors begin again at 0.
-    """
+    """Prepare for models with split tensors: the user's own autograd functions receive whole tensors from now on."""
     _give_functions_wholes()
     gathered.clear()
     seconds.clear()

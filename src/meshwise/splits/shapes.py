@@ -1,7 +1,4 @@
-"""Permute, join and divide dims on parts, keeping the split dim.
-
-Tested in tests/splits/test_split_rules.py and tests/parallel/test_split_context.py.
-"""
+"""Permute, join and divide dims on parts, keeping the split dim."""
 
 from __future__ import annotations
 
@@ -37,10 +34,7 @@ from meshwise.splits.tensor import SplitTensor, is_split, whole_shape
 
 
 def reshaped(part: SplitPart, before: Sequence[int], after: Sequence[int]) -> SplitPart:
-    """Return how a split tensor is split after the whole tensor is reshaped from shape `before` to shape `after`.
-
-    Raises NoRule if no split along one dim of the new shape gives each rank the same entries.
-    """
+    """Return how a split tensor is split after the whole tensor is reshaped from shape `before` to shape `after`."""
     lead, found = math.prod(before[: part.dim]) * part.repeats, list[SplitPart]()
     for dim, length in enumerate(after):
         repeats, rest = divmod(lead, max(math.prod(after[:dim]), 1))
@@ -161,10 +155,7 @@ def _getitem(func: Func, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _sliced(x: SplitTensor, along: slice, others: tuple[Any, ...], now: int) -> Any:
-    """Index a split tensor with the slice `along` in its split dim, and with `others` in its other dims.
-
-    now: the number of the split dim in the result.
-    """
+    """Index a split tensor with the slice `along` in its split dim, and with `others` in its other dims."""
     begin, end, step = along.indices(x.part.length)
     local, part = cut(x, begin, max(begin, end)) if end - begin < x.part.length else (x, x.part)
     local, part = strided(local, part, step) if step != 1 else (local, part)
@@ -197,11 +188,7 @@ def _joined(func: Func, args: Args, kwargs: Kwargs, *, new: bool = False) -> Any
 
 
 def _in_pieces(func: Func, args: Args, kwargs: Kwargs) -> Any:
-    """Run `torch.chunk`, `torch.split` or `torch.tensor_split` on a split tensor.
-
-    Rows (a split dim 0) stay where they are. Raises NoRule for any other split dim, unless its `repeats` is above 1 and
-    each piece consists of whole sections (see `SplitPart`).
-    """
+    """Run `torch.chunk`, `torch.split` or `torch.tensor_split` on a split tensor."""
     x = first_split(args)
     dim = positive(args[2] if len(args) > 2 else kwargs.get("dim", 0), x.dim())
     if dim != x.part.dim:

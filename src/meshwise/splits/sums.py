@@ -28,8 +28,7 @@ def _parts(x: SplitTensor) -> AbstractContextManager[None]:
 
 
 def _over(total: Tensor, x: SplitTensor, count: float) -> Term:
-    """Return the term of a sum divided by `count`. The sum is divided after the ranks' parts are added, as on one
-    device."""
+    """Return the term of a sum divided by `count`."""
     axis = x.parts[0].axis
     whole = Known(axis, total.detach())
     return term(total / count, axis, Known(axis, parent=whole, by=count, divides=True))
@@ -52,8 +51,7 @@ def _summed(mean: bool) -> Callable[[Func, Args, Kwargs], Any]:
 
 
 def _of_rows(func: Func, args: Args, kwargs: Kwargs) -> Any:
-    """Compute a cross entropy of rows. A mean is divided by the number of targets that are not ignored, which each
-    rank knows of its own rows alone: it is exchanged with the gradients."""
+    """Compute a cross entropy of rows."""
     values = dict(zip(NAMES[called(func)], args, strict=False)) | dict(kwargs)
     x, target, weight = values.pop("input"), values.pop("target"), values.pop("weight", None)
     reduction, old = values.pop("reduction", "mean"), [values.pop(each, None) for each in ("size_average", "reduce")]

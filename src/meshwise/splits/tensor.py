@@ -7,8 +7,6 @@ split tensor is split like the tensor.
 A tensor may be split over several axes, one inside the other (`LEVELS`): a rank's part on the first axis is split over
 the next axis. A rule works at one level, where a tensor is a part of the whole on that axis. Operators that the rule
 calls on parts run by the rules of the next level, at which these parts are wholes.
-
-Tested in tests/splits/test_split_rules.py, tests/parallel/test_split_context.py and tests/splits/test_split_levels.py.
 """
 
 from __future__ import annotations
@@ -68,10 +66,7 @@ class SplitTensor(Tensor):
 
 
 def is_split(thing: Any) -> TypeGuard[SplitTensor]:
-    """Return whether `thing` is a tensor that is split over the axis that `at_level` has set.
-
-    Outside of `at_level`, return whether it is split over any axis.
-    """
+    """Return whether `thing` is a tensor that is split over the axis that `at_level` has set."""
     return isinstance(thing, SplitTensor) and (_view.level < 0 or _view.level in thing.parts)
 
 
@@ -117,12 +112,7 @@ def split_again(tensor: Tensor, parts: Sequence[SplitPart]) -> Tensor:
 
 
 def levels_below(things: Iterable[Any]) -> list[int]:
-    """Return the axes over which any tensor of `things` is split, as ascending indices in `LEVELS`.
-
-    A function that runs inside `at_level(i)` works on parts of axis i, so only indices above i are returned there.
-
-    things: tensors and other objects, or lists, tuples and dicts of them.
-    """
+    """Return the axes over which any tensor of `things` is split, as ascending indices in `LEVELS`."""
     found: set[int] = set()
     _add_levels(things, found)
     return sorted(level for level in found if level > _view.level) if len(found) > 1 or _view.level >= 0 else [*found]
@@ -161,8 +151,7 @@ def dispatch_with(rules: Dispatch) -> None:
 
 
 def whole_shape(tensor: Tensor) -> torch.Size:
-    """Return the shape of the whole tensor. Code in rules needs this function, because `tensor.shape` is the shape of
-    this rank's part there."""
+    """Return the shape of the whole tensor."""
     shape = list(tensor.shape)
     if is_split(tensor):
         shape[tensor.part.dim] = tensor.part.length
@@ -182,12 +171,7 @@ class Form:
 
 @dataclass(frozen=True)
 class Hidden:
-    """The output of a block that is sent to the next stage.
-
-    form: the structure of the output, with a `Form` in place of each tensor.
-    carried: further values that are sent along.
-    before: the forms of the outputs of earlier blocks, by block number.
-    """
+    """The output of a block that is sent to the next stage."""
 
     form: Any
     carried: list[Any]

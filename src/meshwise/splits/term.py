@@ -41,12 +41,7 @@ heard: list[Callable[[str, Args, Kwargs], None]] = []
 
 
 class Known:
-    """What is known of a sum over the ranks, which several terms share.
-
-    local: this rank's part of the sum, detached.
-    count: this rank's part of a number, which the sum is divided by; None if there is none. `total` is that number.
-    parent, by, divides: if given, the sum is that of `parent`, times `by` or divided by it.
-    """
+    """What is known of a sum over the ranks, which several terms share."""
 
     __slots__ = ("axis", "by", "count", "divides", "local", "parent", "total", "value")
 

@@ -1,7 +1,4 @@
-"""Give each kind of time a colour, and a mark without colours.
-
-Tested in tests/timeline/views/test_gantt_text.py.
-"""
+"""Give each kind of time a colour, and a mark without colours."""
 
 from __future__ import annotations
 
@@ -14,13 +11,7 @@ from rich.text import Text
 
 @dataclass(frozen=True)
 class KindMark:
-    """How one kind of time, such as forward or communication, is drawn.
-
-    mark: the character that stands for the kind.
-    plain: the character on consoles that can show ASCII only.
-    colour: the colour, as rich names it.
-    word: the text in a legend.
-    """
+    """How one kind of time, such as forward or communication, is drawn."""
 
     mark: str
     plain: str

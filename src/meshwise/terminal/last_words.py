@@ -1,8 +1,6 @@
 """Print a command's last line, after all output of its threads.
 
 If nobody reads the output, the command prints nothing, and ends as usual.
-
-Tested in tests/cli/test_refusals.py and tests/cli/test_hard_places.py.
 """
 
 from __future__ import annotations
@@ -21,11 +19,7 @@ _watched: list[_Watched] = []
 
 class _Watched:
     """Replaces the `write` and `flush` of a text file, such as stdout, and remembers whether the file's last line has
-    ended.
-
-    lost: the class of the errors that are raised if nobody reads the file any more, such as BrokenPipeError. After such
-        an error, `over` is True, and further text is dropped. The command does not fail.
-    """
+    ended."""
 
     def __init__(self, file: Any, lost: type[OSError]) -> None:
         self.file, self.lost, self.ended, self.over = file, lost, True, False

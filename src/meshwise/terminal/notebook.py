@@ -1,7 +1,4 @@
-"""Show a notebook cell's value as a terminal would, in colour.
-
-Tested in tests/cli/test_notebook.py.
-"""
+"""Show a notebook cell's value as a terminal would, in colour."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
 """Compute the report of a timeline.
 
 The report's numbers are computed here alone; views only show them.
-
-Tested in tests/timeline/test_stragglers.py and tests/timeline/views.
 """
 
 from __future__ import annotations

@@ -16,8 +16,6 @@ first kind in this list that is under way owns the moment; this is the attributi
 A collective counts as waiting until the last rank has arrived, and as communication from then on (but see
 `Arrivals.until`). A backward computes until its last bucket is handed over. Communication while computing owns the
 moment is hidden: it costs no time, and is counted separately.
-
-Tested in tests/timeline/test_attribution.py.
 """
 
 from __future__ import annotations
@@ -48,22 +46,7 @@ ABSENT = np.iinfo(np.int64).min
 
 @dataclass(frozen=True)
 class Arrivals:
-    """When each rank arrived at and left each collective of a run, in the order of the collectives' numbers.
-
-    A time is ABSENT if the rank has no record of the collective. All times are in ns.
-
-    number, step, bytes, name: shape (collectives,). A collective has the same number on every rank.
-    arrival, end: shape (collectives, ranks).
-    overlapped: whether the collective overlaps with computing. Ranks then go on computing and wait for it only later.
-    complete: whether every rank has a record of the collective.
-    together: whether the collective is complete, and is of a kind that no rank can leave before all have arrived.
-    last_rank: the column of the rank for which the other ranks wait. This is the source of a broadcast. For any other
-        collective, it is the rank that arrived last.
-    last: when the rank in `last_rank` arrived, so that communication could begin. ABSENT if any rank has no record.
-    until: when each rank stops waiting for the last rank, shape (collectives, ranks). This is `last`, minus the time by
-        which a slow link kept the last rank longer in the collective before. ABSENT where `last` is ABSENT.
-    of_stages: until when a receive of a pipeline waits for another stage. The key is (rank, start of the receive).
-    """
+    """When each rank arrived at and left each collective of a run, in the order of the collectives' numbers."""
 
     ranks: Whole
     number: Whole
@@ -101,8 +84,7 @@ class Arrivals:
 
 
 def is_collective(spans: Spans) -> NDArray[np.bool_]:
-    """Return a mask of the spans that are collectives of all ranks. Other communication, such as a message between two
-    ranks, has NO_COLLECTIVE instead of a collective's number."""
+    """Return a mask of the spans that are collectives of all ranks."""
     found: NDArray[np.bool_] = (spans["kind"] == KIND["communication"]) & (spans["collective"] != NO_COLLECTIVE)
     return found
 
@@ -180,12 +162,7 @@ OWNER_OF_KIND = np.array([np.flatnonzero(code == OWNERS)[-1] for code in KIND.va
 
 @dataclass(frozen=True)
 class Attribution:
-    """The time of one rank, divided into intervals of one kind each.
-
-    start, length: in ns.
-    kind: an index in KINDS, or OUTSIDE.
-    hidden: whether a collective overlapped with computing during the interval.
-    """
+    """The time of one rank, divided into intervals of one kind each."""
 
     start: Whole
     length: Whole
@@ -193,14 +170,7 @@ class Attribution:
     hidden: NDArray[np.bool_]
 
     def sums(self, bins: Whole) -> NDArray[np.float64]:
-        """Sum the time of each kind, separately for each bin. Time before the first bin is left out.
-
-        bins: the start of each bin in ns, ascending. A bin ends where the next bin begins, and the last bin has no end.
-            The intervals must not cross the beginning of a bin.
-
-        Returns seconds, of shape (bins, len(KINDS) + 2). The columns are the kinds in KINDS, then OUTSIDE, then the
-        time in which computing hid communication. The time in the last column is also counted in other columns.
-        """
+        """Sum the time of each kind, separately for each bin."""
         at = np.searchsorted(bins, self.start, side="right") - 1
         inside = at >= 0
         width = OUTSIDE + 2
@@ -225,15 +195,7 @@ def attribution_of(spans: Spans, arrivals: Arrivals, sessions: tuple[RunSession,
 
 
 def sweep(start: Whole, end: Whole, owner: Whole) -> tuple[Whole, Whole, NDArray[np.bool_]]:
-    """Turn overlapping intervals into disjoint intervals. Where intervals overlap, the owner that comes first in
-    OWNERS gets the time.
-
-    start, end, owner: the given intervals, and the owner to which each of them is attributed.
-
-    Returns three arrays. The first has the edges of the disjoint intervals, one more than there are intervals. The
-    second has the owner of each disjoint interval. The third is a mask of the disjoint intervals in which the rank
-    computes while a collective is running.
-    """
+    """Turn overlapping intervals into disjoint intervals."""
     times = np.concatenate([start, end])
     order = np.argsort(times, kind="stable")
     edges = times[order]

@@ -3,8 +3,6 @@
 A ratio's interval comes from a bootstrap over the steps of each run, in blocks of neighbouring steps, since neighbours
 are alike (Künsch 1989, https://doi.org/10.1214/aos/1176347265). The interval covers how steps vary within these two
 runs. It cannot cover how much a run differs from the same run on another day.
-
-Tested in tests/timeline/views/test_run_comparison_text.py.
 """
 
 from __future__ import annotations
@@ -43,14 +41,7 @@ Seconds = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class TimeDifference:
-    """One kind of time in a step, compared between two runs.
-
-    first, second: the median of each run, in seconds a step.
-    difference: second minus first.
-    ratio: second divided by first, or None if `first` is 0.
-    low, high: the 95 % confidence interval of the ratio, or None if it cannot be computed.
-    clear: whether the interval excludes 1. Without a ratio, whether the interval of the difference excludes 0.
-    """
+    """One kind of time in a step, compared between two runs."""
 
     kind: str
     first: float
@@ -64,11 +55,7 @@ class TimeDifference:
 
 @dataclass(frozen=True)
 class Figure:
-    """A number that describes a whole run, such as its throughput, for the first and the second run of a comparison.
-
-    unit: share, samples/s, bytes, seconds, or metric. A metric is a number without a unit.
-    first, second: the value of each run. None if it is unknown.
-    """
+    """A number that describes a whole run, such as its throughput, for the first and the second run of a comparison."""
 
     name: str
     unit: str
@@ -78,15 +65,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class RunComparison:
-    """The comparison of two runs.
-
-    first, second: the names of the runs.
-    ranks, steps: the number of ranks and of steps in each run.
-    step: how the time of a whole step differs. None if a run has no steps.
-    kinds: how each kind of time in a step differs, such as forward. Empty if a run has no steps.
-    notes: sentences on what makes the runs hard to compare.
-    differs: the settings that differ, such as `shard 1 → 2`.
-    """
+    """The comparison of two runs."""
 
     first: str
     second: str

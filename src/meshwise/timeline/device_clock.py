@@ -46,8 +46,7 @@ class DeviceClock:
         self._shift = 0
 
     def mark(self) -> DeviceMark | int:
-        """Record an event in the current stream, after the work submitted so far. During a graph capture, return the
-        host's time in ns instead."""
+        """Record an event in the current stream, after the work submitted so far."""
         if is_captured():
             return self._clock()
         event = self._make_event()
@@ -59,8 +58,7 @@ class DeviceClock:
         return bool(mark.event.query())
 
     def time(self, mark: DeviceMark) -> int:
-        """Return when the device reached the mark, in ns of the host's clock. Call this only after `passed(mark)` was
-        true."""
+        """Return when the device reached the mark, in ns of the host's clock."""
         if self._base is None:
             self._base = (mark.event, mark.host)
         event, origin = self._base

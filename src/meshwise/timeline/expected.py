@@ -132,11 +132,7 @@ SAME_BATCH = 0.1
 
 @dataclass(frozen=True)
 class Alone:
-    """How long a step took in an earlier run of the same program on one device.
-
-    run: the folder of the earlier run.
-    seconds: the median time of a step.
-    """
+    """How long a step took in an earlier run of the same program on one device."""
 
     run: str
     seconds: float

@@ -3,8 +3,6 @@
 Shares are fractions of a step's time, mean over ranks, without the first step of a session. A finding is reported if
 its share is at least LEAST. A straggler must also be last more often than by chance (see `step_table.CHANCE`), and by
 more than twice the error of the clocks.
-
-Tested in tests/timeline/test_stragglers.py and test_slow_link.py.
 """
 
 from __future__ import annotations
@@ -40,14 +38,7 @@ LATENCY_BOUND = 16 * 1024
 
 @dataclass(frozen=True)
 class RunFacts:
-    """Facts about a run that its spans do not show.
-
-    program: what the run's program is, such as `job` or `script` (a key of `advice.WORDS`). The advice depends on it.
-    links: whether the ranks communicate over links. CPU workers of one machine do not.
-    alone: how long a step of the same program took on one device, if an earlier run measured it.
-    pipeline: the report on the run's pipeline stages, if it has any.
-    shares: each rank's share of a batch, as proportions. Empty if the ranks worked on the same samples, or if unknown.
-    """
+    """Facts about a run that its spans do not show."""
 
     program: str
     links: bool

@@ -4,8 +4,6 @@ It measures how long each stage takes, until when it waits for another stage, an
 
 The bubble is the share of the time from a step's first forward to its last backward in which a rank has no forward and
 no backward under way, mean over ranks. The schedule's own bubble is found by simulating the recorded order of actions.
-
-Tested in tests/timeline/test_pipeline_stages.py.
 """
 
 from __future__ import annotations
@@ -35,8 +33,7 @@ pipeline work on the same samples. `seconds` is the duration without waiting for
 
 
 def actions_of(spans: Spans, names: Sequence[str]) -> Actions:
-    """Extract the forward and backward passes of pipeline stages from a timeline's spans. There are none without a
-    pipeline."""
+    """Extract the forward and backward passes of pipeline stages from a timeline's spans."""
     places = np.array([stage_and_microbatch(name) or (-1, -1) for name in names], np.int64).reshape(-1, 2)
     found = spans[places[spans["name"], 0] >= 0]
     found = found[np.lexsort((found["start"], found["rank"]))]

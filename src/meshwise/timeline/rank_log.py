@@ -7,8 +7,6 @@ more than the samples' errors allow, offsets are interpolated between bursts.
 
 After that, no all-reduce may end on any rank before the last rank has arrived at it. Where one still does, the clocks
 must be wrong, and they are shifted by the smallest amounts that correct it.
-
-Tested in tests/timeline/test_span_log.py and tests/timeline/test_align.py.
 """
 
 from __future__ import annotations
@@ -38,12 +36,7 @@ BURST = 1_000_000_000  # ns: samples closer than this belong to one burst
 
 @dataclass(frozen=True)
 class ClockFit:
-    """Conversion from the clock of one rank to the clock of rank 0.
-
-    at: times on the rank's clock (ns).
-    offset: what to add to the rank's clock at each of the times in `at` (ns). Between two of these times, the offset is
-        interpolated linearly.
-    """
+    """Conversion from the clock of one rank to the clock of rank 0."""
 
     clock: Clock
     at: NDArray[np.float64]
@@ -125,11 +118,7 @@ Kind = tuple[str, str, str]
 
 @dataclass
 class RankLog:
-    """The log of one rank in one session.
-
-    clock: the rank's clock in ns when the log began.
-    damaged: the number of lines and blocks of spans that could not be read.
-    """
+    """The log of one rank in one session."""
 
     rank: int
     world: int
@@ -170,11 +159,7 @@ class RankLog:
         return sum(count for count, _ in self.packed)
 
     def blocks(self) -> Iterator[tuple[Column, ...]]:
-        """Yield the spans of the log, in the blocks in which they were written. Each block is a tuple of columns: code,
-        start, end, step, bytes and collective. A damaged block is left out and counted in `damaged`.
-
-        The blocks can be read only once, because each block is removed from `packed`.
-        """
+        """Yield the spans of the log, in the blocks in which they were written."""
         while self.packed:
             count, text = self.packed.pop(0)
             try:

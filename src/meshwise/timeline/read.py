@@ -4,8 +4,6 @@ The Timeline has all ranks, and sentences on what is missing.
 
 If a log was cut off or lacks a block, the rest of the log is used. A log of another version is left out, and a sentence
 names it.
-
-Tested in tests/timeline/test_span_log.py.
 """
 
 from __future__ import annotations

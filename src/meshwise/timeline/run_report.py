@@ -4,8 +4,6 @@ The report has every number that any view shows, and the display text of each.
 
 Text, page, trace, Mermaid and JSON are drawn from report and timeline alone. A field's type
 names its unit, which says how the number is written: `html_page.report_dict` has both the numbers and their texts.
-
-Tested in tests/timeline/views/test_html_page.py.
 """
 
 from __future__ import annotations
@@ -52,18 +50,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class RankReport:
-    """The times and the memory of one rank.
-
-    seconds: the seconds in all steps, by kind. Communication that overlaps with computing is only in `hidden_seconds`.
-    step_shares: the share of each kind, without evaluation and saving. Empty if there was no such time.
-    step_seconds: the median time of a step.
-    last_arrivals: at how many of the run's `sync_points`, where ranks wait for each other, this rank delayed the other
-        ranks.
-    last_steps: in how many steps this rank caused the most expensive delay.
-    straggler_seconds: the seconds that this rank's delays cost the run.
-    peak_memory: the peak memory of the device. If this is unknown, the peak memory of the process.
-    memory, memory_by_phase: the peak of each counter, and its value at the end of phases such as `forward`.
-    """
+    """The times and the memory of one rank."""
 
     rank: int
     device: str
@@ -109,13 +96,7 @@ class GoodputPart:
 @dataclass(frozen=True)
 class CollectiveReport:
     """The collectives of one name and size. `of` is what they send, such as `gradients`. If unknown, `of` and `dtype`
-    are "".
-
-    seconds: the median time of pure communication, from the arrival of the last rank to the end on all ranks.
-    skew_seconds: the median time from the arrival of the first rank to the arrival of the last rank.
-    share: the time of these collectives, as a share of the time of all collectives of the run.
-    bus_bandwidth: in bytes per second as nccl-tests define it. None if they do not define it for this collective.
-    """
+    are ""."""
 
     name: str
     of: str
@@ -155,17 +136,7 @@ class PipelineReport:
 
 @dataclass(frozen=True)
 class AttemptReport:
-    """One attempt of a run. Each start of the run's workers is an attempt.
-
-    began: the local time.
-    launched: what started the attempt, such as `Slurm job 7, start 2`.
-    devices: the number of devices, or 0 if unknown.
-    before: the seconds since the previous attempt ended, or since the run was submitted.
-    queued: whether these seconds were spent in a scheduler's queue.
-    seconds: the duration of the attempt.
-    from_step: the step at which the attempt started, or None if unknown, as in a user's own training loop.
-    steps_lost: the number of steps of the previous attempt that this attempt repeated, or None if `from_step` is None.
-    """
+    """One attempt of a run. Each start of the run's workers is an attempt."""
 
     number: Count
     began: str

@@ -3,8 +3,6 @@
 Measured and predicted runs have the same type. A packed span takes about two bytes. The rows become columns of small
 differences, which are deflated. Times are kept to the microsecond: start and end are rounded down, so spans that were
 nested stay nested.
-
-Tested in tests/timeline/views/test_chrome_trace.py and tests/timeline/test_stragglers.py.
 """
 
 from __future__ import annotations
@@ -99,8 +97,7 @@ def as_rows(flat: Sequence[int]) -> Rows:
 
 
 def pack(rows: Rows) -> str:
-    """Compress spans to text. Each row of `rows` is a span. `unpack` restores the columns of `rows`, with times rounded
-    down to multiples of QUANTUM."""
+    """Compress spans to text."""
     code, start, end, step, size, collective = rows.T
     start, end = start // QUANTUM, end // QUANTUM
     # A span begins about where the one before it ended; the others hardly change from span to span.
@@ -112,10 +109,7 @@ def pack(rows: Rows) -> str:
 
 
 def unpack(text: str, count: int) -> tuple[Column, ...]:
-    """Restore the columns of `count` spans: code, start, end, step, bytes, collective.
-
-    Raises ValueError if the text is damaged.
-    """
+    """Restore the columns of `count` spans: code, start, end, step, bytes, collective."""
     try:
         packed = zlib.decompress(base64.b64decode(text, validate=True))
     except zlib.error as error:
@@ -151,12 +145,7 @@ PER_SESSION = 1 << 40
 
 @dataclass(frozen=True)
 class Counter:
-    """The values of one counter of one rank. The arrays have the same length.
-
-    time: in ns on the timeline's clock, ascending.
-    step: the step of each value.
-    phase: the kind of the phase that ended at this time, as an index in KINDS, or -1 for none.
-    """
+    """The values of one counter of one rank. The arrays have the same length."""
 
     rank: int
     name: str
@@ -172,12 +161,7 @@ class Counter:
 
 @dataclass(frozen=True)
 class Clock:
-    """How the clock of a rank differs from the clock of rank 0.
-
-    offset: the difference in ns when the clocks were first compared.
-    drift: by how many ns the difference grows per ns.
-    error: the offset may be wrong by up to ± this many ns.
-    """
+    """How the clock of a rank differs from the clock of rank 0."""
 
     rank: int
     offset: float = 0.0

@@ -6,8 +6,6 @@ Ranks synchronize in collectives. Between two sync points each rank works alone,
 wait. Its delay is the time that it took since it left the previous sync point, minus the median of the others' times,
 each measured on the rank's own clock. To find the cost of a delay, the sync point's collectives are replayed without
 it: each begins when the last rank has arrived and the previous collective has ended, and takes as long as it did.
-
-Tested in tests/timeline/test_attribution.py and tests/timeline/test_stragglers.py.
 """
 
 from __future__ import annotations
@@ -40,17 +38,7 @@ CHANCE = 1e-3
 
 @dataclass(frozen=True)
 class SyncPoints:
-    """The points of a run at which ranks waited for each other, in order. Each array has one value per sync point.
-
-    step: the step of the sync point.
-    overlapped: whether the sync point is the end of a backward pass whose gradients were reduced during the pass.
-    rank: the rank that needed the most time from the end of the previous sync point to its arrival at this sync point.
-        A rank with a slow link may arrive last only because it left the previous sync point late. Such a rank is no
-        straggler.
-    delay: how many seconds more `rank` needed than the median of the other ranks.
-    phase: the phase in which `rank` lost the most time, as an index in KINDS.
-    cost: how many seconds earlier the sync point would have ended without the delay.
-    """
+    """The points of a run at which ranks waited for each other, in order. Each array has one value per sync point."""
 
     step: Whole
     overlapped: NDArray[np.bool_]
@@ -171,17 +159,7 @@ OF_STEP = [code for kind, code in KIND.items() if kind not in OUTSIDE_STEPS]
 @dataclass(frozen=True)
 class StepTable:
     """The time that the ranks of a run spent in each step, by kind of time. Each array except `ranks` has one row per
-    step, in the order in which the steps were done.
-
-    step: the number of each step, of shape (steps,). Step 0 is the time before step 1.
-    session: the index of the session in which each step was done, of shape (steps,).
-    start: when each step began, in ns, of shape (steps,).
-    seconds: the time by step, rank and kind, of shape (steps, ranks, kinds + 2). Column OUTSIDE has the time between
-        two sessions, and column HIDDEN the communication that overlaps with computing.
-    present: whether each rank did each step, of shape (steps, ranks).
-    lost: whether the work of each step was lost, of shape (steps,). It was lost if a later session began again at this
-        step or at an earlier step.
-    """
+    step, in the order in which the steps were done."""
 
     ranks: Whole
     step: Whole
@@ -200,8 +178,7 @@ class StepTable:
 
     @property
     def trained(self) -> NDArray[np.bool_]:
-        """Mask of the steps that count and have a backward pass. An evaluation after the last step is a row of this
-        table too, but has no backward pass."""
+        """Mask of the steps that count and have a backward pass."""
         return self.counted & (self.seconds[:, :, KIND["backward"]] > 0).any(axis=1)
 
     @property
@@ -216,8 +193,7 @@ class StepTable:
         return _mean_over_ranks(self.seconds[:, :, OF_STEP].sum(axis=2), self.present)
 
     def kind_seconds(self) -> Seconds:
-        """Return how many seconds each step spent on each kind of time, as an array of shape (steps, kinds). A value is
-        the mean over the ranks that did the step."""
+        """Return how many seconds each step spent on each kind of time, as an array of shape (steps, kinds)."""
         return _mean_over_ranks(self.seconds[:, :, : len(KINDS)], self.present[:, :, None])
 
 

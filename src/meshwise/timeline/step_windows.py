@@ -1,8 +1,6 @@
 """Choose the few steps that are shown span by span.
 
 For each of these steps, it tells what each rank spent each moment on.
-
-Tested in tests/timeline/views/test_gantt_text.py.
 """
 
 from __future__ import annotations

@@ -62,11 +62,7 @@ class MetricsLog:
         self.tracking = Tracking(folder if first else None, [*usual, *trackers] if first else (), self.note)
 
     def begin(self, step: int) -> None:
-        """Open the trackers, and remove the records of steps after `step`, because the run will repeat these steps.
-        Collective.
-
-        step: the last step that the run has finished.
-        """
+        """Open the trackers, and remove the records of steps after `step`, because the run will repeat these steps."""
         if self._folder is not None and self._world.rank == 0:
             names.keep_metrics(self._folder, attempt(), lambda record: record.get("step", 0) <= step)
         self.tracking.open(step)
@@ -77,10 +73,7 @@ class MetricsLog:
             self.evaluated = collectives.broadcast_object(self.evaluated)
 
     def sync(self) -> None:
-        """Gather the losses since the last call from all ranks, check that they are finite, and write them. Collective.
-
-        Raises LossError for a non-finite loss, with the step and the ranks that had it.
-        """
+        """Gather the losses since the last call from all ranks, check that they are finite, and write them."""
         if not self.pending:
             return
         pending, self.pending = self.pending, []
@@ -96,13 +89,7 @@ class MetricsLog:
     def add_evaluation(
         self, epoch: int, epochs: int, step: int, metrics: dict[str, float], *, best: bool = False, inside: bool = False
     ) -> None:
-        """Write and send the metrics of an evaluation.
-
-        epoch: the epoch of the evaluation, from 0.
-        epochs: how many epochs the run has.
-        best: whether these are the best metrics so far.
-        inside: whether the evaluation was in the middle of the epoch.
-        """
+        """Write and send the metrics of an evaluation."""
         point = {f"test/{name}": value for name, value in metrics.items()}, step
         self.evaluated = step
         self.tracking.write([{"epoch": epoch + 1, "step": step, "test": metrics}], [point])

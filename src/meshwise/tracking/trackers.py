@@ -30,12 +30,7 @@ Tracker: TypeAlias = Callable[[Mapping[str, float], int], object]
 
 @dataclass(frozen=True)
 class OpenTracker:
-    """A tracker that is open.
-
-    name: its name in messages.
-    track: the function that records values.
-    close: the function that closes it.
-    """
+    """A tracker that is open."""
 
     name: str
     track: Tracker

@@ -51,10 +51,7 @@ class Tracking:
         self._over = False
 
     def open(self, step: int) -> None:
-        """Open the trackers.
-
-        step: the last step that the run has finished.
-        """
+        """Open the trackers."""
         self._hold()
         self._open_now(self._wanted, step)
 
@@ -72,10 +69,7 @@ class Tracking:
         self._over = claimed and is_over(self._folder, attempt())  # asked last: it may be the file of a later one
 
     def add(self, trackers: Iterable[str | Tracker], step: int) -> None:
-        """Open more trackers, except those that are open already.
-
-        step: the last step that the run has finished.
-        """
+        """Open more trackers, except those that are open already."""
         new = [tracker for tracker in dict.fromkeys(trackers) if tracker not in self._wanted]
         self._wanted += new
         self._open_now(new, step)
@@ -117,16 +111,14 @@ class Tracking:
             self._unwritten = []
 
     def cut(self, lines: int) -> None:
-        """Remove the lines that earlier attempts wrote to metrics.jsonl, except the first `lines` lines. Lines of this
-        attempt are kept."""
+        """Remove the lines that earlier attempts wrote to metrics.jsonl, except the first `lines` lines."""
         if self._folder is not None and lines < self.found:
             _cut(self._folder, lines, self.found)
             self.found = lines
             self._hold()
 
     def close(self) -> None:
-        """Write the lines of metrics.jsonl that could not be written earlier, for example because the disk was full.
-        Then close the trackers. If the lines still cannot be written, tell the user how many lines are lost."""
+        """Write the lines of metrics.jsonl that could not be written earlier, for example because the disk was full."""
         if self._unwritten:
             self._write(self._folder, ())
         if self._unwritten:
@@ -151,11 +143,7 @@ class Tracking:
 
 @dataclass(frozen=True)
 class _Target:
-    """Where `mw.log` writes at the moment.
-
-    step: a function that returns the current step, or None if it is unknown.
-    kept: False if `tracking` discards all values. `mw.log_to` then opens no trackers.
-    """
+    """Where `mw.log` writes at the moment."""
 
     tracking: Tracking
     step: Callable[[], int | None]
@@ -169,11 +157,7 @@ _calls: Counter[str] = Counter()
 
 @contextlib.contextmanager
 def log_into(tracking: Tracking, step: Callable[[], int | None], *, kept: bool = True) -> Iterator[None]:
-    """Let `mw.log` write to `tracking` inside the with block.
-
-    step: a function that returns the current step, or None if it is unknown.
-    kept: whether `tracking` writes anything. If it is False, `mw.log_to` opens no trackers inside the with block.
-    """
+    """Let `mw.log` write to `tracking` inside the with block."""
     target = _Target(tracking, step, kept)
     _targets.append(target)
     try:
@@ -239,8 +223,7 @@ def log_to(*trackers: str | Tracker) -> None:
 
 
 def logged() -> dict[str, Any]:
-    """Return the run's folder and the number of lines in metrics.jsonl, to be saved with the state of a training.
-    Return an empty dict if there is no run folder."""
+    """Return the run's folder and the number of lines in metrics.jsonl, to be saved with the state of a training."""
     folder = _folder()
     if folder is None:
         return {}
@@ -249,13 +232,7 @@ def logged() -> dict[str, Any]:
 
 
 def go_on_after(state: Mapping[str, Any]) -> None:
-    """Continue metrics.jsonl after a saved state is loaded.
-
-    Lines that earlier attempts wrote after the state was saved are removed, because this attempt repeats their steps.
-    Lines that this attempt has written are kept. Does nothing if the state belongs to another run.
-
-    state: what `logged` returned when the state was saved.
-    """
+    """Continue metrics.jsonl after a saved state is loaded."""
     folder = _folder()
     if folder is None or rank_context().world.rank != 0 or state.get("run") != str(folder.resolve()):
         return

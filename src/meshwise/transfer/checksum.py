@@ -43,13 +43,7 @@ def block_sums(tensor: Tensor) -> list[int]:
 
 
 def first_difference(tensor: Tensor, other: Tensor) -> int | None:
-    """Return the offset in bytes of the first difference between two tensors of equal shape and dtype. Returns None if
-    the tensors are equal.
-
-    The tensors may be on different devices. The devices compute checksums of blocks. A block whose checksums differ is
-    copied to the host and compared there. If the copies are equal, only the first reading was wrong. The offset of the
-    block is then returned.
-    """
+    """Return the offset in bytes of the first difference between two tensors of equal shape and dtype."""
     ours, theirs = block_sums(tensor), block_sums(other)
     for number, (mine, its) in enumerate(zip(ours, theirs, strict=True)):
         if mine != its or mine == 0:

@@ -104,10 +104,7 @@ def note(operation: str, source: str, target: str, bytes: int, path: str, second
 
 
 def totals(moves: Sequence[Transfer]) -> dict[str, tuple[int, int, float]]:
-    """Return (number of transfers, bytes, seconds) for each path.
-
-    The seconds are a sum, even if transfers overlap in time. The sum is nan if the seconds of one transfer are unknown.
-    """
+    """Return (number of transfers, bytes, seconds) for each path."""
     found: dict[str, tuple[int, int, float]] = {}
     for move in moves:
         count, size, seconds = found.get(move.path, (0, 0, 0.0))
@@ -137,11 +134,7 @@ Seconds = float | Callable[[], float]
 
 
 class Stopwatch:
-    """A timer that starts when it is created.
-
-    device: a device with streams, on which `stream` (by default the current stream) is timed. For None, or a device
-        without streams, the host's clock is used.
-    """
+    """A timer that starts when it is created."""
 
     def __init__(self, device: torch.device | None, stream: torch.Stream | None = None) -> None:
         timed = device is not None and has_streams(device)
@@ -151,8 +144,7 @@ class Stopwatch:
         self._start = time.perf_counter()
 
     def stop(self, stream: torch.Stream | None = None) -> Seconds:
-        """Return the seconds since the start. On a device with streams, return a function that waits for `stream` and
-        returns the seconds."""
+        """Return the seconds since the start."""
         if not self._events:
             return time.perf_counter() - self._start
         self._events[1].record(stream)

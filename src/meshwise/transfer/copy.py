@@ -281,11 +281,7 @@ def repeats(tensor: Tensor) -> bool:
 
 
 def overlapping(tensor: Tensor, other: Tensor) -> bool:
-    """Check whether two tensors may share memory without being the same view.
-
-    This is also true for some tensors that share no memory, such as x[::2] and x[1::2]. A copy between them then uses
-    an unnecessary temporary tensor.
-    """
+    """Check whether two tensors may share memory without being the same view."""
     if tensor.numel() == 0 or other.numel() == 0 or _apart(tensor, other) or tensor.is_set_to(other):
         return False
     start, end = _range(tensor)

@@ -126,8 +126,8 @@ _OPERATIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-_NCCL_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_NCCL_DTYPES += (torch.uint8, torch.int8, torch.int32, torch.int64)
+_FLOATS = torch.float16, torch.bfloat16, torch.float32, torch.float64
+_NCCL_DTYPES = (*_FLOATS, torch.uint8, torch.int8, torch.int32, torch.int64)
 
 
 def _reduce_slices(

@@ -1,7 +1,4 @@
-"""Define groups of ranks, and this rank's place among them.
-
-Tested in tests/transfer/test_collectives.py.
-"""
+"""Define groups of ranks, and this rank's place among them."""
 
 from __future__ import annotations
 
@@ -20,10 +17,7 @@ DIVIDING: list[Group] = [None]
 
 
 def divide_among(group: Group) -> None:
-    """Set the group of ranks that divide the work on a batch. None means all ranks of the run.
-
-    From now on, a collective without a group is called on this group.
-    """
+    """Set the group of ranks that divide the work on a batch."""
     DIVIDING[0] = group
 
 
@@ -33,10 +27,7 @@ def dividing() -> Group:
 
 
 def ranks_of(group: Group) -> tuple[int, ...]:
-    """Return the ranks of a group, as numbered in the whole run.
-
-    group: None means the group that was set by `divide_among`.
-    """
+    """Return the ranks of a group, as numbered in the whole run."""
     return tuple(dist.get_process_group_ranks(group or DIVIDING[0]))
 
 
@@ -67,13 +58,7 @@ def get_rank(group: Group = None) -> int:
 
 
 def group_key(group: Group = None) -> str:
-    """Return a text that identifies a group and is the same on all ranks of the group.
-
-    Returns "" without a process group. The text consists of the ranks, as numbered in the whole run, and the name of
-    the group.
-
-    group: None means the group that was set by `divide_among`.
-    """
+    """Return a text that identifies a group and is the same on all ranks of the group."""
     return key_of(group or DIVIDING[0]) if dist.is_initialized() else ""
 
 

@@ -55,8 +55,7 @@ def choose(source: str, target: str, size: int, *, wanted: str = AUTO, links: Ma
 
 
 def _faster(link: Link | None, size: int) -> str | None:
-    """Return the path that was measured to be faster for a copy of `size` bytes: "peer" or "staged". Returns None if
-    one of the paths was not measured, or if the link has no peer access."""
+    """Return the path that was measured to be faster for a copy of `size` bytes: "peer" or "staged"."""
     if link is None or not {PEER, STAGED} <= link.timings.keys() or link.peer is False:
         return None
     peer, staged = (seconds_at(link.timings[path], size) for path in (PEER, STAGED))
@@ -89,10 +88,7 @@ def chunk_bytes(size: int) -> int:
 
 
 def staged(dst: Tensor, src: Tensor) -> Seconds:
-    """Copy `src` to `dst` through the host, with any strides and dtypes. Return how many seconds the copy took.
-
-    On accelerators, return a function instead. It waits for the copy to end and then returns the seconds.
-    """
+    """Copy `src` to `dst` through the host, with any strides and dtypes."""
     if src.numel() == 0:
         return 0.0
     dst, src = dst.detach(), src.detach()
@@ -126,10 +122,7 @@ def _host_legs(dst: Tensor, src: Tensor) -> Seconds:
 
 @dataclass
 class _Lane:
-    """The state of copies between one pair of devices.
-
-    It has a stream on each device, two buffers, and events for when each buffer was filled and emptied.
-    """
+    """The state of copies between one pair of devices."""
 
     out: torch.Stream
     back: torch.Stream

@@ -5,8 +5,6 @@ The stages are ranks that each hold a part of a model's layers and work on the s
 `lacks` returns the names of the parameters and buffers that a rank does not hold. The first stage that holds such a
 name provides its value. Along with the activations, stages send state that changes during a forward pass (`carried`),
 such as the number of random draws.
-
-Tested in tests/parallel/test_pipeline.py.
 """
 
 from __future__ import annotations

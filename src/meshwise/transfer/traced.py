@@ -2,8 +2,6 @@
 
 Backends count all collectives that begin, whoever calls them. While a `Foreign` counter is open, meshwise counts how
 many of these are its own; while none is open, its collectives only look at the empty list `COUNTERS`.
-
-Tested in tests/transfer/test_comm_log.py.
 """
 
 from __future__ import annotations

@@ -59,11 +59,8 @@ def virtual_devices(count: int) -> Iterator[VirtualDevices]:
 
 
 class _Rules(TorchFunctionMode):
-    """Refuses operators whose tensors are on different virtual devices, and records the virtual device of each result.
-
-    To torch, all virtual devices are the same CPU. A function such as `tensor.to` may therefore call no operator at
-    all. So this class looks at functions too, as a TorchFunctionMode does.
-    """
+    """Refuses operators whose tensors are on different virtual devices, and records the virtual device of each
+    result."""
 
     def __init__(self, devices: VirtualDevices) -> None:
         super().__init__()
@@ -104,11 +101,7 @@ class _Rules(TorchFunctionMode):
         return result
 
     def _common_place(self, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
-        """Return the number of the virtual device on which all inputs are, or None if they are on the host.
-
-        Raises UsageError for inputs on two devices. Inputs that were made without a device do not count. If there are
-        no other inputs, UNDECIDED is returned.
-        """
+        """Return the number of the virtual device on which all inputs are, or None if they are on the host."""
         get = self.places.get
         every = list(tensors_in((args, kwargs)))
         if not every:
@@ -204,8 +197,7 @@ def _host_only(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _new_tensor(func: Any, args: Any, kwargs: Any) -> Any:
-    """Call tensor.new_tensor, which makes a tensor from values. By default, the result is on the virtual device of
-    `tensor`."""
+    """Call tensor.new_tensor, which makes a tensor from values."""
     return _made_from_values(func, args, {"device": device_of(args[0])} | kwargs)
 
 

@@ -143,7 +143,7 @@ class ProofAxis(Axis):
     def _raises(self, *_: Any) -> Any:
         raise Crossing("needs the rows of other ranks")
 
-    all_reduce = all_gather = reduce_scatter = all_to_all = pass_on = _raises
+    all_reduce = all_gather = reduce_scatter = all_to_all = pass_on = _raises  # type: ignore[assignment]
 
     def meet(self, what: str) -> None:
         raise Crossing(f"reads a value ({what})")

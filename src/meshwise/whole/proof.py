@@ -44,19 +44,7 @@ BELOW, ABOVE = {"lt", "le", "__lt__", "__le__"}, {"gt", "ge", "__gt__", "__ge__"
 
 @dataclass
 class Verdict:
-    """What is known of one kind of call.
-
-    dims: the dim of the rows in each tensor of the output, or -1 in one that has no rows. None if the call runs
-        through, for the reason `why`.
-    draws: whether the call drops out values at random.
-    reads: whether the call reads values that have no rows.
-    answers: what the call asks of all rows, such as `mask.all()`, in order: the reduction that answers it (None for a
-        value without rows), and the answer with which it was proven.
-    nodes: the numbers of autograd nodes that proven calls have made.
-    calls: how many calls of this kind there were.
-    written: the attributes of modules that a call writes.
-    others: the verdicts on calls that get other answers, by their first answers.
-    """
+    """What is known of one kind of call."""
 
     dims: list[int] | None = None
     why: str = ""
@@ -85,10 +73,7 @@ class Answer(Tensor):
 
 
 class _Quiet(TorchFunctionMode):
-    """Leaves out dropout, and notes it. Notes reads of values, and `made`, the split tensors that operators made.
-
-    ask: gets this rank's answer to a question about all rows and the reduction, and returns the answer of all ranks.
-    """
+    """Leaves out dropout, and notes it. Notes reads of values, and `made`, the split tensors that operators made."""
 
     draws = reads = False
 

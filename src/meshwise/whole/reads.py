@@ -28,10 +28,7 @@ registered = [0]
 
 
 class Otherwise(Exception):
-    """Raised in a call that runs apart, where it does something else than when it was proven.
-
-    args: why; or, where the call gets another answer of all rows, the tuple of its answers so far.
-    """
+    """Raised in a call that runs apart, where it does something else than when it was proven."""
 
 
 class Reads:

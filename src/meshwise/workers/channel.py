@@ -72,11 +72,7 @@ def connect(environment: Mapping[str, str], rank: int) -> WorkerChannel | None:
 
 
 class LauncherChannel:
-    """The launcher's end of the side channel to its workers: one listening socket, and one thread per worker.
-
-    Each message is passed to `deliver(rank, message)`. When the connection to a worker closes, `deliver` is called with
-    the message `{"kind": "closed"}`.
-    """
+    """The launcher's end of the side channel to its workers: one listening socket, and one thread per worker."""
 
     def __init__(self, token: str, deliver: Callable[[int, Message], None]) -> None:
         self._deliver = deliver
@@ -112,11 +108,7 @@ LISTENING_PORTS = range(20_000, 32_768)
 
 
 def listening(host: str = "", port: int = 0) -> socket.socket:
-    """Return a socket that listens at a TCP port. Raises OSError if the port is taken.
-
-    host: the address to listen at. By default, the socket listens at all addresses of this machine.
-    port: by default, a free port below the ports of outgoing connections.
-    """
+    """Return a socket that listens at a TCP port."""
     every = {"family": socket.AF_INET6, "dualstack_ipv6": True} if not host and socket.has_dualstack_ipv6() else {}
     if port:
         return socket.create_server((host, port), backlog=512, **every)  # type: ignore[arg-type]

@@ -3,7 +3,6 @@
 Control groups hold what Linux lets this process use, and what it was denied. They also tell whether the kernel's
 out-of-memory killer ended a process, since a SIGKILL does not say who sent it: its kills are counted in each control
 group of version 2 (`memory.events`) and for the machine (`/proc/vmstat`).
-Tested in tests/machine/test_host_facts.py and tests/workers/test_oom_killer.py.
 """
 
 from __future__ import annotations
@@ -46,11 +45,7 @@ def read_text(path: Path) -> str:
 
 @dataclass(frozen=True)
 class Kills:
-    """How many processes the out-of-memory killer has ended. None if unknown.
-
-    group: in this process's control groups.
-    machine: on the whole machine.
-    """
+    """How many processes the out-of-memory killer has ended. None if unknown."""
 
     group: int | None
     machine: int | None
@@ -64,10 +59,7 @@ def kills(root: Path = ROOT, own: Path = OWN, statistics: Path = STATISTICS) -> 
 
 def evidence(before: Kills, root: Path = ROOT, own: Path = OWN, statistics: Path = STATISTICS) -> str | None:
     """Return a phrase that shows that the out-of-memory killer has ended a process, such as `1 killed here since the
-    run began`. Returns None if this is not known. Returns "" if the killer has ended none, so that it is not the cause.
-
-    before: how many processes the killer had ended when the process began that was killed now.
-    """
+    run began`."""
     now = kills(root, own, statistics)
     if before.group is not None and now.group is not None and now.group > before.group:
         return f"{now.group - before.group} killed in its control group since the run began"

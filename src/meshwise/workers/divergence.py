@@ -55,12 +55,7 @@ class DivergenceWatch:
         return {rank: read_trail(trail_path(self._folder, rank)) for rank in self._ranks}
 
     def look(self, ended: Collection[int]) -> str:
-        """Compare the calls that the ranks have logged so far. Return a sentence on the first difference, once it has
-        lasted GRACE seconds or all ranks have ended. Before that, and if there is no difference, return an empty
-        string.
-
-        ended: the ranks whose program has ended.
-        """
+        """Compare the calls that the ranks have logged so far."""
         now = time.monotonic()
         if len(ended) == len(self._ranks):
             return divergence(self.trails(), ended)
@@ -73,11 +68,7 @@ class DivergenceWatch:
 
 
 def divergence(trails: Mapping[int, VerbTrail | None], ended: Collection[int]) -> str:
-    """Compare the calls that all ranks must make in the same order (see `Verb`), such as collectives. Return a sentence
-    on the first call that is not the same on all ranks. Return an empty string if no call differs so far.
-
-    ended: the ranks whose program has ended. They make no more calls.
-    """
+    """Compare the calls that all ranks must make in the same order (see `Verb`), such as collectives."""
     number = _first_difference(trails, ended)
     if number is None:
         return ""
@@ -138,13 +129,7 @@ def _verb(trail: VerbTrail, number: int) -> str:
 
 def begin(world: World, store: Any) -> None:
     """Start to log the calls of this rank that must come in the same order on every rank, such as collectives (see
-    `Verb`).
-
-    All ranks of a machine must call this function. It does nothing if the ranks of this machine share no temporary
-    folder.
-
-    store: a key-value store of all ranks.
-    """
+    `Verb`)."""
     first = world.rank - world.local_rank
     if world.local_rank == 0:
         made, owned = made_folder("verbs")
@@ -160,14 +145,7 @@ def begin(world: World, store: Any) -> None:
 
 
 def tell_of_loss(before: Callable[..., Any], folder: Path, ranks: Sequence[int], *error: Any) -> None:
-    """Show an uncaught exception as usual. If a collective raised it because another rank was lost, also print how the
-    calls of this machine's ranks differ, or the last call of each rank.
-
-    before: the exception hook that was set before, which shows the exception.
-    folder: the folder in which the ranks log their calls.
-    ranks: the ranks of this machine.
-    error: the arguments of the exception hook.
-    """
+    """Show an uncaught exception as usual."""
     before(*error)
     if is_communication_error(error[1]):
         trails = {rank: read_trail(trail_path(folder, rank)) for rank in ranks}

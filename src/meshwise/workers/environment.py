@@ -4,7 +4,6 @@ This module does not import torch.
 
 RANK and WORLD_SIZE are set by `meshwise run`, `mw.launch` and torchrun; under srun and mpirun they are derived from the
 variables that those set (place.py). Without any of these, the run has one device, and no process group is created.
-Tested in tests/workers/test_join.py.
 """
 
 from __future__ import annotations

@@ -9,7 +9,6 @@
 The server forks before any code has used a device or started a thread of torch, as CUDA and OpenMP require
 (tests/every_import.py); a worker that cannot use its device after the fork is started anew, without a fork.
 When the launcher dies, the server dies, and with it (PR_SET_PDEATHSIG) every worker.
-Tested in tests/workers/test_fork_server.py.
 """
 
 from __future__ import annotations
@@ -178,14 +177,12 @@ class ForkedWorker:
         return self.server.hear(self._facts).get("pid")
 
     def poll(self) -> int | None:
-        """Return the worker's exit code, or minus the number of the signal that killed it. None while the worker
-        runs."""
+        """Return the worker's exit code, or minus the number of the signal that killed it."""
         status = self.told()
         return _status_of_ended(self.pid) if status is None and self.pid is not None else status
 
     def told(self) -> int | None:
-        """Return the worker's exit status, as the server reported it. None while the worker runs or the server is
-        stopped."""
+        """Return the worker's exit status, as the server reported it."""
         return self.server.hear(self._facts).get("status")
 
     def wait(self) -> int:

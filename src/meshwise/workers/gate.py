@@ -11,7 +11,6 @@ Before a known time limit ends the run, rank 0 asks for such a stop (`watch_time
 step and three saves take, as measured in this run. The limit is `--time-limit`, or that of a Slurm job:
 SLURM_JOB_END_TIME, and what `squeue` says once a minute, since a job's limit may change while the job runs. No signal
 from the scheduler is needed.
-Tested in tests/workers/test_gate.py, test_halt.py, test_deadline.py and, on a real Slurm, in test_slurm.py.
 """
 
 from __future__ import annotations
@@ -209,15 +208,7 @@ def watch_time(
     environment: Mapping[str, str] = os.environ,
     left_of: Callable[[str], float | None] | None = None,
 ) -> None:
-    """Wait until the time left for the run is just enough for a stop. Then call `ask` and return.
-
-    If `over` is set before that, return without calling `ask`.
-
-    gate: tells how long steps and saves take.
-    ask: asks all ranks to stop.
-    left_of: takes the id of a Slurm job, and returns the seconds left for it, or None if unknown. By default, squeue is
-        called.
-    """
+    """Wait until the time left for the run is just enough for a stop."""
     job = job_id(environment) if JOB in environment else ""
     text, left_of = environment.get("SLURM_JOB_END_TIME", ""), left_of or left_by_squeue
     end = float(text) if job and text.isdigit() else math.inf
@@ -281,10 +272,7 @@ def left_by_squeue(job: str) -> float | None:
 
 
 def seconds_left(text: str) -> float | None:
-    """Parse a duration as squeue prints it: `1-02:03:04`, `2:03:04`, `3:04` or `UNLIMITED`. Return the seconds.
-
-    Returns infinity for `UNLIMITED`, and None for any other text.
-    """
+    """Parse a duration as squeue prints it."""
     if text.strip() == "UNLIMITED":
         return math.inf
     match = re.fullmatch(r"(?:(?:(\d+)-)?(\d+):)?(\d+):(\d\d)", text.strip())

@@ -15,7 +15,6 @@ it, so a secret is 32 random bytes, or as hard to guess.
 A server has at most GUESTS connections that have not proven the secret yet, each for at most TIMEOUT seconds. With
 more, the oldest is closed once it has had GRACE seconds: a flood of silent connections delays real ones but cannot keep
 them out.
-Tested in tests/workers/test_handshake.py.
 """
 
 from __future__ import annotations
@@ -65,11 +64,7 @@ class Proofs:
     @classmethod
     def of(cls, secret: bytes, purpose: str, of_client: bytes, of_server: bytes) -> Proofs:
         """Compute the authentication codes by which the client and the server of a connection prove that they know the
-        secret.
-
-        purpose: what the connection is for, such as `channel`. Codes for one purpose are not valid for another purpose.
-        of_client, of_server: the nonces (random bytes) that the client and the server have sent.
-        """
+        secret."""
         said = of_client, of_server, purpose.encode()  # the first two are always as long: no two calls join alike
         return cls(*(code(secret, role, *said) for role in (b"server", b"client", b"session")))
 
@@ -96,10 +91,7 @@ class Line:
             self.connection.sendall(HEAD.pack(len(message)) + sealed + message)
 
     def receive(self) -> bytes:
-        """Return the next message, or b"" if the other end has closed the connection.
-
-        Each message has an authentication code. Raises OSError if the code is wrong, or if the connection is lost.
-        """
+        """Return the next message, or b"" if the other end has closed the connection."""
         head = self._bytes.read(HEAD.size)
         if not head:
             return b""
@@ -128,13 +120,7 @@ class Line:
 
 
 def enter(connection: socket.socket, secret: bytes, purpose: str, timeout: float) -> Line:
-    """Authenticate a connection as its client: check the server's proof of the secret, then send this side's proof.
-
-    timeout: the seconds in which the server must have sent its proof.
-
-    On an error, the connection is closed. Raises Unproven if the server does not know the secret, and another OSError
-    if the server is gone or too slow.
-    """
+    """Authenticate a connection as its client: check the server's proof of the secret, then send this side's proof."""
     try:
         proofs = _proven(connection, secret, purpose, timeout)
         connection.sendall(proofs.client)
@@ -172,11 +158,7 @@ def _read(connection: socket.socket, size: int, until: float, begins: bytes = b"
 
 
 def admit(connection: socket.socket, secret: bytes, purpose: str) -> Line:
-    """Authenticate a connection as its server, within TIMEOUT seconds.
-
-    Raises Unproven if the client speaks this protocol but does not prove the secret, and another OSError if it speaks
-    another one.
-    """
+    """Authenticate a connection as its server, within TIMEOUT seconds."""
     until = time.monotonic() + TIMEOUT
     asked, nonce = _read(connection, ASKS, until, HELLO), secrets.token_bytes(NONCE)
     proofs = Proofs.of(secret, purpose, asked[len(HELLO) :], nonce)
@@ -192,12 +174,7 @@ def admit(connection: socket.socket, secret: bytes, purpose: str) -> Line:
 
 
 class Doorkeeper:
-    """A listening socket that accepts only clients which know the secret.
-
-    server: the socket, which listens already.
-    serve: called with each authenticated connection, in a thread of its own. The connection is closed when `serve`
-        returns. Once `serve` returns True, no further connection is accepted.
-    """
+    """A listening socket that accepts only clients which know the secret."""
 
     def __init__(self, server: socket.socket, secret: bytes, purpose: str, serve: Callable[[Line], object]) -> None:
         self._server, self._secret, self._purpose, self._serve = server, secret, purpose, serve

@@ -43,13 +43,7 @@ _OF_A_STEP = ("data", "forward", "backward", "optimizer")
 
 @dataclass(frozen=True)
 class Hang:
-    """A message for the user about a hang.
-
-    rank: the rank that makes no progress.
-    step: the step of that rank. None before the first step.
-    over: whether the limit is reached, so that the run ends.
-    stalls: False if the rank makes progress again.
-    """
+    """A message for the user about a hang."""
 
     rank: int
     text: str
@@ -60,14 +54,7 @@ class Hang:
 
 @dataclass(frozen=True)
 class Stall:
-    """A group of ranks that make no progress, and the ranks that wait for them.
-
-    ranks: the ranks that make no progress.
-    waiting: the ranks that wait, each with the collective in which it waits.
-    collective: the collective in which other ranks wait for `ranks`. None if no rank waits.
-    crossed: whether ranks wait for each other in different collectives.
-    inside: whether all ranks have entered `collective`, but it does not end.
-    """
+    """A group of ranks that make no progress, and the ranks that wait for them."""
 
     ranks: Sequence[int]
     waiting: Mapping[int, CollectiveCall]
@@ -79,14 +66,8 @@ class Stall:
 def patience(
     beat: Beat, longest: Mapping[str, float], limit: float, *, stopped: bool = False, message: bool = False
 ) -> tuple[float, float]:
-    """Return after how many seconds without progress a rank is reported, and after how many seconds the run is ended.
-
-    beat: what the rank last reported.
-    longest: for each phase, the longest time without progress so far that was no hang, in seconds.
-    limit: the hang limit in seconds.
-    stopped: whether the rank's process is stopped by SIGSTOP.
-    message: whether the rank waits for another pipeline stage. The result then follows from the durations of steps.
-    """
+    """Return after how many seconds without progress a rank is reported, and after how many seconds the run is
+    ended."""
     if stopped:
         ask = min(OF_STOPPED, patience(beat, longest, limit)[0])
         return ask, max(limit, ask)
@@ -178,12 +159,7 @@ class HangWatch:
         far: Mapping[int, Far] = NOBODY,
         server: subprocess.Popen[bytes] | None = None,
     ) -> Hang | None:
-        """Return the next message about a hang. None if there is none.
-
-        pids: the process id of each running rank, None before the rank is forked.
-        far: the ranks of other machines, which report their own hangs.
-        server: the process that starts the ranks.
-        """
+        """Return the next message about a hang."""
         now = time.monotonic()
         if now - self._looked < INTERVAL:
             return None
@@ -284,8 +260,7 @@ class HangWatch:
         return f"{told}."
 
     def here(self, pids: Mapping[int, int | None]) -> dict[int, Far]:
-        """Return the state of each rank of this machine, to be sent to other machines. It is an empty `Far` for a rank
-        that makes progress."""
+        """Return the state of each rank of this machine, to be sent to other machines."""
         silent = {rank: pid for rank, pid in pids.items() if self._silence[rank] >= LEAST}
         stopped, found = set(self._stopped(silent, {})), dict.fromkeys(pids, Far())
         for rank in silent:

@@ -43,11 +43,7 @@ SIGNAL = signal.SIGRTMIN + 9
 
 @dataclass(frozen=True)
 class CollectiveCall:
-    """A collective that a rank has entered.
-
-    number: the number of the collective in its group.
-    at: the time of the call (perf_counter_ns).
-    """
+    """A collective that a rank has entered."""
 
     name: str
     group: str
@@ -57,17 +53,7 @@ class CollectiveCall:
 
 @dataclass(frozen=True)
 class Beat:
-    """What a rank last reported about its progress.
-
-    beats: a number that changes with each report.
-    ours: True in the training loop of a job, and False in a loop that the user has written.
-    compiles: whether the model is compiled, so that the first steps may take long.
-    overlaps: whether a call of a collective returns before the collective ends, because the accelerator runs it later.
-    steps: the seconds that the newest steps took.
-    begun: for each group, how many collectives the rank has entered.
-    waits_in: the oldest collective that has not ended.
-    recent: the newest collectives that the rank has entered.
-    """
+    """What a rank last reported about its progress."""
 
     beats: int = 0
     step: int = 0
@@ -171,12 +157,7 @@ class Heartbeat:
         words[BEATS] = self.beats = self.beats + 1
 
     def loop(self, *, ours: bool, compiles: bool) -> None:
-        """Report whether this rank is in the training loop of a job.
-
-        ours: whether it is. A long time without progress then means a hang. In a loop that the user has written, any
-            time may pass between two phases.
-        compiles: whether the model is compiled, so that the first steps may take long.
-        """
+        """Report whether this rank is in the training loop of a job."""
         self.words[COMPILES], self.words[OURS] = compiles, ours
 
     def enter(self, name: str, group: str) -> int:
@@ -222,11 +203,7 @@ beat: Heartbeat | None = None
 
 
 def begin(folder: Path, rank: int, *, overlaps: bool) -> None:
-    """Start to report the progress of this rank to a file in `folder` (see `Heartbeat`). From now on, the process also
-    writes its Python stack to another file when it receives SIGNAL.
-
-    overlaps: whether the rank runs ahead of its accelerator.
-    """
+    """Start to report the progress of this rank to a file in `folder` (see `Heartbeat`)."""
     global beat
     beat = Heartbeat(beat_path(folder, rank), overlaps=overlaps)
     # Written in the signal's handler, in C: also while other code holds Python's lock.

@@ -3,7 +3,6 @@
 By default, gloo listens at the address to which the machine's own name resolves. On many machines that is a loopback
 address (Debian writes 127.0.1.1 into /etc/hosts), or there is none: other machines then cannot reach the rank.
 `interface_towards` finds the network interface that gloo must use.
-Tested in tests/workers/test_join.py, test_interface.py and, on machines without names, test_slurm.py.
 """
 
 from __future__ import annotations

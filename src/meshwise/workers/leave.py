@@ -4,7 +4,6 @@ A call of `os._exit` is reported, with its line, before it ends the process (`to
 
 When Python exits, it clears its modules. That copies the memory pages that the workers of a machine share, so the exit
 is when they need the most memory. As in a normal exit, threads are joined, exit functions called, open files flushed.
-Tested in tests/workers/test_leave.py and tests/cli/test_odd_ends.py.
 """
 
 from __future__ import annotations
@@ -32,11 +31,7 @@ OF_RANK = "{call} ended the process before its work was done. Return, or raise a
 
 
 def prepare() -> None:
-    """Let this process need little memory when it ends by `leave`.
-
-    At its end, Python clears all modules, which copies memory that the workers of a machine share. After this call,
-    only the user's modules are cleared. Call this before any other exit function is registered, so that it runs last.
-    """
+    """Let this process need little memory when it ends by `leave`."""
     atexit.register(_end)
 
 

@@ -4,7 +4,6 @@ Their launchers meet in the store of the first machine, which leads: it announce
 Every machine keeps a store and has told the others its address; if the leader is lost, they meet at the next machine.
 A machine that is started again asks machine 0, which has been told who leads. Whether the remaining machines may go on
 is not decided here: both halves of a split network may get that far.
-Tested in tests/workers/test_machines.py.
 """
 
 from __future__ import annotations

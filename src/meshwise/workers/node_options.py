@@ -1,7 +1,4 @@
-"""Describe how one machine of several is started: count, index, meeting place.
-
-Tested in tests/workers/test_machines.py.
-"""
+"""Describe how one machine of several is started: count, index, meeting place."""
 
 from __future__ import annotations
 
@@ -61,13 +58,7 @@ class NodeOptions:
 
 
 def joined(address: tuple[str, int], node: int, nnodes: int, local_size: int) -> Machines:
-    """Connect this machine to the store of machine 0 at `address`, and wait until that store is there.
-
-    node, nnodes: the index of this machine, and the number of machines.
-    local_size: the number of workers on this machine.
-
-    Raises UsageError if the store cannot be reached.
-    """
+    """Connect this machine to the store of machine 0 at `address`, and wait until that store is there."""
     name = f"{node}.{secrets.token_hex(8)}"
     where, secret, host = f"--rdzv {address[0]}:{address[1]}", secret_at(address), listens_at(alone=is_here(address[0]))
     port, listens = (address[1], taken(address[1])) if node == 0 else (0, None)

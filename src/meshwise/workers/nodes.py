@@ -4,7 +4,6 @@ The machines number the ranks, compare their settings, and send each other news 
 
 Each machine tells when a worker failed or a halt was asked for, so that no machine goes on alone. Each is heard from
 several times a second; all others take a silent one for lost. machines.py decides who takes part in the next attempt.
-Tested in tests/workers/test_nodes.py, tests/workers/test_far_beats.py and tests/faults/test_far_hangs.py.
 """
 
 from __future__ import annotations
@@ -46,13 +45,7 @@ class Member:
 
 @dataclass(frozen=True)
 class Beginning:
-    """The announcement of an attempt by the machine that leads.
-
-    number: the number of the attempt, from 1.
-    members: the machines. The leader comes first and has the first ranks. The others follow by their index.
-    port: the port at which rank 0 will listen.
-    facts: other values that the launchers need.
-    """
+    """The announcement of an attempt by the machine that leads."""
 
     number: int
     members: tuple[Member, ...]
@@ -190,13 +183,7 @@ class Nodes:
 
 @dataclass(frozen=True)
 class Far:
-    """The state of a rank on another machine, as that machine last reported it.
-
-    beat: what the rank last reported.
-    silence: for how many seconds the rank has reported no progress. If the rank makes progress, this is 0, and the
-        machine does not report `beat` and `stopped`. They have their default values then.
-    stopped: whether the rank's process is stopped.
-    """
+    """The state of a rank on another machine, as that machine last reported it."""
 
     beat: Beat = field(default_factory=Beat)
     silence: float = 0.0

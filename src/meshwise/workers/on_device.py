@@ -14,11 +14,7 @@ from meshwise.workers.hang import ASKED
 
 
 def answer(channel: WorkerChannel, rank: int, ask: Callable[[], Sequence[GroupProgress]] = progress) -> None:
-    """Let this rank answer when the launcher asks what its device waits for. The launcher asks with the message ASKED
-    if a rank hangs. The answer is a line for the user, such as which collectives have not ended.
-
-    ask: returns what torch's flight recorder says about each process group. If it returns nothing, no answer is sent.
-    """
+    """Let this rank answer when the launcher asks what its device waits for."""
 
     def tell(message: Mapping[str, Any]) -> None:
         found = [str(each) for each in ask()]

@@ -7,7 +7,6 @@ A batch script of Slurm has SLURM_PROCID and SLURM_NTASKS too, although it is on
 SLURM_STEP_*, but a batch script that was submitted from inside a step inherits those of that step. A process's step is
 known from its control group, or from the slurmstepd that started it; if neither is visible, the step's variables are
 believed if they agree with those that Slurm sets anew for every task and batch script.
-Tested in tests/workers/test_places.py.
 """
 
 from __future__ import annotations
@@ -113,8 +112,7 @@ ALONE = Place()
 
 
 def number(environment: Mapping[str, str], name: str, default: int | None = None) -> int:
-    """Return a whole number from the environment. Raises UsageError if it is no whole number, or missing without a
-    default."""
+    """Return a whole number from the environment."""
     text = environment.get(name, "" if default is None else str(default))
     try:
         return int(text)
@@ -140,10 +138,7 @@ def place_in(environment: Mapping[str, str]) -> Place:
 
 
 def of_torchrun(environment: Mapping[str, str]) -> Place | None:
-    """Return the place of a process that has the variables RANK and WORLD_SIZE. None if one of them is missing.
-
-    A PyTorchJob of Kubernetes sets no LOCAL_RANK. Its variables count pods instead of processes.
-    """
+    """Return the place of a process that has the variables RANK and WORLD_SIZE."""
     if not {"RANK", "WORLD_SIZE"} <= environment.keys():
         return None
     rank, size = number(environment, "RANK"), number(environment, "WORLD_SIZE")
@@ -168,11 +163,7 @@ def of_torchrun(environment: Mapping[str, str]) -> Place | None:
 
 
 def of_mpi(environment: Mapping[str, str]) -> Place | None:
-    """Return the place of this process among all ranks, as mpirun's variables describe it. None if mpirun did not start
-    it.
-
-    The ranks of each machine are assumed to be consecutive.
-    """
+    """Return the place of this process among all ranks, as mpirun's variables describe it."""
     if number(environment, OPEN + "SIZE", 1) > 1:
         names = [OPEN + name for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")]
         job = environment.get("PMIX_NAMESPACE") or environment.get("OMPI_MCA_ess_base_jobid", "")
@@ -202,8 +193,7 @@ def _place(launcher: str, names: list[str], environment: Mapping[str, str], job:
 
 
 def of_slurm(environment: Mapping[str, str], proc: Path = Path("/proc")) -> Place | None:
-    """Return the place of this process in a Slurm job. None outside of a job. Raises UsageError if Slurm's variables
-    are incomplete or contradict each other."""
+    """Return the place of this process in a Slurm job."""
     if JOB not in environment:
         return None
     job, attempt = job_id(environment), number(environment, "SLURM_RESTART_COUNT", 0) + 1
@@ -245,8 +235,7 @@ def job_id(environment: Mapping[str, str]) -> str:
 
 
 def in_step(environment: Mapping[str, str], proc: Path = Path("/proc")) -> bool:
-    """Check whether this process is a task of the Slurm step that its variables SLURM_STEP_* describe. If not, the
-    process has inherited the variables. For example, a user may submit a batch script from inside a step."""
+    """Check whether this process is a task of the Slurm step that its variables SLURM_STEP_* describe."""
     real = step_of_process(environment, proc)
     return _agree(environment) if real is None else real == environment.get("SLURM_STEP_ID", real)
 

@@ -7,7 +7,6 @@ port, with every address of its machine, into the file of the start's secret. Ra
 try the first host, at ports derived from job, step and attempt. Both ends prove the secret of the start, so two steps
 of one job, two users or two attempts never meet, nor does a stranger that took a port first. A door lets each rank in
 once, so that no rank meets a run that is about to end.
-Tested in tests/workers/test_rendezvous.py.
 """
 
 from __future__ import annotations
@@ -75,8 +74,7 @@ _secrets: dict[tuple[str, int], Secret] = {}
 
 
 def taken(port: int) -> int | None:
-    """Return the file descriptor of the socket that `meet` opened at this port, or None if there is no such socket. The
-    caller must close the file descriptor."""
+    """Return the file descriptor of the socket that `meet` opened at this port, or None if there is no such socket."""
     server = _listening_at.pop(port, None)
     return None if server is None else server.detach()
 

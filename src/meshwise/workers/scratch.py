@@ -4,7 +4,6 @@ The next command of the same user removes the folders that a killed command has 
 
 Each folder holds a file that its owners keep locked as long as they live. The kernel releases the lock when the last
 owner ends, so process ids, which differ between containers, play no part. A folder gets its name after it is locked.
-Tested in tests/workers/test_scratch.py.
 """
 
 from __future__ import annotations

@@ -6,7 +6,6 @@ The file lies in the folder of the start. The first process there makes the file
 for a file to appear, which NFS shows up to a minute late; rank 0 adds where it is reached. Only an open file that
 belongs to this user and that no other user may read is trusted; a link at its path is not followed. Folders above it
 may be links that others can change; all they can put there of this user's files is an older one of the same name.
-Tested in tests/workers/test_secret.py.
 """
 
 from __future__ import annotations
@@ -38,14 +37,7 @@ SET_ONE = f"give all processes one secret: export {VARIABLE}=$(openssl rand -hex
 @dataclass(frozen=True)
 class Secret:
     """A secret by which the processes that were started together recognize each other, so that no other process can
-    join them.
-
-    path: the file by which the processes share facts. The file has the secret too, unless the secret is from
-        MESHWISE_SECRET.
-    told: the facts from the file, such as the port of rank 0.
-    why: why the file is not trusted. It is empty if the file is trusted.
-    made: whether this process made the file.
-    """
+    join them."""
 
     value: bytes = field(repr=False)
     path: Path
@@ -55,13 +47,11 @@ class Secret:
 
     @property
     def source(self) -> str:
-        """Where the secret comes from, in words for the user: `MESHWISE_SECRET`, or a text such as `from
-        /home/ada/.meshwise-rendezvous-1000-job.json`."""
+        """Where the secret comes from, in words for the user."""
         return VARIABLE if os.environ.get(VARIABLE) else f"from {self.path}"
 
     def tell(self, **facts: Any) -> None:
-        """Append facts, such as the port of rank 0, to the file at `path`. If there is no file, make it. Raises OSError
-        if this fails."""
+        """Append facts, such as the port of rank 0, to the file at `path`."""
         try:
             file = _opened(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
         except FileExistsError:
@@ -75,8 +65,7 @@ class Secret:
             self.remove()
 
     def remove(self) -> None:
-        """Remove the file at `path`. A file that is not trusted (see `why`) is left alone, because it may belong to
-        another user."""
+        """Remove the file at `path`."""
         with contextlib.suppress(OSError):
             if not self.why:
                 self.path.unlink(missing_ok=True)

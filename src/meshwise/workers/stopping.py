@@ -39,12 +39,7 @@ _asked: queue.SimpleQueue[int] = queue.SimpleQueue()
 
 
 def pass_on(channel: WorkerChannel, gate: StepGate, *, leads: bool) -> None:
-    """Report to the launcher when this worker receives a signal to stop, such as SIGTERM. Only the first signal is
-    reported. The launcher then stops all ranks. Call this in the main thread of a worker that meshwise's launcher has
-    started.
-
-    leads: whether this is rank 0. Rank 0 also reports when the run must stop because its time limit is near.
-    """
+    """Report to the launcher when this worker receives a signal to stop, such as SIGTERM."""
     _catch((*WARNINGS, signal.SIGINT), lambda: gate.interrupting)
     if leads:
         _in_thread(lambda: watch_time(gate, lambda: _asked.put(TIME_LIMIT), _over))

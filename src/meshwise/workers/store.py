@@ -6,7 +6,6 @@ An exchange is one message each way: a machine sends its values, and receives wh
 with the seconds for which each machine has been silent. A thread of each launcher makes one exchange after another,
 which are also its machine's heartbeat; callers read what has come and never wait for the network, so that Ctrl-C takes
 effect at once. Both ends prove the secret of the run (handshake.py).
-Tested in tests/workers/test_nodes.py.
 """
 
 from __future__ import annotations
@@ -32,12 +31,7 @@ PROOF_TIMEOUT = 5.0  # seconds for a launcher that is reached to prove the secre
 
 @dataclass(frozen=True)
 class Answer:
-    """The answer of a store to one exchange.
-
-    version: the number to pass as `since` in the next exchange.
-    new: the values that have changed.
-    silent: for each machine, the seconds since it last sent something. Infinity if its process is gone.
-    """
+    """The answer of a store to one exchange."""
 
     version: int
     new: Mapping[str, Any]
@@ -57,12 +51,7 @@ class Store:
         self.port = self.door.port
 
     def exchange(self, name: str, told: Mapping[str, Any], since: int) -> Answer:
-        """Set values in the store, and return the values that have changed since an earlier exchange.
-
-        name: the name of the machine that calls.
-        told: the values to set, by key.
-        since: the `version` in the answer to the earlier exchange, or 0 to get all values.
-        """
+        """Set values in the store, and return the values that have changed since an earlier exchange."""
         with self._lock:
             now = self._heard[name] = time.monotonic()
             for key, value in told.items():
@@ -172,12 +161,7 @@ class Meeting:
 
     @property
     def silence(self) -> float | None:
-        """How many seconds ago the store last answered, if this is too long. None if it has answered within the last
-        SILENCE seconds.
-
-        If the connection is lost, the seconds are returned at once, even if they are fewer than SILENCE. None is
-        returned before the first answer, and after `close`.
-        """
+        """How many seconds ago the store last answered, if this is too long."""
         now = time.monotonic()
         if not self.heard or self._over.is_set():
             return None

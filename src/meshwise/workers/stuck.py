@@ -37,14 +37,7 @@ STATES = {
 
 @dataclass(frozen=True)
 class Standing:
-    """Where a process stands in its Python code, or why the process does not run.
-
-    state: why the kernel does not let the process run, as a phrase. PID stands for the process id. It is empty if the
-        process runs.
-    place: the innermost source line of the user's code, or of any code if no user's code runs. It is empty if the
-        process has not reported its stack.
-    users: whether `place` is a line of the user's code.
-    """
+    """Where a process stands in its Python code, or why the process does not run."""
 
     pid: int
     state: str = ""
@@ -81,12 +74,7 @@ def stuck_child(pid: int, stack: Path) -> Standing | None:
 
 
 def state_of(pid: int) -> str:
-    """Return the kernel's letter for the state of a process, such as "S" for sleeping. Returns an empty string if it is
-    unknown.
-
-    "D" is uninterruptible sleep, for example while waiting for a disk. Each read from a disk brings a process into this
-    state for some milliseconds, so "D" is returned only if the process stays in it.
-    """
+    """Return the kernel's letter for the state of a process, such as "S" for sleeping."""
     for _ in range(LOOKS):
         letter = next(iter(stat_of(pid)), "")
         if letter != "D":
@@ -141,10 +129,7 @@ class Idleness:
         self._seen: dict[int, tuple[float, float]] = {}
 
     def computes(self, pid: int | None, now: float) -> bool:
-        """Check whether a process or its children have computed since the last check.
-
-        Returns False if the last check was less than WINDOW seconds ago.
-        """
+        """Check whether a process or its children have computed since the last check."""
         if pid is None:
             return False
         used = sum(map(_seconds, (pid, *children_of(pid))))

@@ -39,15 +39,8 @@ in_progress: set[str] = set()
 
 @dataclass(frozen=True)
 class Verb:
-    """A call that a rank has made and that all ranks must make in the same order, such as a request for the next batch.
-
-    name: what is called, such as `batch`.
-    place: the source line of the call.
-    times: how often the source line has made this call so far. For a request for a batch, it is the number of the
-        batch.
-    left: if the rank left a loop early just before this call, the source line of the loop and the number of its
-        batches. None if the rank left no loop.
-    """
+    """A call that a rank has made and that all ranks must make in the same order, such as a request for the next
+    batch."""
 
     name: str
     place: str
@@ -58,12 +51,7 @@ class Verb:
 @dataclass(frozen=True)
 class VerbTrail:
     """A rank's log of the calls that all ranks must make in the same order (see `Verb`), as read from the rank's file
-    at one moment.
-
-    count: the number of calls.
-    left: the loop that the rank has left early after its newest call, as (source line, number of its batches). None if
-        it left no loop.
-    """
+    at one moment."""
 
     count: int
     left: tuple[str, int] | None
@@ -124,22 +112,13 @@ class VerbLog:
         self._left = NOWHERE
 
     def left_loop(self, batches: int) -> None:
-        """Log that this rank leaves a loop early, after `batches` batches.
-
-        This is shown to the user if later calls differ between ranks. It is not compared between ranks itself, because
-        Python may end an iterator at another moment on each rank.
-        """
+        """Log that this rank leaves a loop early, after `batches` batches."""
         if threading.get_ident() == self._thread:
             self._left = (self.line("left", sys._getframe(1))[0], batches)
             HEADER.pack_into(self._map, 0, self._count, *self._left)
 
     def line(self, verb: str, frame: FrameType | None) -> list[int]:
-        """Return the record of the source line that makes a call. Add it to the log if it is new.
-
-        The record is [index of the source line in the log file, checksum of `verb`, calls so far]. The source line is
-        the innermost line of user code, searched from `frame` outward. From now on, only calls of this thread are
-        logged.
-        """
+        """Return the record of the source line that makes a call."""
         self._thread, depth = threading.get_ident(), 1
         while frame is not None and not is_users(frame.f_code.co_filename):
             frame, depth = frame.f_back, depth + 1
@@ -167,8 +146,7 @@ def begin(path: Path) -> None:
 
 
 def end() -> None:
-    """Stop logging the calls of this process. Python also calls this in every process that a rank forks, such as a
-    loader worker, because a forked process is no rank."""
+    """Stop logging the calls of this process."""
     global _log
     _log = None
 

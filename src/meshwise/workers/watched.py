@@ -1,7 +1,4 @@
-"""Track what a launcher knows of a worker, and tells its caller.
-
-Tested in tests/workers/test_launchers.py.
-"""
+"""Track what a launcher knows of a worker, and tells its caller."""
 
 from __future__ import annotations
 
@@ -56,12 +53,7 @@ class State(Enum):
 
 @dataclass
 class WatchedWorker:
-    """A worker process, and what its launcher knows about it.
-
-    in_progress: for a worker that has exited early, whether it was in the middle of an epoch.
-    since: when `state` last changed, on the clock `time.monotonic`. It is 0 before the first change.
-    kills: how many processes the kernel's out-of-memory killer had ended before the worker started.
-    """
+    """A worker process, and what its launcher knows about it."""
 
     rank: int
     process: ForkedWorker
@@ -98,11 +90,7 @@ class WatchedWorker:
 
 
 def shown(pipe: BinaryIO | Any, stream: str, log: BinaryIO, show: Callable[[str, str], None]) -> threading.Thread:
-    """Start a thread that writes each line of a worker's output to the worker's log and shows it to the user.
-
-    The thread ends when the log is closed, which is at the end of the launch. If the worker has started processes that
-    still run then, their later output is not shown.
-    """
+    """Start a thread that writes each line of a worker's output to the worker's log and shows it to the user."""
 
     def forward() -> None:
         with pipe, contextlib.suppress(ValueError):

@@ -46,8 +46,7 @@ SOCKET_ROOM = 107 - len("/pymp-12345678/listener-12345678")  # bytes that the pa
 
 
 def main() -> int:
-    """Run a worker: bind it to its CPU cores, open its side channel, and run its task. Return the exit code of the
-    process."""
+    """Run a worker: bind it to its CPU cores, open its side channel, and run its task."""
     if sys.argv[1] == CALL:
         return answer(Path(sys.argv[2]))
     die_with_parent()
@@ -131,11 +130,7 @@ def keep_sockets_in(scratch: Path) -> None:
 
 
 def prepare(scratch: Path, world: World, channel: WorkerChannel) -> None:
-    """Prepare a worker for its task. From now on, it reports its progress, its calls and the files that it writes to
-    the launcher. On rank 0, it also serves the process group's store on the socket that the launcher has opened.
-
-    scratch: the folder of the launch, to which progress and calls are written.
-    """
+    """Prepare a worker for its task."""
     keep_sockets_in(scratch)
     verb_log.begin(trail_path(scratch, world.rank))
     join.keep_store()
@@ -148,11 +143,7 @@ def prepare(scratch: Path, world: World, channel: WorkerChannel) -> None:
 
 def tell_collectives(channel: WorkerChannel, rank: int, ask: Callable[[], Sequence[GroupProgress]] = progress) -> None:
     """Let this rank answer when the launcher asks, by the message ASKED, what its device waits for: a line for the
-    user, such as which collectives have not ended.
-
-    A thread of the rank answers, since the main thread may wait forever. ask: returns what torch's flight recorder says
-    about each process group. If it returns nothing, no answer is sent.
-    """
+    user, such as which collectives have not ended."""
 
     def tell(message: Mapping[str, Any]) -> None:
         found = [str(each) for each in ask()]

@@ -53,8 +53,7 @@ class FileWatch:
         self._tell, self._told, self._process = tell, set[str](), os.getpid()
 
     def begin(self) -> None:
-        """Watch every file that this process opens from now on. This cannot be ended, because Python cannot remove an
-        audit hook."""
+        """Watch every file that this process opens from now on."""
         sys.addaudithook(lambda event, arguments: self._opened(*arguments) if event == "open" else None)
 
     def saving(self, save: Callable[..., None]) -> Callable[..., None]:
@@ -107,10 +106,7 @@ class WrittenFiles:
         self._said = False
 
     def add(self, rank: int, path: str, where: str) -> str:
-        """Record that a rank writes a file. Return a warning for the first file that several ranks write, else "".
-
-        where: the source line that writes the file.
-        """
+        """Record that a rank writes a file."""
         events = _EVENTS in path
         file = Path(path).parent if events else Path(path)
         key = _TIME_OF_DAY.sub("", str(file))

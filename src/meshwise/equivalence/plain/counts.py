@@ -37,14 +37,7 @@ def has_own_data(ranks: Sequence[Record]) -> bool:
 
 
 def reads(ranks: Sequence[Record], one: Record, agrees: bool) -> Iterator[Finding]:
-    """Check which samples each rank reads. Yield a finding if an epoch does not read each sample once, if two epochs
-    have the same shuffled order, or if batches have another size than in one process.
-
-    ranks: the record of each rank.
-    one: the record of one process that runs the same script.
-    agrees: whether the evaluation prints the same numbers on the ranks as in one process. If so, repeated or missing
-        samples in an evaluation need no change.
-    """
+    """Check which samples each rank reads."""
     for passes in _by_pass(ranks):
         first, trained = passes[0], any(p.trained for p in passes)
         alone = [p for p in one.passes if (p.loader, p.number) == (first.loader, first.number)]
@@ -66,13 +59,7 @@ def reads(ranks: Sequence[Record], one: Record, agrees: bool) -> Iterator[Findin
 
 
 def _shares(passes: Sequence[Pass], trained: bool, agrees: bool, once: str) -> Iterator[Finding]:
-    """Yield findings for samples that no rank reads, or that several ranks read, in one pass over a loader.
-
-    passes: the pass of each rank over the same loader.
-    trained: whether the script trains in this pass. Otherwise it evaluates.
-    agrees: whether the evaluation prints the same numbers on the ranks as in one process.
-    once: a sentence that tells the user how to count each sample once in an evaluation.
-    """
+    """Yield findings for samples that no rank reads, or that several ranks read, in one pass over a loader."""
     first, ranks = passes[0], len(passes)
     every = frozenset[int]().union(*(p.samples or () for p in passes))
     counts = Counter(index for p in passes for index in p.read)
@@ -103,12 +90,7 @@ def _shares(passes: Sequence[Pass], trained: bool, agrees: bool, once: str) -> I
 
 
 def _whole(passes: Sequence[Pass], size: int, trained: bool) -> Iterator[Finding]:
-    """Yield a finding if a script trains and each rank reads all samples. In an evaluation, yield one only if the
-    script also calls `gather_for_metrics`, which then joins the same samples several times.
-
-    passes: the pass of each rank over the same loader. The caller has found that each rank reads all samples.
-    size: the number of samples in the data set.
-    """
+    """Yield a finding if a script trains and each rank reads all samples."""
     first, ranks = passes[0], len(passes)
     if trained:
         evidence = f"each of {ranks} ranks reads all {size} samples of an epoch."
@@ -120,10 +102,7 @@ def _whole(passes: Sequence[Pass], size: int, trained: bool) -> Iterator[Finding
 
 
 def _batch(passes: Sequence[Pass], alone: Sequence[Pass]) -> Iterator[Finding]:
-    """Report a global batch that has another size than the batch of one process.
-
-    alone: the passes in a run of one process.
-    """
+    """Report a global batch that has another size than the batch of one process."""
     if not alone or not all(p.batches for p in (*alone, *passes)):
         return
     ours, own = sum(len(p.batches[0]) for p in passes), len(alone[0].batches[0])
@@ -133,12 +112,7 @@ def _batch(passes: Sequence[Pass], alone: Sequence[Pass]) -> Iterator[Finding]:
 
 
 def schedule(ranks: Sequence[Record], one: Record, pairs: Sequence[tuple[Step, Step]]) -> Iterator[Finding]:
-    """Compare the learning rate schedule on the ranks with the schedule in one process. Yield a finding if the first
-    learning rate differs, and another finding if the schedule ends after a different number of epochs.
-
-    one: the record of one process that runs the same script.
-    pairs: each step of rank 0, with the step of one process that corresponds to it.
-    """
+    """Compare the learning rate schedule on the ranks with the schedule in one process."""
     many = ranks[0]
     ticks = [statistics.median([step.ticks for step in side.steps[1:]] or [0]) for side in (many, one)]
     lengths = [_steps_of_pass(record) for record in (many, one)]
@@ -163,21 +137,14 @@ def schedule(ranks: Sequence[Record], one: Record, pairs: Sequence[tuple[Step, S
 
 
 def _ticks_twice(many: Record, wrong: bool, evidence: str) -> Finding:
-    """Return a finding: on several ranks, the schedule ends after a different number of epochs than in one process.
-
-    many: the record of rank 0.
-    wrong: whether the script should be changed. False if the schedule has the same number of steps on any number of
-        devices, which may be intended.
-    evidence: a sentence on what was seen.
-    """
+    """Return a finding: on several ranks, the schedule ends after a different number of epochs than in one process."""
     where = tuple(dict.fromkeys(place for place in many.ticked_at if place))
     instead = "Count its length in the ticks that this number of devices makes."
     return Finding("scheduler ticks at another pace", wrong, where, evidence, instead)
 
 
 def _steps_of_pass(record: Record) -> float:
-    """Return the number of optimizer steps in an epoch, e.g. 2.5 for 5 batches if a step takes 2 batches. Return 0 if
-    the script did not train."""
+    """Return the number of optimizer steps in an epoch, e.g. 2.5 for 5 batches if a step takes 2 batches."""
     trained = [p for p in record.passes if p.trained]
     if not trained or not record.steps:
         return 0.0
@@ -185,20 +152,13 @@ def _steps_of_pass(record: Record) -> float:
 
 
 def _whole_steps(steps: float, horizon: float) -> float:
-    """Round the number of optimizer steps in an epoch. A script may make a step from the batches that are left over at
-    the end of an epoch, or drop these batches. So try to round down and up, and return the number that divides
-    `horizon`. Return `steps` unchanged if neither number divides `horizon`.
-
-    steps: the number of optimizer steps in an epoch, e.g. 2.5.
-    horizon: the number of steps in the whole schedule, which usually lasts a whole number of epochs.
-    """
+    """Round the number of optimizer steps in an epoch."""
     whole = (each for each in (math.floor(steps), math.ceil(steps)) if each and horizon % each == 0)
     return next(whole, steps)
 
 
 def rates(ranks: Sequence[Record]) -> Iterator[Finding]:
-    """Yield a finding if a learning rate differs between ranks. Also yield a finding if the ranks pass different
-    metrics to a scheduler such as ReduceLROnPlateau."""
+    """Yield a finding if a learning rate differs between ranks."""
     instead = "Give the schedule a number that is alike on all ranks: all_reduce sums and counts before dividing."
     settings = [
         (each[0][0], [n for _, n in each]) for each in zip(*(record.plateau_metrics for record in ranks), strict=False)
@@ -232,25 +192,14 @@ def left_over(first: Record) -> Iterator[Finding]:
 
 
 def agrees(first: Record, one: Record, apart: Sequence[Finding]) -> bool:
-    """Return True if the script prints the same numbers in its evaluations on rank 0 as in one process. Return False if
-    it prints no numbers there.
-
-    first: the record of rank 0.
-    one: the record of one process that runs the same script.
-    apart: the findings of `shown` about these two records.
-    """
+    """Return True if the script prints the same numbers in its evaluations on rank 0 as in one process."""
     printed = [[text for _, text, after in record.shown if not after] for record in (first, one)]
     numbers = all(any(character.isdigit() for text in side for character in text) for side in printed)
     return numbers and not any(finding.wrong for finding in apart)
 
 
 def shown(ranks: Sequence[Record], one: Record, devices: str, again: Record) -> Iterator[Finding]:
-    """Yield a finding for each source line that prints different numbers on rank 0 than in one process.
-
-    one: the record of one process that runs the same script.
-    again: the record of a second run of one process. Numbers that differ between the two runs of one process are
-        ignored, because they are measured, e.g. times.
-    """
+    """Yield a finding for each source line that prints different numbers on rank 0 than in one process."""
     first, used = ranks[0], list(zip(*(record.evaluated for record in ranks), strict=False))
     own = any(max(each) - min(each) > LIMIT * max(each) for each in used)
     for trains, wrong in ((False, True), (True, False)):
@@ -274,25 +223,13 @@ def shown(ranks: Sequence[Record], one: Record, devices: str, again: Record) -> 
 
 
 def _are_rates(pair: tuple[Decimal, Decimal], one: Record, first: Record) -> bool:
-    """Return True if both printed numbers are learning rates. `shown` ignores such pairs, because `rates` checks
-    learning rates.
-
-    pair: a number that one process printed, and the number that rank 0 printed at the same position.
-    one, first: the record of one process, and the record of rank 0.
-    """
+    """Return True if both printed numbers are learning rates."""
     return all(any(_shows(n, rate) for rate in side.rates) for n, side in zip(pair, (one, first), strict=True))
 
 
 def _is_of_training(pair: tuple[Decimal, Decimal], one: Record, first: Record) -> bool:
-    """Return True if both printed numbers are sums or means of training losses, over the same consecutive microbatches.
-    Such numbers may differ, because a rank's loss covers only its own samples.
-
-    The divisor of a mean may be the number of microbatches or len(loader), or either of them counted in optimizer
-    steps.
-
-    pair: a number that one process printed, and the number that rank 0 printed at the same position.
-    one, first: the record of one process, and the record of rank 0.
-    """
+    """Return True if both printed numbers are sums or means of training losses, over the same consecutive
+    microbatches."""
     losses, micro = [one.losses, first.losses], float(one.microbatches)
     lengths = {float(len(read.batches)) for read in first.passes if read.trained}
     for begin, end in itertools.combinations(range(1 + min(map(len, losses))), 2):

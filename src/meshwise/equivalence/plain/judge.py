@@ -28,14 +28,7 @@ OF_TRAINER = (
 
 
 def judge(script: str, devices: str, ranks: Sequence[Record], one: Record, repeat: Any = list) -> PlainProof:
-    """Compare the run of a script on several ranks with its run in one process, and return the result of the check.
-
-    ranks: the record of each rank.
-    one: the record of one process that has read the samples of all ranks. If one process could not run the script, the
-        field `refused` of this record says why.
-    repeat: a function that runs the script in one process a second time, and returns a list with the record. It is
-        called only if the ranks print different numbers.
-    """
+    """Compare the run of a script on several ranks with its run in one process, and return the result of the check."""
     not_judged = list(_not_judged(ranks, one))
     pairs = [(a, b) for a, b in zip(ranks[0].steps, one.steps, strict=False) if a.optimizer == b.optimizer]
     clipped = [(a.before_clipping, b.before_clipping) for a, b in pairs if a.clips]
@@ -61,8 +54,7 @@ def judge(script: str, devices: str, ranks: Sequence[Record], one: Record, repea
 
 
 def _reads_others(ranks: Sequence[Record]) -> bool:
-    """Return True if one process cannot read the same samples as the ranks. This is so if each rank has a data set of
-    its own, or if a data set has no indices."""
+    """Return True if one process cannot read the same samples as the ranks."""
     return counts.has_own_data(ranks) or any(p.samples is None for record in ranks for p in record.passes)
 
 
@@ -82,9 +74,7 @@ def _not_judged(ranks: Sequence[Record], one: Record) -> Iterator[str]:
 
 
 def _apart(first: Step, other: Step) -> tuple[float, str]:
-    """Return the largest difference between the gradients of two steps, and the name of the parameter that has it. The
-    difference is relative to the largest gradient in `first`. It is infinite if a parameter has a gradient in only one
-    of the steps. Parameters that the optimizer of either step does not update are left out."""
+    """Return the largest difference between the gradients of two steps, and the name of the parameter that has it."""
     held = first.parameters.keys() & other.parameters.keys()  # of a ZeroRedundancyOptimizer each rank's are others
     one, many = ({n: g for n, g in step.gradients.items() if n in held} for step in (first, other))
     names = [name for name in one if name in many and one[name].shape == many[name].shape]
@@ -126,8 +116,7 @@ def _clips(ranks: Sequence[Record]) -> Iterator[Finding]:
 
 
 def _gradients(ranks: Sequence[Record], pairs: Sequence[tuple[Step, Step]]) -> Iterator[Finding]:
-    """Yield a finding for the first step in which gradients differ. If the script clips gradients, the gradients from
-    before clipping are compared first."""
+    """Yield a finding for the first step in which gradients differ."""
     for number, (many, one) in enumerate(pairs):
         sides = [(many.before_clipping, one.before_clipping)] if many.clips else []
         for pair in [*sides, (many, one)]:
@@ -160,8 +149,7 @@ def _of_gradients(number: int, ranks: Sequence[Sequence[Step]], many: Step, one:
 
 
 def _factor(one: dict[str, Tensor], many: dict[str, Tensor]) -> float | None:
-    """Return the factor that turns every gradient in `one` into the gradient in `many`. Return None if no single factor
-    fits."""
+    """Return the factor that turns every gradient in `one` into the gradient in `many`."""
     if one.keys() != many.keys() or not one:
         return None
     a, b = (torch.cat([grads[name].flatten() for name in sorted(one)]) for grads in (one, many))

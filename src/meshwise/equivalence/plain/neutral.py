@@ -2,8 +2,6 @@
 
 On the ranks, batch norm normalizes the samples of each rank separately. One process repeats this with parts of its
 batch. `.to(rank)`, `.cuda()`, `device_ids=[rank]` and nccl mean the CPU and gloo, unless torch finds a GPU.
-
-Tested in tests/equivalence/test_plain_scripts.py.
 """
 
 from __future__ import annotations
@@ -42,8 +40,7 @@ class _NoDropout(TorchFunctionMode):
 
 
 def _still(module: nn.Module, inputs: Any) -> None:
-    """Set the dropout rate of a module to 0 before its forward. Some modules, e.g. nn.LSTM, run dropout inside a C++
-    function, where `_NoDropout` cannot disable it."""
+    """Set the dropout rate of a module to 0 before its forward."""
     if isinstance(module, nn.RNNBase | nn.MultiheadAttention):
         module.dropout = 0.0
     elif isinstance(module, MODULES):
@@ -52,11 +49,7 @@ def _still(module: nn.Module, inputs: Any) -> None:
 
 @contextlib.contextmanager
 def neutral(rows: Mapping[int, list[int]]) -> Iterator[None]:
-    """Make the results of one process and of several ranks comparable, inside the with block. Dropout and torch.compile
-    are disabled. Batch norm normalizes the samples of each rank separately, in one process too.
-
-    rows: the size of a batch -> the number of samples of each rank in this batch, e.g. {8: [4, 4]}.
-    """
+    """Make the results of one process and of several ranks comparable, inside the with block."""
     ends = [
         register_module_forward_pre_hook(_still).remove,
         put([torch], "compile", lambda plain: _uncompiled),
@@ -102,8 +95,7 @@ def _by_parts(plain: Callable[..., Tensor], rows: Mapping[int, list[int]]) -> Ca
 
 
 def _parts(size: int, rows: Mapping[int, list[int]]) -> list[int]:
-    """Return how many rows of a tensor belong to each rank. Example: size 16 and rows {8: [4, 4]} -> [8, 8]. Return an
-    empty list if `size` is not a multiple of a batch size in `rows`."""
+    """Return how many rows of a tensor belong to each rank."""
     for total, parts in rows.items():
         if total and size % total == 0:
             return [part * size // total for part in parts]
@@ -152,8 +144,7 @@ class _Moving(TorchFunctionMode):
 
 
 def _cpu_for(device: Any) -> Any:
-    """Return "cpu" if the argument names a GPU, because the check runs the script on CPUs. Return any other argument
-    unchanged."""
+    """Return "cpu" if the argument names a GPU, because the check runs the script on CPUs."""
     is_number = isinstance(device, int) and not isinstance(device, bool)
     named = isinstance(device, str) and device.startswith(GPU)
     return "cpu" if is_number or named or (isinstance(device, torch.device) and device.type == GPU) else device

@@ -34,12 +34,7 @@ LATER_STEPS = 2
 
 @dataclass
 class _Loop:
-    """A running loop over a loader.
-
-    batches: the samples of each rank in each batch.
-    made_before: how many optimizer steps were made before the loop.
-    at: the number of the next batch.
-    """
+    """A running loop over a loader."""
 
     iterator: Any  # kept, so that no other has its id
     read: Pass
@@ -49,13 +44,7 @@ class _Loop:
 
 
 class Reads:
-    """Decides which batches a run of the script reads, and records them.
-
-    steps: how many optimizer steps the script may make in its first pass over a loader.
-    follow: the records of all ranks, for the run of one process that reads the samples of all ranks. None for the run
-        of a rank.
-    passes: the list to which each pass over a loader is appended.
-    """
+    """Decides which batches a run of the script reads, and records them."""
 
     def __init__(self, steps: int, seed: int, follow: Follow | None, passes: list[Pass]) -> None:
         self.rows: dict[int, list[int]] = {}
@@ -154,16 +143,13 @@ class Reads:
         return loop
 
     def _enough(self, loop: _Loop) -> bool:
-        """Return True if the loop should go on with its last batches. In training, this is when one more optimizer step
-        completes the wanted number of steps. In an evaluation, this is after `EVALUATED` batches, but an evaluation of
-        at most `WHOLE` batches is read as a whole."""
+        """Return True if the loop should go on with its last batches."""
         made, now = self._made - loop.made_before, loop.read
         wanted = self._steps if now.number == 0 else min(self._steps, LATER_STEPS)
         return made >= wanted - 1 if now.trained else len(now.given) >= EVALUATED and len(loop.batches) > WHOLE
 
     def _next(self, loop: _Loop) -> int:
-        """Return the index of the next batch to read. The loop reads its first batches in order, and then goes on with
-        its last batches, so that the end of an epoch is checked too. `_enough` decides when."""
+        """Return the index of the next batch to read."""
         tail = max(self._batches_of_step, 1) if loop.read.trained else 1
         chosen = max(loop.at, len(loop.batches) - tail) if self._enough(loop) else loop.at
         self.has_cut |= chosen > loop.at
@@ -190,18 +176,12 @@ class Reads:
         self._ends.append(program_calls.put([accelerate.Accelerator], "gather_for_metrics", gathering))
 
     def _content(self, data: Any, picked: Sequence[int]) -> str:
-        """Return the first sample of a data set as text, without memory addresses. If the texts of two ranks differ,
-        the ranks have different data sets. Return an empty string if no sample can be read.
-
-        picked: the indices that the sampler gives. If there are none, no sample is read.
-        """
+        """Return the first sample of a data set as text, without memory addresses."""
         readable = bool(picked) and is_read_singly(data)
         return ADDRESS.sub("", repr(self._drawn_alike(data.__getitem__, 0, 0))) if readable else ""
 
     def _read(self, get: Callable[[int], Any], index: int) -> Any:
-        """Seed the random generators, and read a sample of a data set. The seed depends on the sample's index, on the
-        loader, and on the number of earlier passes over the loader. So every rank gets the same random augmentation of
-        a sample."""
+        """Seed the random generators, and read a sample of a data set."""
         assert self.now is not None
         return self._drawn_alike(get, int(index), self.now.loader, self.now.number)
 

@@ -1,7 +1,4 @@
-"""Hold what one rank of a plain script has read and computed.
-
-Tested in tests/equivalence/test_plain_scripts.py.
-"""
+"""Hold what one rank of a plain script has read and computed."""
 
 from __future__ import annotations
 
@@ -14,22 +11,7 @@ from torch import Tensor
 
 @dataclass
 class Pass:
-    """One pass of a script over a DataLoader.
-
-    loader: the number of the loader, in the order of first use.
-    number: how many passes over this loader came before, e.g. 0 in the first epoch.
-    places: the source line of the script that reads the loader, then the lines that made the loader and its sampler.
-    samples: the indices of the samples in the data set. None if the data set has no indices.
-    batches: the sample indices of every batch that the sampler gives, also of batches that the script did not get.
-    shuffles: whether the indices are not in ascending order.
-    content: the first sample of the data set as text, to notice that ranks have different data sets.
-    given: the positions in `batches` of the batches that the script got.
-    trained: whether a backward pass followed a batch.
-    padded_away: whether the script called `gather_for_metrics`, which removes repeated samples.
-    over: whether the loop has ended.
-    endless: whether the sampler may give more batches than `batches`.
-    counted: the value of len(loader), if one process reads the batches of the ranks. 0 if len(loader) is not changed.
-    """
+    """One pass of a script over a DataLoader."""
 
     loader: int
     number: int
@@ -53,24 +35,7 @@ class Pass:
 
 @dataclass
 class Step:
-    """One step of an optimizer.
-
-    optimizer: the number of the optimizer, in the order of first use.
-    places: the source lines of the last forward pass, its backward pass, and the step.
-    settings: the numbers in each parameter group before the step, such as the learning rate, by name.
-    gradients: the gradients before the step, by the name of the parameter.
-    parameters: the parameters after the step, by name.
-    losses: the losses of the backward passes.
-    scales: for each backward pass, the factor by which the script has multiplied the loss.
-    ticks: the number of scheduler steps since the last optimizer step.
-    unreduced: a reason to suspect that the gradients are not summed over all ranks. Empty if there is none.
-    hooks: the source lines that made the hooks on the gradients.
-    clips: the source lines that clip gradients, each with the norm before clipping.
-    unclipped: the gradients before the script clipped them. Empty if it clipped none.
-    by_trainer: whether transformers' Trainer called the last backward pass.
-    draws: whether random numbers were drawn between a batch and its backward pass.
-    start: the sum of the parameters' norms before the step.
-    """
+    """One step of an optimizer."""
 
     optimizer: int = 0
     places: tuple[str, str, str] = ("", "", "")
@@ -101,26 +66,7 @@ class Step:
 
 @dataclass
 class Record:
-    """What was recorded in one run of a script, on one rank or in one process.
-
-    passes: the passes over loaders.
-    steps: the optimizer steps.
-    shown: (source line, text, flag) for each call of print. The flag is False for a text that was printed after the end
-        of an evaluation and before the next loop.
-    norms: the classes of the batch norms that ran in training, e.g. `BatchNorm2d`.
-    horizon: the number of scheduler steps until the schedule ends. None if it is unknown.
-    length: the number of optimizer steps in the whole training. 0 if it is unknown.
-    ticked_at: the source line that steps the scheduler, and the source line that makes it.
-    ticks: the number of scheduler steps since the last optimizer step.
-    plateau_metrics: (source line, metric) for each metric that the script passed to a ReduceLROnPlateau.
-    rates: all learning rates that were in use when the script printed.
-    schedules: the source lines that make a scheduler.
-    wrapped: whether the script made a DistributedDataParallel.
-    accelerate: whether the script imported accelerate.
-    refused: why the run cannot be compared. Empty if it can.
-    left: the losses of the backward passes after the last optimizer step.
-    evaluated: the L2 norm of each new running mean that a batch norm used in an evaluation.
-    """
+    """What was recorded in one run of a script, on one rank or in one process."""
 
     rank: int
     passes: list[Pass] = field(default_factory=list)
@@ -147,8 +93,7 @@ class Record:
 
     @property
     def microbatches(self) -> int:
-        """The most frequent number of backward passes in a step. A step at the end of an epoch may have fewer. The
-        first step of an epoch may have more, if the epoch before ended with backward passes but without a step."""
+        """The most frequent number of backward passes in a step."""
         return statistics.mode([len(step.scales) for step in self.steps] or [1]) or 1
 
 
@@ -160,14 +105,7 @@ class Follow:
     ranks: Sequence[Record]
 
     def unions(self, own: Pass) -> list[list[list[int]]] | None:
-        """Return the batches that one process reads in place of its own, to read what all ranks have read. Each batch
-        has one list of sample indices for each rank, e.g. [[0, 1], [2, 3]] for two ranks.
-
-        Return None if no rank made this pass. Return an empty list if the data set has no sample indices. In an
-        evaluation, return each sample only once, even if several ranks have read it.
-
-        own: the pass of one process. Its field `counted` is set if the batches of the ranks are returned.
-        """
+        """Return the batches that one process reads in place of its own, to read what all ranks have read."""
         passes = [p for record in self.ranks for p in record.passes if (p.loader, p.number) == (own.loader, own.number)]
         if not passes:
             return None

@@ -1,7 +1,4 @@
-"""Count the ticks of a plain script's scheduler.
-
-Tested in tests/equivalence/test_plain_scripts.py.
-"""
+"""Count the ticks of a plain script's scheduler."""
 
 from __future__ import annotations
 
@@ -51,8 +48,7 @@ def watch_ticks(record: Record) -> list[Callable[[], None]]:
 
 
 def steps_of_trainer() -> int:
-    """Return how many optimizer steps the transformers Trainer makes in all, if it is the caller. Return 0 if it is
-    not."""
+    """Return how many optimizer steps the transformers Trainer makes in all, if it is the caller."""
     trainer = getattr(frame_in(TRAINER), "f_locals", {}).get("self")
     return getattr(getattr(trainer, "state", None), "max_steps", 0)
 

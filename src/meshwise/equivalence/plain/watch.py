@@ -1,7 +1,4 @@
-"""Watch what one rank of a plain script computes, steps and prints.
-
-Tested in tests/equivalence/test_plain_scripts.py.
-"""
+"""Watch what one rank of a plain script computes, steps and prints."""
 
 from __future__ import annotations
 
@@ -46,13 +43,7 @@ OUTSIDE = "its forward does not go through the DistributedDataParallel"
 
 
 def watch_plain(script: Callable[[], object], steps: int, seed: int, follow: Follow | None, rank: int) -> Record:
-    """Run `script` in this process as `python script.py` would, and return a record of what it did.
-
-    steps: how many optimizer steps to make in the first pass over a loader. Later passes are shorter.
-    follow: the records of all ranks, if this is the one process that reads the samples of all ranks. None if this
-        process is a rank.
-    rank: the number of this rank.
-    """
+    """Run `script` in this process as `python script.py` would, and return a record of what it did."""
     watcher = _Watcher(steps, seed, follow, rank)
     seed_all(seed + rank)
     with (
@@ -253,12 +244,7 @@ class _Watcher:
         self._next, self._wrapped_forward, self._backward_at = Step(), False, ""
 
     def _followed(self, number: int) -> Step | None:
-        """Return the step of rank 0 that corresponds to the step that an optimizer makes now. In the run of one
-        process, the optimizer then copies the settings and parameters of rank 0. Return None in the run of a rank, or
-        if rank 0 made no such step.
-
-        number: the number of the optimizer.
-        """
+        """Return the step of rank 0 that corresponds to the step that an optimizer makes now."""
         steps = [] if self._follow is None else self._follow.ranks[0].steps
         return dict(enumerate(step for step in steps if step.optimizer == number)).get(self._made.get(number, 0))
 

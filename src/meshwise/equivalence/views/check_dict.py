@@ -1,8 +1,6 @@
 """Convert a proof to JSON, with every figure.
 
 An infinite difference, where one side lacks a value, is the text `inf`.
-
-Tested in tests/cli/test_check.py.
 """
 
 from __future__ import annotations

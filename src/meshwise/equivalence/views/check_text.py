@@ -1,8 +1,6 @@
 """Show a proof in a terminal: comparisons first, the verdict last.
 
 The verdict says where the sides differ and why.
-
-Tested in tests/cli/test_check.py.
 """
 
 from __future__ import annotations
@@ -25,10 +23,7 @@ OF_BAND = ("loss", "parameters", "evaluation")
 
 
 def check_text(proof: Proof | PlainProof, width: int | None = None) -> RenderableType:
-    """Return the result of a check as text for the terminal, in a form that rich can print.
-
-    width: the largest width in characters. None uses the width of the console.
-    """
+    """Return the result of a check as text for the terminal, in a form that rich can print."""
     if isinstance(proof, PlainProof):
         return Drawn(lambda screen: _plain_lines(proof, screen), width)
     return Drawn(lambda screen: _lines(proof, screen), width)
@@ -50,16 +45,14 @@ def _lines(proof: Proof, screen: Screen) -> list[Text]:
 
 
 def _not_compared(left_out: Sequence[str]) -> list[str]:
-    """Return at most one line on what was not compared. If several items were not compared, the line gives their
-    number and names the first."""
+    """Return at most one line on what was not compared."""
     if len(left_out) < 2:
         return [f"not compared: {text}" for text in left_out]
     return [f"not compared: {len(left_out)} items, which --json names; the first: {left_out[0]}"]
 
 
 def verdict(proof: Proof) -> list[Text]:
-    """Return the lines that say whether the plan computes what one device computes. If it does not, they also name the
-    first difference, its module and its likely cause."""
+    """Return the lines that say whether the plan computes what one device computes."""
     batches = ", ".join(map(str, proof.batches))
     run = f"{plural(len(proof.batches), 'step')} of {batches} samples"
     first = proof.comparison.first
@@ -87,8 +80,7 @@ def verdict(proof: Proof) -> list[Text]:
 
 
 def _band(proof: Proof) -> list[Text]:
-    """Return a line that says how much the results on one device change by rounding alone. Results under the plan may
-    differ by as much."""
+    """Return a line that says how much the results on one device change by rounding alone."""
     sizes = [f"{each.kind} {_size(each.one_device)}" for each in proof.rounding if each.kind in OF_BAND]
     if not sizes:
         return []
@@ -102,9 +94,7 @@ def _limit() -> str:
 
 
 def _row(compared: Compared) -> list[str | Text]:
-    """Return a table row about one kind of value, such as "gradients". Its cells are the kind, the number of
-    comparisons, how many of them found a fault, the largest difference, and the step and name of the value that differs
-    most."""
+    """Return a table row about one kind of value, such as "gradients"."""
     largest = compared.largest
     style = "red" if compared.faults else ""
     return [

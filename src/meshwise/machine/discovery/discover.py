@@ -39,16 +39,7 @@ def discover(
     limits: Mapping[str, float] | None = None,
     environ: Mapping[str, str] = os.environ,
 ) -> Machine:
-    """Discover the machine as this process may use it. A machine without accelerators has one CPU device.
-
-    Missing information does not raise an exception.
-
-    nvml: the library to ask. The default is the installed one.
-    sys, proc: the folders to read instead of /sys and /proc.
-    torch: what torch reports. By default, devices are numbered by PCI address, as the driver does.
-    affinity, limits: the cores and the limits of this process. The default is to ask the system.
-    environ: the environment variables. Without torch, CUDA_VISIBLE_DEVICES is not applied, and a warning says so.
-    """
+    """Discover the machine as this process may use it."""
     host = host_facts(sys, proc, affinity, limits)
     sockets = node_sockets(sys, proc)
     found = read_nvidia(sys, nvml, sockets)

@@ -82,8 +82,7 @@ def node_sockets(sys: Path, proc: Path) -> Sockets:
 
 
 def own_limits() -> Mapping[str, float]:
-    """Return the limits of this process: `shared memory` and `locked memory` in bytes, and the number of `open files`.
-    A limit that is not set is left out."""
+    """Return the limits of this process."""
     numbers = {"open files": resource.RLIMIT_NOFILE, "locked memory": resource.RLIMIT_MEMLOCK}
     soft = {name: resource.getrlimit(number)[0] for name, number in numbers.items()}
     found = {name: limit for name, limit in soft.items() if limit != resource.RLIM_INFINITY}

@@ -3,8 +3,6 @@
 nvidia-ml-py is optional. Links are PCIe and NVLink; peer access is who can read whose memory.
 
 NVML does not look at CUDA_VISIBLE_DEVICES, counts in the order of PCI addresses, and makes no CUDA context.
-
-Tested in tests/machine/test_discover.py and test_discover_odd.py.
 """
 
 from __future__ import annotations

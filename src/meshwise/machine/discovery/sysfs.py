@@ -1,7 +1,4 @@
-"""Read PCI devices and NUMA nodes from /sys: links, nodes and bridges.
-
-Tested in tests/machine/test_discover.py and test_discover_odd.py.
-"""
+"""Read PCI devices and NUMA nodes from /sys: links, nodes and bridges."""
 
 from __future__ import annotations
 
@@ -19,11 +16,7 @@ DISPLAY, ACCELERATOR = "0x03", "0x12"
 
 @dataclass(frozen=True)
 class PciFacts:
-    """What /sys says of one PCI device. Values that are unknown are None.
-
-    now: the current generation and lane count of the device's PCIe link, e.g. (4, 16).
-    most: the maximum generation and lane count of this link.
-    """
+    """What /sys says of one PCI device. Values that are unknown are None."""
 
     numa: int | None = None
     now: tuple[int | None, int | None] = (None, None)
@@ -53,8 +46,7 @@ def is_there(sys: Path, address: str) -> bool:
 
 
 def address_of(properties: object) -> str:
-    """Return the PCI address in torch's properties of a device, such as `0000:3b:00.0`. Returns "" if torch does not
-    report it."""
+    """Return the PCI address in torch's properties of a device, such as `0000:3b:00.0`."""
     numbers = [getattr(properties, name, None) for name in ("pci_domain_id", "pci_bus_id", "pci_device_id")]
     return "" if None in numbers else "{:04x}:{:02x}:{:02x}.0".format(*map(int, numbers))  # type: ignore[arg-type]
 

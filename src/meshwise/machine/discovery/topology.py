@@ -1,8 +1,6 @@
 """Derive the links between one host's accelerators, with warnings.
 
 A link is described as found, beside what the parts at both ends support.
-
-Tested in tests/machine/test_discover.py and test_discover_odd.py.
 """
 
 from __future__ import annotations
@@ -125,16 +123,7 @@ def _pairs(links: Sequence[Link]) -> str:
 
 @dataclass(frozen=True)
 class Accelerator:
-    """One accelerator as its driver or torch reports it. Values that are unknown are None.
-
-    name: the driver's name of the model.
-    pci: the PCI address as sysfs writes it.
-    memory: in bytes. `told_by` says who reports it.
-    now: the current generation and lane count of the PCIe link, e.g. (4, 16).
-    own: the highest generation and lane count that the card supports.
-    label: its name in the result, such as `cuda:0`. Empty if torch was not asked, until it is numbered.
-    listed: whether the driver lists it. Otherwise torch alone sees it.
-    """
+    """One accelerator as its driver or torch reports it. Values that are unknown are None."""
 
     name: str
     pci: str
@@ -154,12 +143,7 @@ class Accelerator:
 
 @dataclass(frozen=True)
 class Between:
-    """The connection between two accelerators.
-
-    links: the number of NVLinks. 0 means that there is only PCIe, None that nothing is known.
-    peer: whether the first accelerator can access the memory of the second.
-    crosses: what the path crosses besides switches: `bridge`, `socket` or "".
-    """
+    """The connection between two accelerators."""
 
     links: int | None = None
     generation: int | None = None
@@ -169,10 +153,7 @@ class Between:
 
 @dataclass(frozen=True)
 class Found:
-    """The accelerators, in the order of who reports them.
-
-    between: the connection of each pair of accelerators, by their indices.
-    """
+    """The accelerators, in the order of who reports them."""
 
     accelerators: tuple[Accelerator, ...] = ()
     between: Mapping[tuple[int, int], Between] = field(default_factory=dict)

@@ -24,8 +24,7 @@ INSTALL = "https://pytorch.org/get-started/locally"
 
 
 def read_torch() -> Found:
-    """Read the versions and the devices that torch reports. If there is a CUDA driver, this starts the driver in this
-    process. A driver that fails to start is not an error."""
+    """Read the versions and the devices that torch reports."""
     import torch
 
     told = {"torch": str(torch.__version__), "cuda": torch.version.cuda, "rocm": torch.version.hip}

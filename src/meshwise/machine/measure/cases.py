@@ -4,8 +4,6 @@ A case runs inside a rank: what to call repeatedly, and how to see that every by
 
 The data depend on the round, the rank and the part of the tensor that it is (transfer/checksum.py), so that permuted,
 swapped, stale, missing and zeroed parts all differ. Sums are of small whole numbers, exact in float32.
-
-Tested in tests/machine/test_processes.py.
 """
 
 from __future__ import annotations
@@ -26,15 +24,7 @@ ACK = 8
 
 @dataclass(frozen=True)
 class Case:
-    """What one rank runs to measure a path or a collective at one message size.
-
-    size: the number of bytes for the rate, which is `size` / measured time.
-    fill: `fill(round)` writes the data that this rank sends in a round. The data differ between rounds.
-    call: sends and receives the data once.
-    wrong: `wrong(round)` checks the data that this rank received. It returns a text that says where the data is wrong,
-        or None.
-    counts: whether the time of this rank counts. The measured time is the longest time among the ranks that count.
-    """
+    """What one rank runs to measure a path or a collective at one message size."""
 
     size: int
     fill: Callable[[int], object]
@@ -57,13 +47,7 @@ class Member:
         return torch.empty(*shape, dtype=torch.uint8, device=self.device)
 
     def key(self, number: int, one: int, other: int) -> int:
-        """Return a number from which the test data of one transfer are generated. It is different for each transfer in
-        a round, and for each round. So if data arrive in the wrong place, or are left over from an earlier round, the
-        check finds it.
-
-        number: the number of the round.
-        one, other: two numbers that identify the transfer in the round, such as its source rank and target rank.
-        """
+        """Return a number from which the test data of one transfer are generated."""
         return (number * self.ranks + one) * self.ranks + other
 
 
@@ -127,10 +111,7 @@ def all_to_all(member: Member, size: int) -> Case:
 
 
 def send_receive(member: Member, size: int) -> Case:
-    """Make the case in which each rank sends to the next rank, all at the same time.
-
-    size: the bytes of the tensor that each rank sends.
-    """
+    """Make the case in which each rank sends to the next rank, all at the same time."""
     after, before = (member.rank + 1) % member.ranks, (member.rank - 1) % member.ranks
     sent, got = member.bytes(size), member.bytes(size)
 

@@ -30,10 +30,7 @@ LAUNCHES = 1000
 
 
 def matmuls(device: torch.device, budget: float, dtypes: tuple[str, ...] | None = None) -> Iterator[Matmul]:
-    """Measure matrix products of growing shapes, and yield each result.
-
-    budget: the seconds for all dtypes, shared equally between them.
-    """
+    """Measure matrix products of growing shapes, and yield each result."""
     names = dtypes if dtypes is not None else dtypes_of(device)
     for name in names:
         end = time.perf_counter() + budget / len(names)

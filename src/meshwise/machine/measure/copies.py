@@ -103,8 +103,7 @@ def enqueue(target: Tensor, source: Tensor, how: str) -> None:
 
 
 def keep_busy(devices: Sequence[str]) -> None:
-    """Enqueue copies from the host to each accelerator, so that its PCIe link is not idle for the next half second. An
-    idle link saves power by a lower generation or fewer lanes."""
+    """Enqueue copies from the host to each accelerator, so that its PCIe link is not idle for the next half second."""
     for device in filter(has_streams, devices):
         source = torch.zeros(LOAD_BYTES, dtype=torch.uint8, pin_memory=True)
         target = torch.zeros(LOAD_BYTES, dtype=torch.uint8, device=device)

@@ -46,12 +46,7 @@ def device_names(slots: Sequence[WorkerSlot]) -> list[str]:
 
 
 def measure_alone(slots: Sequence[WorkerSlot], budget: float, progress: Progress) -> None:
-    """Measure every device by itself, in a worker of its own, in about `budget` seconds for all devices together.
-
-    CPU workers of one host take turns, since they share its memory. Accelerators are measured at the same time.
-
-    progress: receives each result as soon as the device is measured.
-    """
+    """Measure every device by itself, in a worker of its own, in about `budget` seconds for all devices together."""
     turns = len(slots) if slots[0].device == "cpu" else 1
     arguments = (device_names(slots), budget / turns, turns > 1)
     launch(_measure_device, arguments, slots, listeners=listeners(progress))
@@ -71,12 +66,7 @@ def measure_processes(
     what: Sequence[str] = WHAT,
     progress: Progress = SILENT,
 ) -> list[PathResult]:
-    """Start one worker per slot, and measure paths and collectives between the workers for about `budget` seconds.
-
-    Raises UsageError for an unknown word in `what`, and WorkerFailed if a worker dies.
-
-    progress: receives each path as soon as it is measured, also before an error.
-    """
+    """Start one worker per slot, and measure paths and collectives between the workers for about `budget` seconds."""
     for one in what:
         check_known("what", one, WHAT)
     arguments = (device_names(slots), tuple(sizes), budget, tuple(what))
@@ -114,14 +104,7 @@ def measure_ranks(
 def measure_hosts(
     sizes: Sequence[int], budget: float, what: Sequence[str] = WHAT, progress: Progress = SILENT
 ) -> list[PathResult]:
-    """Measure the links and collectives between hosts. On each host, the rank with local rank 0 takes part. All ranks
-    must make this call, and a launcher such as torchrun must have started them.
-
-    Returns the results on the ranks that take part, and an empty list on the other ranks. Raises UsageError if only one
-    process was started, or if all ranks are on the same host.
-
-    progress: called on rank 0 only.
-    """
+    """Measure the links and collectives between hosts."""
     world = join().world
     local_ranks = gather_objects(world.local_rank) if world.size > 1 else [0]
     chosen = [rank for rank, local in enumerate(local_ranks) if local == 0]

@@ -1,7 +1,4 @@
-"""Hold what is measured, and tell who asked as it comes.
-
-Tested in tests/machine/test_processes.py and test_bench.py.
-"""
+"""Hold what is measured, and tell who asked as it comes."""
 
 from __future__ import annotations
 
@@ -22,13 +19,7 @@ from meshwise.workers.watched import Listeners
 
 @dataclass(frozen=True)
 class PathSpec:
-    """A path or a collective to measure.
-
-    operation: `copy`, `one-to-all`, `all-to-one`, or a collective such as `all-reduce`.
-    source, target: the name of a device, `host`, or a name such as `node0` for a host. Empty for a collective.
-    path: `pinned`, `pageable`, `peer`, `staged`, `gloo` or `nccl`.
-    ranks: the number of devices that take part.
-    """
+    """A path or a collective to measure."""
 
     operation: str
     source: str
@@ -43,13 +34,7 @@ class PathSpec:
 
 @dataclass(frozen=True)
 class PathResult(PathSpec):
-    """What was measured of a path or a collective.
-
-    timings: the measured times by message size in bytes. The size of a copy is the number of bytes in one direction.
-        The size of a collective is the number of bytes of the full tensor.
-    wrong: where received bytes were wrong, or None if all bytes were right.
-    note: another remark, such as that the time was used up before the largest size.
-    """
+    """What was measured of a path or a collective."""
 
     timings: Timings
     wrong: str | None = None
@@ -72,11 +57,7 @@ def result_of(
 
 @dataclass(frozen=True)
 class DeviceResult:
-    """The measurements of one device.
-
-    memory_rate: bytes/s, counting both the bytes read and the bytes written.
-    launch: the seconds that it takes to launch a kernel.
-    """
+    """The measurements of one device."""
 
     device: str
     memory_rate: float | None = None
@@ -89,12 +70,7 @@ class DeviceResult:
 
 @dataclass(frozen=True)
 class Progress:
-    """Functions that are called during a bench.
-
-    starts: called with a name before each measurement.
-    done: called with each result of a path or a device.
-    found: called with the machines of all hosts, before links between hosts are measured.
-    """
+    """Functions that are called during a bench."""
 
     starts: Callable[[str], object] = lambda text: None
     done: Callable[[PathResult | DeviceResult], object] = lambda result: None
@@ -105,11 +81,7 @@ SILENT = Progress()
 
 
 def sent_over(channel: WorkerChannel | None) -> Progress:
-    """Return callbacks with which a worker reports the progress of its measurement to its launcher. In the launcher,
-    the function `listeners` makes the object that receives these reports.
-
-    channel: the connection to the launcher. If it is None, the callbacks do nothing.
-    """
+    """Return callbacks with which a worker reports the progress of its measurement to its launcher."""
     if channel is None:
         return SILENT
 
@@ -120,8 +92,7 @@ def sent_over(channel: WorkerChannel | None) -> Progress:
 
 
 def listeners(progress: Progress) -> Listeners:
-    """Return the functions with which a launcher listens to its workers during a bench. They call the functions of
-    `progress` with what the workers send."""
+    """Return the functions with which a launcher listens to its workers during a bench."""
 
     def received(rank: int, message: Message) -> None:
         if message["kind"] == "measuring":
@@ -178,10 +149,7 @@ def bench_of(
     seconds: float,
     stopped: Stop | None = None,
 ) -> Bench:
-    """Add measurements to a machine. Measurements of paths that corrupt data are not added.
-
-    measured: the date and the versions, for the machine file.
-    """
+    """Add measurements to a machine."""
     rates = {one.device: {key: _rounded(vars(one)[key]) for key in RATES} for one in computed}
     links = {(link.source, link.target): link for link in machine.links}
     collectives = []
@@ -218,8 +186,7 @@ def only_devices(machine: Machine, names: Sequence[str]) -> Machine:
 
 
 def merged(machines: Sequence[Machine]) -> Machine:
-    """Merge several machines, each with one host, into one machine without links. Each device gets the number of its
-    host."""
+    """Merge several machines, each with one host, into one machine without links."""
     first = machines[0]
     devices = tuple(replace(d, host=at) for at, machine in enumerate(machines) for d in machine.devices)
     hosts = tuple(machine.hosts[0] for machine in machines)
@@ -264,10 +231,7 @@ _WRITE = "Write --sizes 1K:1G, one size (64M), or 1K:1G:2 to double from size to
 
 
 def read_sizes(words: str) -> tuple[int, ...]:
-    """Parse a range of sizes. Raises UsageError if the words are not a range of sizes.
-
-    `1K:1G` means 1 KiB, 4 KiB and so on to 1 GiB. `1K:1G:2` doubles from size to size. `64M` is one size.
-    """
+    """Parse a range of sizes."""
     found = _RANGE.fullmatch(words.strip())
     if found is None:
         raise UsageError(f"--sizes {words} is not a range of sizes. {_WRITE}")
@@ -283,11 +247,7 @@ def read_sizes(words: str) -> tuple[int, ...]:
 
 
 def fitting(sizes: tuple[int, ...], free: int, buffers: int, asked: bool) -> tuple[int, ...]:
-    """Return the message sizes for which there is enough memory. Measuring a size takes `buffers` buffers of that size,
-    which may use at most SHARE_OF_MEMORY of the `free` bytes. The smallest size is always returned.
-
-    asked: True if the user chose the sizes. UsageError is then raised if any size needs too much memory.
-    """
+    """Return the message sizes for which there is enough memory."""
     most = int(free * SHARE_OF_MEMORY) // buffers
     small = tuple(size for size in sizes if size <= most)
     if asked and len(small) < len(sizes):

@@ -34,14 +34,7 @@ def repeat(
     agree: Callable[..., list[float]] = alone,
     clock: Callable[[], float] = time.perf_counter,
 ) -> tuple[list[float], float]:
-    """Repeat a call for about `budget` seconds, at least LEAST and at most MOST times.
-
-    timed: `timed(batch)` makes `batch` calls, and returns the mean seconds of one.
-    single: whether to time single calls. Otherwise, several short calls are timed together.
-    agree: returns the largest of each value over the ranks, so that all ranks decide alike.
-
-    Returns the times, and the seconds that were spent after the first LEAST repeats.
-    """
+    """Repeat a call for about `budget` seconds, at least LEAST and at most MOST times."""
     began, last, spent = clock(), 0.0, 0.0
     for number in range(WARM_UP):
         once, spent = agree(timed(1), clock() - began)

@@ -5,8 +5,6 @@ All ranks make every decision from the same numbers.
 After each timed call, one small all-reduce tells all ranks the slowest rank's seconds and the time spent so far; it is
 also the barrier before the next call. So a rank that is slow, or whose clock differs, cannot continue alone and wait
 forever.
-
-Tested in tests/machine/test_processes.py and test_shaped_links.py.
 """
 
 from __future__ import annotations
@@ -32,10 +30,7 @@ COMPUTING, WIDTH = 5e-3, 192  # seconds of products of this width before a call,
 
 @dataclass(frozen=True)
 class RanksSpec(PathSpec):
-    """A path or a collective between ranks that is to be measured.
-
-    make: the function that makes the `Case` that each rank runs for a message size.
-    """
+    """A path or a collective between ranks that is to be measured."""
 
     make: Maker
 

@@ -4,8 +4,6 @@ It shows what each device, path and collective reached, and what is wrong.
 
 Rates are of the largest size that was measured unless a size stands above them. No number is ever cut: columns that do
 not fit are left out, the last first.
-
-Tested in tests/machine/test_bench.py.
 """
 
 from __future__ import annotations
@@ -46,10 +44,7 @@ def done_text(done: PathResult | DeviceResult) -> str:
 
 
 def bench_text(bench: Bench, width: int | None = None) -> RenderableType:
-    """Draw the bench for a terminal.
-
-    width: the largest number of characters in a line. The default is the width of the console.
-    """
+    """Draw the bench for a terminal."""
     return Drawn(lambda screen: _lines(bench, screen), width)
 
 

@@ -32,17 +32,12 @@ PEAKS = ("bf16", "fp16", "fp32")
 
 
 def devices_text(machine: Machine, width: int | None = None) -> RenderableType:
-    """Draw the machine for a terminal.
-
-    width: the largest number of characters in a line. The default is the width of the console. If the output is a file
-        or a pipe and no width is given, sentences are not wrapped.
-    """
+    """Draw the machine for a terminal."""
     return Drawn(lambda screen: _lines(machine, screen, width is not None), width)
 
 
 def devices_dict(machine: Machine) -> dict[str, Any]:
-    """Convert a machine to plain data, for --json. Every field has its name and is in bytes, seconds or FLOP/s. None is
-    unknown. The key `limits_that_hurt` has sentences on limits of the hosts that will stop or slow training."""
+    """Convert a machine to plain data, for --json."""
     return {**json_value(machine), "limits_that_hurt": limits_that_hurt(machine)}
 
 

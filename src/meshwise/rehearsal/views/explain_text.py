@@ -2,8 +2,6 @@
 
 It shows the time by phase and kind, the most expensive launches, what limits the step, and why the runner-up is slower.
 Of the memory, it shows the categories, the phases, the largest tensors, and what is outside of tensors.
-
-Tested in tests/rehearsal/test_explain.py and tests/rehearsal/test_memory_parts.py.
 """
 
 from __future__ import annotations

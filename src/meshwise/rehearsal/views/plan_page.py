@@ -1,8 +1,6 @@
 """Write a job's plans as one HTML page that works offline.
 
 It has the table of plans, the predicted step as a Gantt chart, and the step's memory by category.
-
-Tested in tests/rehearsal/test_plan_page.py.
 """
 
 from __future__ import annotations
@@ -31,10 +29,7 @@ POINTS = 600
 
 
 def plan_page(plans: Any, first: Rehearsed) -> str:
-    """Return an HTML page about the plans of `api.plan.Plans`.
-
-    first: the estimate of the first plan, with its inputs.
-    """
+    """Return an HTML page about the plans of `api.plan.Plans`."""
     found = plans.found
     title, counts = titles(plans)
     timeline = Timeline(source="predicted") if first.step is None else timeline_of(first, plans.job)

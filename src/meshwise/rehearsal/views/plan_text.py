@@ -1,8 +1,6 @@
 """Show a job's plans as a table, or as plain values.
 
 The fastest plan is first. Plans that do not fit in memory follow, with the reason.
-
-Tested in tests/rehearsal/test_plan_text.py.
 """
 
 from __future__ import annotations

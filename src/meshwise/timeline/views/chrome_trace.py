@@ -42,11 +42,7 @@ ids are the same on all ranks."""
 
 
 def render(report: Report, timeline: Timeline) -> Iterator[bytes]:
-    """Yield the trace as gzip data. It has the steps that the user chose, or all steps.
-
-    Each span is drawn as a slice. If a rank waited for another rank during the span, a second slice shows the waiting.
-    Times are in µs since the run began, with ns as decimals.
-    """
+    """Yield the trace as gzip data."""
     packer = zlib.compressobj(level=5, wbits=zlib.MAX_WBITS | 16)  # with gzip's head, without a name or a time
     for text in trace_text(report, timeline):
         yield packer.compress(text)

@@ -39,14 +39,7 @@ UNREADABLE = (UsageError, OSError, ValueError, LookupError, TypeError)  # of fil
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The state of a run at one moment.
-
-    report: None if no report could be made yet.
-    running: whether run.json says that the run is running.
-    files: for each file, when it was last changed (ns since 1970) and its size.
-    window: the number of seconds that the report covers, or None if it covers the whole run.
-    metrics: the metrics that were read so far.
-    """
+    """The state of a run at one moment."""
 
     report: Report | None
     running: bool
@@ -56,11 +49,7 @@ class Snapshot:
 
 
 def follow(folder: Path, console: Console, *, every: float = 1.0, stop: Callable[[], bool] | None = None) -> None:
-    """Show a run until it ends, Ctrl-C is pressed, or `stop` returns True. When the run ends, print its report.
-
-    On a terminal, the screen is redrawn every `every` seconds. Elsewhere, a line is printed every LINE_EVERY seconds.
-    Raises UsageError if `folder` does not contain a run.
-    """
+    """Show a run until it ends, Ctrl-C is pressed, or `stop` returns True."""
     names.read_run(folder)
     view = LiveView(console)  # guards the console: a terminal that goes away ends the drawing, with no traceback
     live = quiet_live(console, screen=True)
@@ -90,8 +79,7 @@ def follow(folder: Path, console: Console, *, every: float = 1.0, stop: Callable
 
 
 def poll(folder: Path, before: Snapshot | None = None) -> Snapshot:
-    """Take a snapshot of the run. If its files cannot be read at the moment, the values of the snapshot `before` are
-    kept."""
+    """Take a snapshot of the run."""
     files, metrics = _files(folder), before.metrics if before is not None and before.metrics else Metrics(folder)
     if before is not None and files == before.files and before.report is not None:
         return before
@@ -152,8 +140,7 @@ def line_of(snapshot: Snapshot) -> str:
 
 
 def screen(snapshot: Snapshot, console: Console) -> RenderableType:
-    """Draw the report on the whole screen. The last line says which part of the run it covers, or warns that the logs
-    no longer grow."""
+    """Draw the report on the whole screen."""
     words = silence(snapshot)
     of = "" if snapshot.window is None else f"of the newest {whole_seconds_text(snapshot.window)} · "
     foot = Text(words, "bold yellow") if words else Text(f"{of}Ctrl-C leaves; the run continues", "dim")

@@ -133,10 +133,7 @@ PLAIN = re.compile(r"[^\w .,/+*=()·±-]")
 
 
 def render(report: Report, timeline: Timeline) -> str:
-    """Draw the steps that the user chose, or one step of usual length, as a Gantt chart.
-
-    Only the longest MOST_BARS bars are drawn. Raises UsageError if the run has no steps.
-    """
+    """Draw the steps that the user chose, or one step of usual length, as a Gantt chart."""
     if not report.views:
         raise UsageError("this run has no steps to draw: it ended before its first step, or it was not recorded.")
     window = report.views[0]

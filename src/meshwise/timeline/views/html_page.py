@@ -4,8 +4,6 @@ The JSON has each number, and its display text. Everything on the page is drawn 
 
 `html_page.js` builds the page; each number shown names its path in the JSON (`data-path`), which has its text too. The
 charts are plotly's: plotly-basic.min.js is plotly.js-basic-dist-min 4.1.1 of npm, unchanged (MIT).
-
-Tested in tests/cli/test_report.py and tests/old too.
 """
 
 from __future__ import annotations

@@ -53,8 +53,7 @@ class TrainingProgress:
 
 
 def progress_line(p: TrainingProgress) -> str:
-    """Describe the progress in one line: `epoch 1/5  step 100/938  loss 0.2345  12,300 samples/s`. Unknown values are
-    left out."""
+    """Describe the progress in one line."""
     parts = [f"epoch {p.epoch:>{len(str(p.epochs))}}/{p.epochs}", _step_text(p)]
     if p.loss is not None:
         parts.append(f"loss {loss_text(p.loss)}")

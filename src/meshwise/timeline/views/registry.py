@@ -4,8 +4,6 @@ Each view is a file of this folder with a function such as `render(report, timel
 
 The command line has an option for each view: `--html` writes report.html, `--mermaid` prints. A view is imported only
 when it is asked for, since the options' help needs no view.
-
-Tested in tests/cli/test_report.py.
 """
 
 from __future__ import annotations
@@ -18,13 +16,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class View:
-    """A way to show a report.
-
-    module: the name of the module in this folder.
-    help: the help of its command line option.
-    file: the file that the view writes, or "" if it prints.
-    function: the name of the function that draws the view.
-    """
+    """A way to show a report."""
 
     module: str
     help: str

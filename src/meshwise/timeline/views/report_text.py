@@ -51,11 +51,7 @@ COLUMNS: Mapping[str, tuple[Callable[[float], str], Callable[[RankReport], float
 
 
 def report_text(report: Report, width: int | None = None, height: int | None = None) -> RenderableType:
-    """Draw the report, if possible in at most `height` lines.
-
-    width: the largest number of characters in a line. The default is the width of the console.
-    height: the default is the height of the terminal, less room for a prompt.
-    """
+    """Draw the report, if possible in at most `height` lines."""
     return Drawn(lambda screen: _lines(report, screen, height or screen.height), width)
 
 

@@ -2,9 +2,6 @@
 
 The summary has metrics, throughput, time, what to type next; where the time of each step went, `meshwise report` tells.
 The comparison has the verdict, a row for each kind of time, and figures of the runs as a whole.
-
-Tested in tests/timeline/views/test_summary_text.py, tests/timeline/views/test_run_comparison_text.py and
-tests/cli/test_runs.py.
 """
 
 from __future__ import annotations
@@ -220,8 +217,7 @@ HINTS = (
 
 
 def run_list_text(entries: Sequence[RunEntry], folder: Path) -> RenderableType:
-    """Draw a table with a row for each run, the oldest first. A last line has the number of runs and their total
-    size."""
+    """Draw a table with a row for each run, the oldest first."""
     return Drawn(lambda screen: _list_lines(entries, folder, screen))
 
 
@@ -267,10 +263,7 @@ CLEAR_STYLES = {True: "bold red", False: "bold green"}
 
 
 def run_comparison_text(comparison: RunComparison, width: int | None = None) -> RenderableType:
-    """Draw the comparison.
-
-    width: the largest number of characters in a line. The default is the width of the console.
-    """
+    """Draw the comparison."""
     return Drawn(lambda screen: _comparison_lines(comparison, screen), width)
 
 
