@@ -309,6 +309,13 @@ def test_a_replayed_trace_is_that_of_the_whole_event_for_event(monkeypatch, make
     check_equal(found, whole)
 
 
+def test_stages_of_one_block_are_not_alike_because_those_of_two_are():
+    job, plan = blocks(10, width=64, batch_size=12), Plan(pipeline=10, accumulate=12)
+    traces = Tracer(job)
+    traces(replace(plan, pipeline=5), "gpu")
+    check_equal(traces(plan, "gpu"), trace(job, plan, "gpu"))
+
+
 def test_a_step_that_is_not_made_of_its_microbatches_is_not_composed():
     plan, job = Plan(pipeline=2, accumulate=16), shallow(width=64)
     counts = (LEAST, LEAST + 1)

@@ -140,6 +140,12 @@ def with_more(trace: Trace) -> Trace:
     return replace(trace, step=replace(more, held=step.held, events=tuple(map(of, more.events))))
 
 
+def check_equal(traced: Trace, made: Trace) -> None:
+    """Raise NotExtrapolable if the two differ in more than marks and the numbers of storages."""
+    if any(event != other for event, other in _pairs(sections_of(made), traced)):
+        raise NotExtrapolable("a step of few microbatches is not what is composed of its pieces")
+
+
 def _pairs(made: Sequence[Sequence[Any]], traced: Trace) -> Iterator[tuple[Any, Any]]:
     """Yield each event of a composed trace, and that of a traced one, with its references as without marks."""
     numbers: dict[int, int] = {}

@@ -15,12 +15,12 @@ from dataclasses import dataclass, replace
 from meshwise.parallel.schedule import CHUNKS, orders
 from meshwise.rehearsal.extrapolate import COUNT, GrowthAxis
 from meshwise.rehearsal.insertions import NotExtrapolable
-from meshwise.rehearsal.repeat_microbatches import LEAST, Composer, Move
+from meshwise.rehearsal.repeat_microbatches import LEAST, Composer, Move, check_equal, composer
 from meshwise.rehearsal.repeat_pieces import Order
 from meshwise.rehearsal.shorter import Stretch
-from meshwise.rehearsal.trace import Extent, Trace
+from meshwise.rehearsal.trace import THIRD, Extent, Trace
 from meshwise.rehearsal.work import Allocate, CollectiveOperation, Launch, Work
-from meshwise.spec.plan import Plan
+from meshwise.spec.plan import AXES, Plan
 
 FEW = 3
 """How many groups of blocks per pipeline stage are traced, to extrapolate to all groups. The first and the last group
@@ -80,7 +80,7 @@ def blocks_axis(stretch: Stretch) -> GrowthAxis:
 ELEMENT = 8  # bytes of a parameter's element at most
 Actions = Callable[[int], list[Order]]  # the actions of a stage in a step of so many microbatches
 FEW_STAGES = 4
-"""How many stages are simulated: the first, two of those between, of which the second is not traced, and the last."""
+"""How many stages are traced: the first, two of those between to see that they do the same, and the last."""
 FEW_COPIES = 2
 """How many of the copies that the axis `data` makes are in the mesh of such a trace, so that the plans of all sizes of
 `data` share it."""
@@ -103,6 +103,12 @@ class Stages:
         """Of how few microbatches the first two stages do what they do in the plan, if it has hardly more microbatches
         than stages: their last forward follows a forward, or is the first that follows a backward. Else None."""
         return FEW_STAGES + self.plan.accumulate - self.plan.pipeline if fills_once(self.plan) else None
+
+    @property
+    def sort(self) -> Plan:
+        """The same but for sizes, which do not tell stages from each other: the degree of an axis, and microbatches."""
+        axes = {axis: min(getattr(self.few, axis), 2) for axis in AXES if axis != "pipeline"}
+        return with_few(self.few, **axes, accumulate=1)
 
     @property
     def apart(self) -> int:
@@ -215,6 +221,18 @@ def _runs(held: Sequence[Allocate]) -> list[list[Allocate]]:
     """The runs of parameters of a single element."""
     runs = itertools.groupby(held, lambda one: one.category == "parameters" and one.size <= ELEMENT)
     return [list(run) for single, run in runs if single]
+
+
+def check_third(found: Sequence[Trace], stages: Stages, count: int, axis: GrowthAxis) -> None:
+    """Raise NotExtrapolable if the third of FEW_STAGES stages does not do what the second does."""
+    move = stages.move(found[1].step.rank, THIRD, axis)
+    made = composer(found[1], {})(actions_of(stages.plan, THIRD)(count), range(0), move)
+    check_equal(found[THIRD], stages.moved(made, THIRD))
+
+
+def without_third(found: Sequence[Trace], few: bool) -> list[Trace]:
+    """Return the traces without that of the third of FEW_STAGES stages. few: whether these stand for more."""
+    return [*found[:THIRD], *found[THIRD + 1 :]] if few and len(found) == FEW_STAGES else list(found)
 
 
 def with_all_stages(

@@ -82,17 +82,17 @@ def trace(
     speeds: Sequence[Hashable] = (),
     marked: bool = False,
     more: bool = False,
-    few_stages: bool = False,
+    third: bool | None = None,  # of four stages that stand for more (shrink.py), whether to trace it
 ) -> list[Trace]:
     """Trace what the ranks of a plan do in a step of a job."""
     mail: stages.Mail = {}
     found, ranks = [], kinds_of_ranks(plan, speeds)
     try:
         for at, rank in enumerate(ranks):
-            if few_stages and at == THIRD:
+            if third is False and at == THIRD:
                 stages.pass_on(mail, (ranks[at - 1], rank, ranks[at + 1]), one_stage_on)
             else:
-                found.append(_trace_rank(job, plan, kind, rank, mail, marked, more))
+                found.append(_trace_rank(job, plan, kind, rank, mail, marked, more and not (third and at == THIRD)))
         return found
     except Exception as error:  # whatever a program raises
         raise refused(f"job '{job.name}'", error) from error

@@ -37,12 +37,14 @@ from meshwise.rehearsal.shrink import (
     Stages,
     actions_of,
     blocks_axis,
+    check_third,
     depth_of,
     fills_once,
     stage_of,
     with_all_stages,
     with_few,
     with_left_out,
+    without_third,
 )
 from meshwise.rehearsal.trace import STEPS, Extent, Trace, trace
 from meshwise.spec.errors import MeshwiseError, UsageError
@@ -81,7 +83,7 @@ class _Asked:
     kind: str
     speeds: Sequence[Hashable]
     marked: bool = False
-    few_stages: bool = False
+    third: bool | None = None
 
 
 class Tracer:
@@ -92,6 +94,7 @@ class Tracer:
         self.job = replace(job, data=functools.cache(job.data), loader_workers=0)
         self.batch_size = job.batch_size
         self._kept: dict[Hashable, list[Trace]] = {}
+        self._alike: set[Hashable] = set()  # plans whose third stage did what the second does, but for their sizes
 
     def __call__(self, plan: Plan, kind: str, speeds: Sequence[Hashable] = (), extent: Extent = "whole") -> list[Trace]:
         """Trace the job's step under a plan."""
@@ -119,10 +122,12 @@ class Tracer:
             raise NotExtrapolable("with few microbatches, the last forward would follow a backward")
         traced, composes = plan if stages is None else stages.few, plan.pipeline > 1
         rows = self.batch_size // plan.accumulate // plan.data * traced.data
+        sort = None if stages is None else (kind, stages.sort, stages.blocks > 1)
+        third = None if stages is None else sort not in self._alike
 
         def asked(count: int) -> _Asked:
             job, own = replace(self.job, batch_size=rows * count), with_few(traced, accumulate=count)
-            return _Asked(job, own, kind, speeds, composes, stages is not None)
+            return _Asked(job, own, kind, speeds, composes, third)
 
         short, long = asked(few), asked(few + 1)
         blocks = None if stages is None else stages.blocks * FEW_STAGES
@@ -133,12 +138,16 @@ class Tracer:
             pairs = zip(found, self._replayed(long, blocks)[0], strict=True)
             return [lengthened(*two, plan.accumulate - few, MICROBATCHES) for two in pairs]
         actions = [actions_of(short.plan, stage_of(short.plan, each.step.rank)) for each in found]
+        if third and stages is not None and self.stretch is not None and groups is not None:
+            check_third(least, Stages(stages.few, groups // FEW_STAGES), few, blocks_axis(self.stretch))
+            self._alike.add(sort)
+        least = without_third(least, third is not None)
         growth = self._growth(least, actions, lambda: self._traced(long, groups, False))
         make = functools.cache(lambda at: composer(found[at], growth[at]))
         if stages is not None and self.stretch is not None:
             axis, begun = blocks_axis(self.stretch), make
             if (count := stages.begun) is not None:
-                others = self._replayed(asked(count), blocks)[0]
+                others = self._replayed(replace(asked(count), third=False), blocks)[0]
                 begun = functools.cache(lambda at: composer(others[at], with_fewer(growth[at], few, few - count)))
 
             def made(stage: int) -> Composer:
@@ -181,20 +190,21 @@ class Tracer:
                 least = depth.few * depth.stages
                 short, long = self._traced(asked, least), self._traced(asked, least + depth.stages, False)
                 axis, buckets = blocks_axis(stretch), "optimizer" in asked.plan.offload
-                pairs = zip(short, long, strict=True)
+                pairs = zip(without_third(short, asked.third is not None), long, strict=True)
                 return [lengthened(*two, depth.own - depth.few, axis, buckets) for two in pairs], short, least
         found = self._traced(asked, blocks)
-        return found, found, blocks
+        return without_third(found, asked.third is not None), found, blocks
 
     def _traced(self, asked: _Asked, groups: int | None, least: bool = True) -> list[Trace]:
         """Trace a plan of a job whose model has so many groups of equal blocks."""
         stretch, size = self.stretch, asked.job.batch_size
-        key = size, asked.plan, asked.kind, tuple(asked.speeds), asked.few_stages, groups, least
+        key = size, asked.plan, asked.kind, tuple(asked.speeds), asked.third is None, groups, least
         if asked.marked and key in self._kept:
             return self._kept[key]
         job = asked.job if stretch is None or groups is None else shortened(asked.job, stretch, groups)
         more = asked.marked and least and asked.kind != "cpu"
-        found = trace(job, asked.plan, asked.kind, asked.speeds, asked.marked, more, asked.few_stages)
+        third = None if asked.third is None else least and asked.third
+        found = trace(job, asked.plan, asked.kind, asked.speeds, asked.marked, more, third)
         if asked.marked:
             self._kept = dict([*self._kept.items(), (key, found)][-KEPT:])
         return found
