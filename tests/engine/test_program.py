@@ -652,7 +652,7 @@ def test_a_plan_comes_from_a_file_or_from_the_environment(pool: Any, tmp_path: P
         ("none.toml", None, "no plan can be read"),
         (mw.Plan(shard=4), None, "needs 4 devices, but this run has 2"),
         (mw.Plan(data=2, accumulate=2), None, "with mw.accumulate()"),
-        (mw.Plan(data=2, precision="fp16"), None, "scaler.scale(loss)"),
+        (mw.Plan(data=2, precision="fp16"), None, "torch.amp.GradScaler"),
     ):
         assert words in refused(pool, case, given, named)
 

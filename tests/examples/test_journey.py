@@ -245,7 +245,7 @@ def test_the_loop_gives_the_same_on_one_and_two_devices_and_shows_its_lines(clea
     one, two = (typed("implement.py", folder=cleaned, run=run).splitlines()[-1] for run in (False, True))
     assert one == two and one.startswith("test accuracy, width 8, one epoch: ")
     (picture,) = row(cleaned, "implement")["pictures"]
-    assert "<del>            loss.backward()</del>\n<ins>            loss = mw.backward(loss)</ins>" in picture
+    assert "<ins>    model, optimizer, loader = mw.distribute(model, optimizer, loader)</ins>" in picture
 
 
 @pytest.mark.usefixtures("processes")

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 import meshwise as mw
-from meshwise.process.session import default_engine, end_sessions
+from meshwise.process.session import end_sessions
 from meshwise.records.folder import begin_session, end_session
 from meshwise.timeline.analyse import report_of
 from meshwise.timeline.read import read_timeline
@@ -47,8 +47,7 @@ def sleeping_run(folder: str, steps: int, more: Mapping[int, Mapping[str, float]
         mw.backward(model(x).mean())
         optimizer.step()
         optimizer.zero_grad()
-    assert default_engine().recording is not None
-    default_engine().recording.close()
+    end_sessions()
     del os.environ[RUN_FOLDER]
     return slept
 

@@ -14,7 +14,15 @@ import numpy as np
 import torch
 
 import meshwise as mw
-from tests.whole import programs_batches, programs_contrasts, programs_loops, programs_losses, programs_models, switches
+from tests.whole import (
+    programs_batches,
+    programs_contrasts,
+    programs_loops,
+    programs_losses,
+    programs_models,
+    programs_strangers,
+    switches,
+)
 
 Program = Callable[..., Any]
 
@@ -25,7 +33,9 @@ def programs_of(*modules: ModuleType) -> dict[str, Program]:
     return {f.__name__: f for f in found if [*inspect.signature(f).parameters] == ["distribute"]}
 
 
-PROGRAMS = programs_of(programs_loops, programs_batches, programs_losses, programs_contrasts, programs_models)
+PROGRAMS = programs_of(
+    programs_loops, programs_batches, programs_losses, programs_contrasts, programs_models, programs_strangers
+)
 SWITCHES = programs_of(switches)
 
 

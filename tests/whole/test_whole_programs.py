@@ -132,5 +132,24 @@ def test_gradients_of_divided_parameters_are_returned_once(plan: str, pool: Any,
     file.write_text(plan)
     for got in pool(2).run(planned, file):
         assert_equal(got, run(by_hand))
-    with pytest.raises(CaseFailed, match="takes parameters alone, and no create_graph"):
-        pool(2).run(planned, file, True)
+    if "shard" in plan:
+        with pytest.raises(CaseFailed, match="takes parameters alone, and no create_graph"):
+            pool(2).run(planned, file, True)
+
+
+def attacked(distribute: Distribute, data: bool) -> None:
+    """Sets the gradient of a batch to zero in place."""
+    for (x,) in distribute(DataLoader(TensorDataset(torch.randn(8, 4)), 4)):
+        x.requires_grad_()
+        x.square().sum().backward()
+        (x.grad.data if data else x.grad).zero_()
+
+
+def attacks(data: bool) -> None:
+    whole(lambda distribute: attacked(distribute, data))
+
+
+@pytest.mark.parametrize("data", [False, True])
+def test_a_write_into_the_gradient_of_a_batch_is_refused(data: bool, pool: Any) -> None:
+    with pytest.raises(CaseFailed, match=r"x\.grad = None before the next backward"):
+        pool(2).run(attacks, data)

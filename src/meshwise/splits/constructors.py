@@ -16,6 +16,7 @@ from torch.autograd import Variable
 
 from meshwise.compat.beside_dispatch import replace
 from meshwise.compat.torch_function import is_asked
+from meshwise.compat.tree import map_kind
 from meshwise.splits.crossing import gather
 from meshwise.splits.tensor import SplitTensor
 from meshwise.splits.term import Term, resolved, value_of
@@ -30,6 +31,8 @@ def watch_constructors() -> None:
     for owner, name, made in [*places, (Tensor, "new", _alias), (Tensor, "new_tensor", _copied)]:
         given = _given(getattr(owner, name), made)
         setattr(owner, name, given if name.startswith("new") else staticmethod(given))
+    for name in MAKE_ROWS:
+        setattr(torch, name, _counted(getattr(torch, name)))
     kind: Any = Tensor
     base: Any = Tensor.__base__
     held: Any = base.data
@@ -48,6 +51,20 @@ def watch_constructors() -> None:
     rooms = (torch, torch.get_device_module())
     kinds = {each for room in rooms for each in vars(room).values() if type(each) is _KINDS}
     replace({id(each): _standing(each) for each in kinds})
+
+
+MAKE_ROWS = ("arange", "range", "randperm", "eye", "linspace", "logspace", "tril_indices", "triu_indices")
+"""Functions of torch that read an argument's memory as a number, which of a sum is this rank's part."""
+
+
+def _counted(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def made(*args: Any, **kwargs: Any) -> Any:
+        if any(isinstance(each, Term) for each in args) or any(isinstance(each, Term) for each in kwargs.values()):
+            args, kwargs = map_kind(Term, lambda each: value_of(each).item(), (args, kwargs))
+        return original(*args, **kwargs)
+
+    return made
 
 
 _KINDS = type(torch.FloatTensor)

@@ -84,7 +84,7 @@ def _new(func: Func, args: Args, kwargs: Kwargs) -> Any:
     """Make a constant tensor. One with as many rows as the given tensor is split like it."""
     x, options = args[0], dict(kwargs)
     size, rest = (options.pop("size"), args[1:]) if "size" in options else (args[1], args[2:])
-    if isinstance(size, int):
+    if not isinstance(size, (tuple, list)):
         size, rest = args[1:], ()
     if not is_split(x) or len(size) <= x.part.dim or size[x.part.dim] != x.part.length:
         return func(x, size, *rest, **options)

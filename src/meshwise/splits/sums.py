@@ -88,7 +88,11 @@ def _gradient(func: Func, args: Args, kwargs: Kwargs) -> Any:
     """Return the `.grad` of a split tensor, which autograd has added up in the scale of parts."""
     with on_parts():
         found = func(args[0])
-    return None if found is None else own_gradient(found, args[0])
+    if found is None:
+        return None
+    made = own_gradient(found, args[0])
+    made.__dict__["of_gradient"] = True  # a copy: dispatch.py refuses to write into it
+    return made
 
 
 def own_gradient(found: Tensor, x: SplitTensor) -> Tensor:

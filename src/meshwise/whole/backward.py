@@ -164,7 +164,8 @@ class Backwards:
         if inside or batched or self._axis is None:
             return self._grad(outputs, inputs, grad_outputs, *args, **kwargs)
         asked = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
-        tensor = self._engine.plan.tensor > 1 and kwargs.get("create_graph") and any(map(self._axis.averages, asked))
+        twice = kwargs.get("create_graph") or any(args[1:2])
+        tensor = twice and self._engine.plan.tensor > 1 and any(isinstance(x, nn.Parameter) for x in asked)
         if tensor or any(isinstance(x, DTensor) for x in asked):
             return self._grad_of_shards(_one(outputs, grad_outputs), asked, *args, **kwargs)
         local = _local(_one(outputs, grad_outputs))

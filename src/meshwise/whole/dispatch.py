@@ -6,6 +6,7 @@ import os
 import sys
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from meshwise.compat.beside_dispatch import beside_transforms, change_arguments, transforming
@@ -18,10 +19,15 @@ from meshwise.splits.crossing import gather
 from meshwise.splits.tensor import SplitTensor, check_copies, dispatch_with, gives_view, level, note_copies
 from meshwise.splits.term import Term, heard, resolved
 
+LOST = (
+    "{here}: x.grad.{name}(…) writes into the gradient of a batch, which is a copy, so the write would be lost. Write "
+    "x.grad = None before the next backward."
+)
 KEEP = """flatten view reshape squeeze unsqueeze transpose permute contiguous float double log_softmax softmax sigmoid
 logsigmoid clone"""
 """Operators whose result comes from the same call of a model as their input."""
 _KEEP = {*KEEP.split()}
+_COUNTS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 COUNT = [0]
 """How many operators ran on split tensors."""
 
@@ -39,9 +45,15 @@ def _dispatch(func: Func, args: Args, kwargs: Kwargs) -> Any:
         first = args[0] if args else kwargs.get("input")
         if isinstance(first, SplitTensor) and 0 in first.parts:
             check_copies(first)
-            if gives_view(name, args):
+            if "of_gradient" in first.__dict__ and rules.writes_in_place(name):
+                raise UsageError(LOST.format(here=user_place(), name=name))
+            if any(isinstance(each, (Term, tuple, slice)) for each in args[1:]):
+                args = (first, *map(_counts, args[1:]))
+            if gives_view(name, args) or ("of_gradient" in first.__dict__ and name in (".data", "detach")):
                 made = rules.dispatch(func, args, kwargs)
                 note_copies(first, made)
+                if "of_gradient" in first.__dict__ and isinstance(made, SplitTensor):
+                    made.of_gradient = True
                 return made
             made = RULES[name](func, args, kwargs) if name in RULES else NotImplemented
             if made is not NotImplemented:
@@ -53,6 +65,17 @@ def _dispatch(func: Func, args: Args, kwargs: Kwargs) -> Any:
     if any(isinstance(each, (Term, list, tuple)) for each in (*args, *kwargs.values())):
         args, kwargs = map_kind(Term, resolved, (tuple(args), dict(kwargs)))
     return rules.dispatch(func, args, kwargs)
+
+
+def _counts(thing: Any) -> Any:
+    """Return an argument with plain numbers in place of sums that stand in it as integers, as in `x[:n]`."""
+    if isinstance(thing, slice):
+        ends = thing.start, thing.stop, thing.step
+        return slice(*(each.item() if isinstance(each, Term) else each for each in ends))
+    if type(thing) is tuple:
+        return tuple(map(_counts, thing))
+    counts = isinstance(thing, Term) and thing.dtype in _COUNTS and not thing.dim()
+    return thing.item() if counts else thing
 
 
 def wholes(tree: Any) -> Any:
