@@ -6,7 +6,6 @@ import os
 import sys
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from meshwise.compat.beside_dispatch import beside_transforms, change_arguments, transforming
@@ -17,7 +16,7 @@ from meshwise.spec.user_code import OURS, user_place
 from meshwise.splits import rules, sums
 from meshwise.splits.crossing import gather
 from meshwise.splits.tensor import SplitTensor, check_copies, dispatch_with, gives_view, level, note_copies
-from meshwise.splits.term import Term, heard, resolved
+from meshwise.splits.term import Term, as_numbers, heard, resolved
 
 LOST = (
     "{here}: x.grad.{name}(…) writes into the gradient of a batch, which is a copy, so the write would be lost. Write "
@@ -27,7 +26,6 @@ KEEP = """flatten view reshape squeeze unsqueeze transpose permute contiguous fl
 logsigmoid clone"""
 """Operators whose result comes from the same call of a model as their input."""
 _KEEP = {*KEEP.split()}
-_COUNTS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 COUNT = [0]
 """How many operators ran on split tensors."""
 
@@ -48,12 +46,12 @@ def _dispatch(func: Func, args: Args, kwargs: Kwargs) -> Any:
             if "of_gradient" in first.__dict__ and rules.writes_in_place(name):
                 raise UsageError(LOST.format(here=user_place(), name=name))
             if any(isinstance(each, (Term, tuple, slice)) for each in args[1:]):
-                args = (first, *map(_counts, args[1:]))
+                args = (first, *map(as_numbers, args[1:]))
             if gives_view(name, args) or ("of_gradient" in first.__dict__ and name in (".data", "detach")):
                 made = rules.dispatch(func, args, kwargs)
                 note_copies(first, made)
                 if "of_gradient" in first.__dict__ and isinstance(made, SplitTensor):
-                    made.of_gradient = True
+                    made.__dict__["of_gradient"] = True
                 return made
             made = RULES[name](func, args, kwargs) if name in RULES else NotImplemented
             if made is not NotImplemented:
@@ -65,17 +63,6 @@ def _dispatch(func: Func, args: Args, kwargs: Kwargs) -> Any:
     if any(isinstance(each, (Term, list, tuple)) for each in (*args, *kwargs.values())):
         args, kwargs = map_kind(Term, resolved, (tuple(args), dict(kwargs)))
     return rules.dispatch(func, args, kwargs)
-
-
-def _counts(thing: Any) -> Any:
-    """Return an argument with plain numbers in place of sums that stand in it as integers, as in `x[:n]`."""
-    if isinstance(thing, slice):
-        ends = thing.start, thing.stop, thing.step
-        return slice(*(each.item() if isinstance(each, Term) else each for each in ends))
-    if type(thing) is tuple:
-        return tuple(map(_counts, thing))
-    counts = isinstance(thing, Term) and thing.dtype in _COUNTS and not thing.dim()
-    return thing.item() if counts else thing
 
 
 def wholes(tree: Any) -> Any:
