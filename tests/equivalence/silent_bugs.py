@@ -121,10 +121,10 @@ def crossings(patch: Any, kind: str, name: str, change: Callable[[Any, Tensor, A
     """Let `change(real, tensor, over)` do the crossing of this kind while module `name` runs."""
     now = inside(patch, name)
 
-    def through(real: Any, function: Any, tensor: Tensor, way: str, where: Any) -> Any:
+    def through(real: Any, function: Any, tensor: Tensor, way: str, where: Any, *more: Any) -> Any:
         if way == kind and now[0]:
-            return change(lambda tensor, where: real(function, tensor, way, where), tensor, where)
-        return real(function, tensor, way, where)
+            return change(lambda tensor, where: real(function, tensor, way, where, *more), tensor, where)
+        return real(function, tensor, way, where, *more)
 
     around(patch, "crossing to and from parts", through)
 
@@ -151,8 +151,8 @@ def sum_added_up_backward(name: str) -> Plant:
 def gathered_logits_add_gradients(patch: Any) -> None:
     """The gradient of what was gathered is added up over the ranks, which all have the same one."""
 
-    def through(real: Any, function: Any, tensor: Tensor, way: str, where: Any) -> Any:
-        found = real(function, tensor, way, where)
+    def through(real: Any, function: Any, tensor: Tensor, way: str, where: Any, *more: Any) -> Any:
+        found = real(function, tensor, way, where, *more)
         return gradient_changed(lambda g: g * 2)(found) if way == "gather" else found
 
     around(patch, "crossing to and from parts", through)

@@ -59,7 +59,7 @@ class Backwards:
         self._backward, self._grad = torch.autograd.backward, torch.autograd.grad
         for name, theirs, ours in (("backward", self._backward, self.backward), ("grad", self._grad, self.grad)):
             holders = [each for each in list(sys.modules.values()) if getattr(each, "__dict__", {}).get(name) is theirs]
-            ends.callback(put(holders, name, _always(ours)))
+            ends.callback(put(holders, name, functools.partial(lambda made, _: made, ours)))
         return ends.close
 
     def backward(
@@ -149,11 +149,10 @@ class Backwards:
 
     def _divide(self, factor: Tensor | float, kept: list[tuple[nn.Parameter, Tensor]]) -> None:
         """Give the gradients of this backward the factor that their loss lacked, and add those of earlier backwards."""
-        if isinstance(factor, Tensor) or abs(factor - 1) > 1e-12:
-            gradients = [gradient for _, gradient in self._gradients()]
-            if gradients:
-                with torch.no_grad():
-                    multiply_each(locals_of(gradients), factor)
+        differs = isinstance(factor, Tensor) or abs(factor - 1) > 1e-12
+        if differs and (gradients := [gradient for _, gradient in self._gradients()]):
+            with torch.no_grad():
+                multiply_each(locals_of(gradients), factor)
         for p, gradient in kept:
             p.grad = gradient if p.grad is None else gradient.add_(p.grad)
 
@@ -214,10 +213,6 @@ def _of_whole(gradient: Tensor, x: Tensor, axis: DataAxis) -> Tensor:
     if isinstance(x, SplitTensor) and 0 in x.parts:
         return own_gradient(gradient, x)
     return averaged(gradient, axis) if axis.averages(x) else gradient
-
-
-def _always(ours: Any) -> Callable[[Any], Any]:
-    return lambda _: ours
 
 
 def _local(loss: Tensor) -> Tensor:

@@ -142,17 +142,16 @@ class Call:
             verdict = self.known.get(kind) or self.known.setdefault(kind, self._proven(args, kwargs))
         if verdict.dims is None or not self._is_own():
             return self._through(args, kwargs)
-        verdict.calls += 1
-        calls = verdict.calls
+        calls = verdict.calls = verdict.calls + 1
         if calls % AGAIN == 0 or (1 < calls < AGAIN and calls & (calls - 1) == 0):
             return self._again(args, kwargs, verdict, part)
         return self._apart(args, kwargs, verdict, part)
 
     def _is_own(self) -> bool:
         """Return whether the module's gradients are averaged, or need not be."""
-        if not torch.is_grad_enabled():
-            return True
-        return self.own and self.divided.axis.averages_all([p for held in self._parameters for p in held.values()])
+        return not torch.is_grad_enabled() or (
+            self.own and self.divided.axis.averages_all([p for held in self._parameters for p in held.values()])
+        )
 
     def _kind(self, leaves: Any, kwargs: Any, part: SplitPart) -> Any:
         """Return what tells calls apart that are proven one by one, or why a call cannot run apart."""

@@ -18,10 +18,7 @@ from meshwise.splits.crossing import gather
 from meshwise.splits.tensor import SplitTensor, check_copies, dispatch_with, gives_view, level, note_copies
 from meshwise.splits.term import Term, as_numbers, heard, resolved
 
-LOST = (
-    "{here}: x.grad.{name}(…) writes into the gradient of a batch, which is a copy, so the write would be lost. Write "
-    "x.grad = None before the next backward."
-)
+LOST = "{here}: the gradient of a batch is a copy, so what x.grad.{name}(…) writes would be lost. Write x.grad = None."
 KEEP = """flatten view reshape squeeze unsqueeze transpose permute contiguous float double log_softmax softmax sigmoid
 logsigmoid clone"""
 """Operators whose result comes from the same call of a model as their input."""
