@@ -272,7 +272,7 @@ WRONG = {
     "every sample with every other": (HEAD + COUPLED.format(loss=CONTRASTIVE), "coupled samples", "train.py:23"),
     "a soft maximum over the batch": (HEAD + COUPLED.format(loss=SOFTEST), "coupled samples", "not a mean over ranks"),
     "class weights that nobody says": (HEAD + WEIGHTED, "loss weighting", "is a mean over"),
-    "draws of numpy": (HEAD + MASKED, "dropout masks", "numpy.random"),
+    "draws of numpy": (HEAD + MASKED, "module", "Masked"),
     "dropout in experts": (HEAD + ROUTED, "dropout masks", "rows that are not those of the samples"),
     "a batch size for each device": (A_SHARE, "batch size depends on devices", "4 samples on 2 devices, and 8 on one"),
 }

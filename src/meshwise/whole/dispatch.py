@@ -42,8 +42,10 @@ def _dispatch(func: Func, args: Args, kwargs: Kwargs) -> Any:
             check_copies(first)
             if "of_gradient" in first.__dict__ and rules.writes_in_place(name):
                 raise UsageError(LOST.format(here=user_place(), name=name))
-            if any(isinstance(each, (Term, tuple, slice)) for each in args[1:]):
-                args = (first, *map(as_numbers, args[1:]))
+            for each in args[1:]:  # no generator: this is the steady step
+                if isinstance(each, (Term, tuple, slice)):
+                    args = (first, *map(as_numbers, args[1:]))
+                    break
             if gives_view(name, args) or ("of_gradient" in first.__dict__ and name in (".data", "detach")):
                 made = rules.dispatch(func, args, kwargs)
                 note_copies(first, made)
