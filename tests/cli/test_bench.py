@@ -107,7 +107,7 @@ HERE = "[[device]]\npart = 'H100-SXM'\nmemory = '80 GB/s'\n"
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["bench", "--sizes", "1X"], "'1X' is not a size. Write --sizes 1K:1G"),
+        (["bench", "--sizes", "1X"], "--sizes 1X is not a range of sizes. Write --sizes 1K:1G"),
         (["bench", "--sizes", "1K:512T", "--devices", "2xcpu"], "are free. Write at most --sizes 1K:"),
         (["bench", "--seconds", "0"], "--seconds must be from 0.1 to 86400, but it is 0"),
         (["bench", "--devices", "2xcup"], "unknown kind of device 'cup'. Did you mean 'cpu'?"),

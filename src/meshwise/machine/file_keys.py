@@ -117,7 +117,14 @@ def one_or_each(read: Read) -> Read:
 def amount(unit: str, least: float, most: float) -> Read:
     """Return a function that accepts a number, or a text with its unit."""
     plain = number(least, most)
-    return lambda value, where: plain(read_quantity(value, unit, where) if isinstance(value, str) else value, where)
+
+    def read(value: Any, where: str) -> Any:
+        given = read_quantity(value, unit, where) if isinstance(value, str) else value
+        plain(given, where)  # an integer stays one
+
+        return given
+
+    return read
 
 
 ENDS = '["host -> cuda:0", "cuda:0 <-> cuda:1"]'
