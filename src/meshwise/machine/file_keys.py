@@ -121,7 +121,6 @@ def amount(unit: str, least: float, most: float) -> Read:
     def read(value: Any, where: str) -> Any:
         given = read_quantity(value, unit, where) if isinstance(value, str) else value
         plain(given, where)  # an integer stays one
-
         return given
 
     return read
