@@ -85,8 +85,8 @@ def distribute(  # type: ignore[misc]  # mypy takes it for one that refuses a Ty
 
     Each loader is replaced by a loader that yields whole batches, whose rows lie on the ranks. It has the same `len`
     and `batch_size`, and its order is that of torch's loader. Its state can be saved, and resumed on any number of
-    devices. A loader that wraps a DataLoader and may read ahead (timm's
-    PrefetchLoader) is not replaced, but reads the new DataLoader.
+    devices. A loader that wraps a DataLoader and may read ahead (timm's PrefetchLoader) is not replaced, but reads the
+    new DataLoader.
 
     A Trainer of transformers or Lightning is changed in place as a whole: `trainer = mw.distribute(trainer)`. Then call
     `trainer.train()` or `trainer.fit(model)`.
@@ -98,8 +98,8 @@ def distribute(  # type: ignore[misc]  # mypy takes it for one that refuses a Ty
         using `mw.rank()`.
     view: what the program sees of a batch. With `whole`, the default, it sees the whole batch as one tensor, whose rows
         lie on the ranks: a script for one device needs no other change, and its numbers are those of one device. With
-        `rank`, it sees this rank's rows, and puts numbers together by `mw.backward`, `mw.sum` and `mw.mean`; pipelines,
-        context and `streams="per-rank"` need it. The first call decides for all later ones.
+        `rank`, it sees this rank's rows, and puts numbers together by `mw.backward`, `mw.sum` and `mw.mean`; `context`
+        and `streams="per-rank"` need it. The first call decides for all later ones.
 
     Raises UsageError for objects of any other kind and for two views in one program, and PlanError for a plan that
     cannot be applied."""
@@ -110,8 +110,7 @@ def distribute(  # type: ignore[misc]  # mypy takes it for one that refuses a Ty
     engine, chosen = default_engine(), None
     models = [thing for thing in objects if isinstance(thing, nn.Module)]
     models += [model for thing in objects if id(thing) in trainers for model in trainers[id(thing)].models(thing)]
-    if engine.program.begins_with(models):
-        _program_begins(engine)
+    _program_may_begin(engine, models)
     whole = _sees_whole_batches(engine, view, streams, own=next((each.view for each in trainers.values()), None))
     if models or trainers or plan is not None:
         current().program = next((each.program for each in trainers.values()), current().program)
@@ -167,8 +166,7 @@ def _see_whole_batches(engine: Engine, *, files: bool) -> None:
 
 
 def _add_models(engine: Engine, plan: Plan, models: list[nn.Module]) -> None:
-    if engine.program.begins_with(models):
-        _program_begins(engine)
+    _program_may_begin(engine, models)
     engine.add_models(models, plan)
     if engine.whole is not None:
         engine.whole.add_models(models)
@@ -250,9 +248,11 @@ def split(*batch: Any, whole: bool = False, dim: int = 0) -> Any:
     return divided[0] if len(divided) == 1 else divided
 
 
-def _program_begins(engine: Engine) -> None:
-    """Prepare for another training program in the same process."""
+def _program_may_begin(engine: Engine, models: list[nn.Module]) -> None:
+    """Prepare for another training program in the same process, if one begins with these models."""
     program, given = engine.program, engine.given
+    if not program.begins_with(models):
+        return
     engine.view = None if engine.whole is None else "whole"
     engine.notify.program_begins()
     given.earlier = weakref.WeakSet([*program.models, *program.optimizers, *given.schedulers])
