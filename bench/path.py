@@ -36,8 +36,8 @@ STEADY = slice(20, 40)  # steps of the first epoch, none of which is logged
 PROGRAMS = {
     "job, one worker": ["--devices", "1xcpu", "--epochs", "1", "mnist-mlp"],
     "job, two workers": ["--devices", "2xcpu", "--epochs", "1", "mnist-mlp"],
-    "script by rank, one worker": ["--devices", "1xcpu", "tests/programs/mnist_by_rank.py", "--epochs", "1"],
-    "script by rank, two workers": ["--devices", "2xcpu", "tests/programs/mnist_by_rank.py", "--epochs", "1"],
+    "script by rank, one worker": ["--devices", "1xcpu", "tests/programs/mnist_by_rank.py"],
+    "script by rank, two workers": ["--devices", "2xcpu", "tests/programs/mnist_by_rank.py"],
     "script, one worker": ["--devices", "1xcpu", "examples/01_mnist.py", "--epochs", "1"],
     "script, two workers": ["--devices", "2xcpu", "examples/01_mnist.py", "--epochs", "1"],
 }
