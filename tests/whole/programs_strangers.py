@@ -24,7 +24,28 @@ def counts_as_integers(distribute: Distribute) -> list[Any]:
         left += [x[:n].sum().item(), x[n:].sum().item(), x[:, :n].sum().item(), x.narrow(0, 0, n).sum().item()]
         left += [torch.arange(n).sum().item(), torch.eye(n).sum().item(), len(torch.randperm(n))]
         left += [x[n].sum().item(), x[:, 0].topk(n)[0].sum().item(), x.new_zeros(n, 2).numel()]
+        left += [
+            torch.maximum(y, n).sum().item(),
+            [len(each) for each in x.split([n, 6 - n])],
+            x.tensor_split((n,))[0].sum().item(),
+        ]
+        plain = torch.arange(9.0)
+        left += [plain.topk(n)[0].sum().item(), len(torch.multinomial(plain, n)), len(plain.narrow(0, 1, n))]
+        left += [int(torch.randint(n, (50,)).max()), plain.roll(n).tolist()]
         left += [(y > 0).nonzero()[:n].sum().item(), x.sort(0)[0][: 2 * n].sum().item()]
+    return left
+
+
+def a_sum_that_is_written(distribute: Distribute) -> list[float]:
+    """The value that is written into a row keeps its gradient."""
+    left = []
+    w = torch.linspace(0, 1, 4, requires_grad=True)
+    for x, _ in _batches(distribute, 12):
+        rows = x * 1
+        rows[0] = (x * w).sum()
+        rows[1, 1:] = (x > 0).sum()
+        (slope,) = torch.autograd.grad(rows.square().mean(), w)
+        left += [rows.sum().item(), *slope.tolist()]
     return left
 
 

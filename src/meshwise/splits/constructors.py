@@ -16,10 +16,9 @@ from torch.autograd import Variable
 
 from meshwise.compat.beside_dispatch import replace
 from meshwise.compat.torch_function import is_asked
-from meshwise.compat.tree import map_kind
 from meshwise.splits.crossing import gather
 from meshwise.splits.tensor import SplitTensor
-from meshwise.splits.term import Term, resolved, value_of
+from meshwise.splits.term import Term, as_numbers, resolved, value_of
 
 
 @functools.cache
@@ -31,8 +30,9 @@ def watch_constructors() -> None:
     for owner, name, made in [*places, (Tensor, "new", _alias), (Tensor, "new_tensor", _copied)]:
         given = _given(getattr(owner, name), made)
         setattr(owner, name, given if name.startswith("new") else staticmethod(given))
-    for name in MAKE_ROWS:
-        setattr(torch, name, _counted(getattr(torch, name)))
+    for owner, names in ((torch, MADE), (torch, TAKEN), (Tensor, TAKEN)):
+        for name in names.split():
+            setattr(owner, name, _counted(getattr(owner, name)))
     kind: Any = Tensor
     base: Any = Tensor.__base__
     held: Any = base.data
@@ -53,16 +53,15 @@ def watch_constructors() -> None:
     replace({id(each): _standing(each) for each in kinds})
 
 
-MAKE_ROWS = ("arange", "range", "randperm", "eye", "linspace", "logspace", "tril_indices", "triu_indices")
+MADE = "arange range randperm randint eye linspace logspace tril_indices triu_indices"
+TAKEN = "multinomial topk kthvalue narrow roll repeat_interleave"
 """Functions of torch that read an argument's memory as a number, which of a sum is this rank's part."""
 
 
 def _counted(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def made(*args: Any, **kwargs: Any) -> Any:
-        if any(isinstance(each, Term) for each in args) or any(isinstance(each, Term) for each in kwargs.values()):
-            args, kwargs = map_kind(Term, lambda each: value_of(each).item(), (args, kwargs))
-        return original(*args, **kwargs)
+        return original(*as_numbers(args), **as_numbers(kwargs))
 
     return made
 

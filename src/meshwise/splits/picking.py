@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from types import EllipsisType
 from typing import Any
 
 import torch
@@ -86,9 +87,7 @@ def _listed(x: Tensor, index: Any) -> list[Any]:
     """Return an index with one item for each dim of `x` (a mask stands for its dims), with lists as tensors."""
     items = [*index] if isinstance(index, tuple) else [index]
     items = [torch.as_tensor(each, device=x.device) if isinstance(each, list | range) else each for each in items]
-    if any(isinstance(each, Tensor) and not each.dim() for each in items):
-        raise NoRule
-    if not all(each is Ellipsis or type(each) in (int, slice) or isinstance(each, Tensor) for each in items):
+    if not all(each.dim() if isinstance(each, Tensor) else type(each) in (int, slice, EllipsisType) for each in items):
         raise NoRule
     at = next((n for n, each in enumerate(items) if each is Ellipsis), len(items))
     full = x.dim() - sum(_dims(each) for each in items if each is not Ellipsis)

@@ -89,14 +89,14 @@ def _amax(func: Func, args: Args, kwargs: Kwargs) -> Any:
 def _largest(func: Func, args: Args, kwargs: Kwargs) -> Any:
     """Return the largest (or smallest) entries along the split dim, with their places."""
     topk = called(func) == "topk"
-    if any(isinstance(each, Tensor) for each in (*args[1:], *kwargs.values())):  # of two tensors
+    if not topk and any(isinstance(each, Tensor) for each in (*args[1:], *kwargs.values())):  # of two tensors
         return ELEMENTWISE["maximum"](func, args, kwargs)
     if len(args) + len(kwargs) == 1:
         return _amax(func, args, kwargs)
     options = {"dim": -1} | dict(kwargs) if topk and len(args) < 3 else kwargs
     names = ("k", "dim", "largest", "sorted") if topk else ("dim", "keepdim")
     x, (dim, *_), values = _asked(args, options, *names)
-    most, keep, local = values.pop("k", 1), values.pop("keepdim", topk), filled(x, x.part)
+    most, keep, local = int(values.pop("k", 1)), values.pop("keepdim", topk), filled(x, x.part)
     more = (values if topk else {"dim": dim, "keepdim": True}) if isinstance(values["dim"], int) else refuse()
     if most > whole_shape(x)[dim]:
         raise NoRule  # torch says so

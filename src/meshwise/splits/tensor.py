@@ -202,8 +202,7 @@ def forms_in(tree: Any) -> Iterator[Form]:
     return iter(found)
 
 
-VIEWS = "select chunk split unbind narrow tensor_split __iter__ diagonal hsplit vsplit"
-_VIEWS = {*VIEWS.split()}
+VIEWS = {"select", "chunk", "split", "unbind", "narrow", "tensor_split", "__iter__", "diagonal", "hsplit", "vsplit"}
 KEPT, MOST = 1 << 20, 64  # bytes, up to which a copy is held as long as its batch; copies of a batch that are noted
 BASIC = (int, slice, type(None), type(Ellipsis))
 
@@ -211,16 +210,18 @@ BASIC = (int, slice, type(None), type(Ellipsis))
 def gives_view(name: str, args: Any) -> bool:
     """Return whether an operator gives a view of its first argument on one device."""
     if name != "__getitem__":
-        return name in _VIEWS
+        return name in VIEWS
     index = args[1] if isinstance(args[1], tuple) else (args[1],)
     return all(isinstance(each, BASIC) for each in index)
 
 
 def note_copies(batch: SplitTensor, made: Any) -> None:
-    """Note the results of such an operator that hold no memory of the batch."""
+    """Note the results of such an operator that hold no memory of the batch. Those of a gradient stay one's."""
     with on_parts():
         memory = batch.untyped_storage().data_ptr()
         for each in made if isinstance(made, (tuple, list)) else (made,):
+            if "of_gradient" in batch.__dict__ and isinstance(each, SplitTensor):
+                each.__dict__["of_gradient"] = True
             if isinstance(each, Tensor) and each.untyped_storage().data_ptr() != memory:
                 size = each.numel() * each.element_size()
                 held: Any = (lambda each=each: each) if size <= KEPT else weakref.ref(each)

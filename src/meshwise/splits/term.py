@@ -36,8 +36,6 @@ storage_offset is_contiguous __hash__ requires_grad_ .shape .dtype .device .requ
 .layout .itemsize .is_cuda .is_cpu .is_meta .is_sparse .is_quantized .names .output_nr ._version .is_nested"""
 _PLAIN = {*PLAIN.split()}
 
-INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
-
 heard: list[Callable[[str, Args, Kwargs], None]] = []
 """While a step is listened to (guards/same_program.py): gets each operator on batches and terms."""
 
@@ -208,14 +206,14 @@ def resolved(value: Term) -> Tensor:
 
 
 def as_numbers(thing: Any) -> Any:
-    """Return an argument with plain numbers in place of sums that stand in it as integers, as in `x[:n]`."""
+    """Return arguments that are places or lengths, as in `x[:n]`, with numbers in place of sums."""
     if isinstance(thing, slice):
-        ends = thing.start, thing.stop, thing.step
-        return slice(*(each.item() if isinstance(each, Term) else each for each in ends))
-    if type(thing) is tuple:
-        return tuple(map(as_numbers, thing))
-    counts = isinstance(thing, Term) and thing.dtype in INTEGERS and not thing.dim()
-    return thing.item() if counts else thing
+        return slice(*map(as_numbers, (thing.start, thing.stop, thing.step)))
+    if isinstance(thing, Mapping):
+        return {name: as_numbers(each) for name, each in thing.items()}
+    if type(thing) in (tuple, list):
+        return type(thing)(map(as_numbers, thing))
+    return thing.item() if isinstance(thing, Term) and not thing.dim() else thing
 
 
 def _sums(given: Any) -> Any:

@@ -15,7 +15,7 @@ from meshwise.spec.errors import UsageError
 from meshwise.spec.user_code import OURS, user_place
 from meshwise.splits import rules, sums
 from meshwise.splits.crossing import gather
-from meshwise.splits.tensor import SplitTensor, check_copies, dispatch_with, gives_view, level, note_copies
+from meshwise.splits.tensor import VIEWS, SplitTensor, check_copies, dispatch_with, gives_view, level, note_copies
 from meshwise.splits.term import Term, as_numbers, heard, resolved
 
 LOST = "{here}: the gradient of a batch is a copy, so what x.grad.{name}(…) writes would be lost. Write x.grad = None."
@@ -42,15 +42,13 @@ def _dispatch(func: Func, args: Args, kwargs: Kwargs) -> Any:
             check_copies(first)
             if "of_gradient" in first.__dict__ and rules.writes_in_place(name):
                 raise UsageError(LOST.format(here=user_place(), name=name))
-            for each in args[1:]:  # no generator: this is the steady step
-                if isinstance(each, (Term, tuple, slice)):
-                    args = (first, *map(as_numbers, args[1:]))
-                    break
+            if name in ("__getitem__", "__setitem__") and type(args[1]) is not list:
+                args = (first, as_numbers(args[1]), *args[2:])
+            elif name in VIEWS:
+                args, kwargs = (first, *as_numbers(tuple(args[1:]))), as_numbers(kwargs)
             if gives_view(name, args) or ("of_gradient" in first.__dict__ and name in (".data", "detach")):
                 made = rules.dispatch(func, args, kwargs)
                 note_copies(first, made)
-                if "of_gradient" in first.__dict__ and isinstance(made, SplitTensor):
-                    made.__dict__["of_gradient"] = True
                 return made
             made = RULES[name](func, args, kwargs) if name in RULES else NotImplemented
             if made is not NotImplemented:
