@@ -43,7 +43,7 @@ check: test  ## the same as test
 cuda: $(CUDA)/built  ## every test that needs a GPU, on a fake one: torch's CUDA wheel without a GPU (1.9 GB, installed once)
 	MESHWISE_FAKE_CUDA=$(CURDIR)/$(CUDA)/fake LD_LIBRARY_PATH=$(CURDIR)/$(CUDA)/fake PYTHONPATH=$(CURDIR)/$(CUDA)/fake/site \
 		FAKE_CUDA_DEVICES=2 $(CUDA)/bin/python -m pytest -q -n 2 -p no:cacheprovider -m "gpu or cuda" \
-		tests/cuda tests/transfer tests/recovery
+		tests/cuda tests/transfer tests/training/recovery
 
 evidence: export MESHWISE_KEEP_EVIDENCE := $(CURDIR)/bench/results/evidence.json
 evidence: cuda  ## make cuda, and write docs/evidence.md of what passed

@@ -9,7 +9,7 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-DATA = "meshwise/jobs/data/mnist"
+DATA = "meshwise/training/jobs/data/mnist"
 EVERY = {"train": 6, "t10k": 5}
 """Every sixth training image and every fifth test image: 10,000 and 2,000."""
 

@@ -18,13 +18,13 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from meshwise.data.order import epoch_order, epoch_slices
-from meshwise.job.job import Job
-from meshwise.job.run import begun, make_engine, open_data, read_parts
-from meshwise.job.step import train_step
-from meshwise.machine.allowance import allowed_cores, split_cores
-from meshwise.rehearsal.work import MAIN, Allocate, Event, Free, Work
+from meshwise.hardware.allowance import allowed_cores, split_cores
+from meshwise.planner.work import MAIN, Allocate, Event, Free, Work
 from meshwise.spec.plan import Plan
+from meshwise.training.data.order import epoch_order, epoch_slices
+from meshwise.training.job.job import Job
+from meshwise.training.job.run import begun, make_engine, open_data, read_parts
+from meshwise.training.job.step import train_step
 from meshwise.transfer.collectives import gather_objects
 from meshwise.transfer.groups import everyone
 from meshwise.workers.join import join

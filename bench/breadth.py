@@ -44,16 +44,16 @@ import foreign_table
 import tiny_models
 from torch.distributed.tensor import DTensor
 
-from meshwise.equivalence.causes import CauseKind
-from meshwise.equivalence.difference import LIMIT
-from meshwise.equivalence.one_device import one_device
-from meshwise.equivalence.programs import watch_job
-from meshwise.equivalence.proof import prove
-from meshwise.equivalence.trace import CheckSpec, Trace
-from meshwise.job.job import Job
+from meshwise.checker.causes import CauseKind
+from meshwise.checker.difference import LIMIT
+from meshwise.checker.one_device import one_device
+from meshwise.checker.programs import watch_job
+from meshwise.checker.proof import prove
+from meshwise.checker.trace import CheckSpec, Trace
 from meshwise.parallel.shard_refusals import note_what_was_not_gathered
 from meshwise.spec.errors import PlanError
 from meshwise.spec.plan import Plan
+from meshwise.training.job.job import Job
 from tests.pool import CaseFailed, Pool
 
 ROOT = Path(__file__).parents[1]

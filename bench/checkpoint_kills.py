@@ -26,8 +26,8 @@ from keep import keep
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from meshwise.recovery import writing
-from tests.recovery.dying_writers import begun, found, harms, saved_by
+from meshwise.training.recovery import writing
+from tests.training.recovery.dying_writers import begun, found, harms, saved_by
 
 
 def killed(ranks: int, victim: int, stride: int) -> dict[str, Any]:

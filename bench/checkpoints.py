@@ -31,13 +31,13 @@ from quiet import favoured
 from torch import nn
 
 import meshwise as mw
-from meshwise.job.run import begun, make_engine
 from meshwise.records import checkpoints as files
-from meshwise.recovery.loading import load
-from meshwise.recovery.saving import Saver
-from meshwise.recovery.state import RunState, tree_of, unpack
 from meshwise.spec.plan import Plan
 from meshwise.spec.world import World
+from meshwise.training.job.run import begun, make_engine
+from meshwise.training.recovery.loading import load
+from meshwise.training.recovery.saving import Saver
+from meshwise.training.recovery.state import RunState, tree_of, unpack
 from meshwise.workers.join import join
 
 MiB, GB = 1 << 20, 1e9

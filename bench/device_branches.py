@@ -28,26 +28,21 @@ sys.path.insert(0, str(ROOT))
 from tests.cuda.device_questions import ANSWERS, questions  # noqa: E402
 
 REASONS = {
-    "job/evaluate.py: device.startswith('mps')": "no Apple GPU, and no fake one",
-    "job/step.py: device.startswith('mps')": "no Apple GPU, and no fake one",
-    "engine/weighing.py: like.device.type == 'mps'": "no Apple GPU, and no fake one",
+    "training/job/evaluate.py: device.startswith('mps')": "no Apple GPU, and no fake one",
+    "training/job/step.py: device.startswith('mps')": "no Apple GPU, and no fake one",
+    "training/engine/weighing.py: like.device.type == 'mps'": "no Apple GPU, and no fake one",
 }
 """What is answered one way only, and why: `file: question`."""
-ROOMS = (
-    "arrays",
-    "cli",
-    "equivalence",
-    "machine",
-    "parallel",
-    "engine",
-    "guards",
-    "job",
-    "script",
-    "transfer",
-    "workers",
-)
+ROOMS = ("arrays", "cli", "checker", "hardware", "parallel", "training", "transfer", "workers")
 PARTS = {
-    "cuda": ("-m", "gpu or cuda", "tests/cuda", "tests/transfer", "tests/recovery", "tests/workers/test_join.py"),
+    "cuda": (
+        "-m",
+        "gpu or cuda",
+        "tests/cuda",
+        "tests/transfer",
+        "tests/training/recovery",
+        "tests/workers/test_join.py",
+    ),
     "quick": ("-m", "not workers and not gpu and not cuda", "tests"),
     "workers": ("-m", "workers and not slow and not gpu and not cuda", *(f"tests/{room}" for room in ROOMS)),
 }

@@ -33,18 +33,18 @@ from keep import keep
 from small_jobs import job_of
 from torch.distributed._tools.mem_tracker import MemTracker
 
-from meshwise.compat.tree import tensors_in
-from meshwise.job.job import Job
-from meshwise.machine.allowance import allowed_cores
-from meshwise.machine.words import machine_from_words
-from meshwise.rehearsal.allocator import replay
-from meshwise.rehearsal.constants import FIGURES, digest
-from meshwise.rehearsal.estimate import FITS, TOO_CLOSE, TOO_LARGE
-from meshwise.rehearsal.estimator import rehearser
-from meshwise.rehearsal.measured import prices_here
-from meshwise.rehearsal.memory import with_inside
-from meshwise.rehearsal.trace import trace
+from meshwise.hardware.allowance import allowed_cores
+from meshwise.hardware.words import machine_from_words
+from meshwise.planner.allocator import replay
+from meshwise.planner.constants import FIGURES, digest
+from meshwise.planner.estimate import FITS, TOO_CLOSE, TOO_LARGE
+from meshwise.planner.estimator import rehearser
+from meshwise.planner.measured import prices_here
+from meshwise.planner.memory import with_inside
+from meshwise.planner.trace import trace
 from meshwise.spec.plan import Plan
+from meshwise.torch_compat.tree import tensors_in
+from meshwise.training.job.job import Job
 
 SEED, AROUND, CAPS = 14, 0.1, 3
 SPARE = 0.05

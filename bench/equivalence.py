@@ -6,7 +6,7 @@
 Claims: no difference above 1e-9 after five steps, no false alarm over runs that differ in model, plan and seed. What is
 refused is told with what was said. With `--only` the cases whose name holds the word replace those of the last result;
 `--missing` runs those that have none or are of other code than this. Each result says of which commit of the code and
-the suite it is, with a `+` where they were changed after it. The same cases and the same code as in tests/equivalence,
+the suite it is, with a `+` where they were changed after it. The same cases and the same code as in tests/checker,
 where what each technique is for is asserted too. `--table` writes docs/models.md (models_page.py).
 """
 
@@ -30,11 +30,11 @@ from keep import keep, kept, machine
 from models_page import write_page
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from meshwise.api.check import uncompiled_plan
-from meshwise.equivalence.difference import LIMIT
+from meshwise.checker.check import uncompiled_plan
+from meshwise.checker.difference import LIMIT
 from meshwise.spec.plan import Plan
-from tests.equivalence.jobs_to_check import checked, job_named
-from tests.equivalence.plans_to_check import NAMES, STEPS, Case, cases
+from tests.checker.jobs_to_check import checked, job_named
+from tests.checker.plans_to_check import NAMES, STEPS, Case, cases
 from tests.pool import CaseFailed, Pool
 
 ROOT = Path(__file__).parents[1]
@@ -85,7 +85,7 @@ def outcome(pools: Pools, model: str, plan: Plan, seed: int = 0) -> dict[str, An
 @cache
 def commit() -> str:
     """The last commit of the code and the suite that this process runs, with a `+` where they were changed after it."""
-    places = ("--", "src", "tests/equivalence")
+    places = ("--", "src", "tests/checker")
 
     def git(*words: str) -> str:
         return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
@@ -122,7 +122,7 @@ def about_models() -> dict[str, dict[str, Any]]:
 
 
 def _source(kind: type) -> str:
-    """The package of a class; `meshwise.jobs` and `tests.equivalence` are ours."""
+    """The package of a class; `meshwise.training.jobs` and `tests.checker` are ours."""
     parts = kind.__module__.split(".")
     return ".".join(parts[: 1 + (parts[0] in ("meshwise", "tests"))])
 

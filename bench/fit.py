@@ -30,9 +30,9 @@ from published_pieces import estimate, forget_prices
 from published_rows import Case, Row, Unusable, case_of, part_of
 from published_score import group_of, quantile, set_of
 
-from meshwise.machine.catalog import part
-from meshwise.rehearsal.constants import FIGURES, Figure
-from meshwise.rehearsal.price import tile_share
+from meshwise.hardware.catalog import part
+from meshwise.planner.constants import FIGURES, Figure
+from meshwise.planner.price import tile_share
 
 PRIORS: Mapping[str, tuple[float | str, float]] = {
     "matmul": (0.92, 1.15),

@@ -26,7 +26,7 @@ from keep import keep
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from tests.recovery.frozen_writers import KINDS, lines_of, woken
+from tests.training.recovery.frozen_writers import KINDS, lines_of, woken
 
 
 def rows(stride: int) -> Iterator[dict[str, Any]]:

@@ -29,19 +29,19 @@ from keep import RESULTS, keep
 from torch.utils.data import Subset
 
 import meshwise as mw
-from meshwise.api.bench import bench
-from meshwise.api.check import check
-from meshwise.data.order import epoch_order
-from meshwise.job.job import Job
-from meshwise.job.loop import run_job
-from meshwise.job.options import RunOptions
-from meshwise.jobs.registry import find_job
-from meshwise.machine.machine_file import machine_to_toml
+from meshwise.checker.check import check
+from meshwise.hardware.bench import bench
+from meshwise.hardware.machine_file import machine_to_toml
+from meshwise.reports.analyse import report_of
+from meshwise.reports.read import read_timeline
+from meshwise.reports.spans import LANES
 from meshwise.spec.errors import MeshwiseError
 from meshwise.spec.plan import Plan
-from meshwise.timeline.analyse import report_of
-from meshwise.timeline.read import read_timeline
-from meshwise.timeline.spans import LANES
+from meshwise.training.data.order import epoch_order
+from meshwise.training.job.job import Job
+from meshwise.training.job.loop import run_job
+from meshwise.training.job.options import RunOptions
+from meshwise.training.jobs.registry import find_job
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))

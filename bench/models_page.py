@@ -59,7 +59,7 @@ def _head(results: dict[str, Any]) -> list[str]:
         + (f"; of these {changed} with files that were changed after it." if changed else "."),
         "(A result `before` a commit was made while that one was written, and committed with it.)",
         "In float64 gradients are reduced in float64 too, so `grad_dtype` is seen to change nothing else there; that",
-        "gradients are sent in two bytes is counted in tests/equivalence. On CPU workers host and device are one",
+        "gradients are sent in two bytes is counted in tests/checker. On CPU workers host and device are one",
         "memory, so of offload it is shown that the copies change no number.",
     ]
     about = [

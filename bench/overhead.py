@@ -29,18 +29,18 @@ from torch.optim import optimizer as torch_optimizer
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 import meshwise as mw
-from meshwise.data.order import epoch_order, part
-from meshwise.engine.loops import LoopRead
-from meshwise.engine.steps import batches as read_batches
-from meshwise.job import loop
-from meshwise.job.job import Job
-from meshwise.job.options import RunOptions
-from meshwise.job.step import train_step
-from meshwise.jobs.registry import find_job
-from meshwise.recording.recording import Recording
+from meshwise.reports.recorder import Recorder
 from meshwise.spec.plan import Plan
-from meshwise.timeline.recorder import Recorder
-from meshwise.tracking.metrics_log import MetricsLog
+from meshwise.training.data.order import epoch_order, part
+from meshwise.training.engine.loops import LoopRead
+from meshwise.training.engine.steps import batches as read_batches
+from meshwise.training.job import loop
+from meshwise.training.job.job import Job
+from meshwise.training.job.options import RunOptions
+from meshwise.training.job.step import train_step
+from meshwise.training.jobs.registry import find_job
+from meshwise.training.recording.recording import Recording
+from meshwise.training.tracking.metrics_log import MetricsLog
 from meshwise.transfer import collectives
 from meshwise.workers.join import join
 

@@ -38,16 +38,16 @@ from keep import keep
 from quiet import favoured
 from small_jobs import job_of
 
-from meshwise.api.machines import find_machine
-from meshwise.machine.allowance import allowed_cores
-from meshwise.machine.measure.processes import measure_ranks
-from meshwise.machine.measure.result import bench_of, merged, only_devices
-from meshwise.rehearsal.constants import digest
-from meshwise.rehearsal.measured import prices_here
-from meshwise.rehearsal.memory import memory_curve, with_inside
-from meshwise.rehearsal.prices import missing
-from meshwise.rehearsal.simulate import simulate
-from meshwise.rehearsal.trace import trace
+from meshwise.hardware.allowance import allowed_cores
+from meshwise.hardware.machines import find_machine
+from meshwise.hardware.measure.processes import measure_ranks
+from meshwise.hardware.measure.result import bench_of, merged, only_devices
+from meshwise.planner.constants import digest
+from meshwise.planner.measured import prices_here
+from meshwise.planner.memory import memory_curve, with_inside
+from meshwise.planner.prices import missing
+from meshwise.planner.simulate import simulate
+from meshwise.planner.trace import trace
 from meshwise.spec.errors import MeshwiseError, PlanError
 from meshwise.spec.machine import Machine
 from meshwise.spec.plan import Plan

@@ -26,9 +26,9 @@ from safetensors.torch import save_file
 from torch import nn
 
 import meshwise as mw
-from meshwise.data.order import part
-from meshwise.prediction.options import PredictOptions
-from meshwise.prediction.predict import run_predict
+from meshwise.training.data.order import part
+from meshwise.training.prediction.options import PredictOptions
+from meshwise.training.prediction.predict import run_predict
 from meshwise.workers.join import join
 
 

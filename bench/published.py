@@ -29,7 +29,7 @@ from published_pieces import estimate, kept_piece, trace_piece
 from published_rows import Case, Row, Unusable, case_of, family_of
 from published_score import scoreboard, table, write
 
-from meshwise.rehearsal.constants import digest
+from meshwise.planner.constants import digest
 from meshwise.spec.errors import MeshwiseError
 
 

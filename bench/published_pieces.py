@@ -16,12 +16,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from meshwise.machine.catalog import part
-from meshwise.machine.words import machine_from_words
-from meshwise.rehearsal.collective_price import collective_seconds
-from meshwise.rehearsal.prices import Prices
-from meshwise.rehearsal.simulate import Step, simulate
-from meshwise.rehearsal.work import CollectiveOperation, Launch, Operation, What, Work
+from meshwise.hardware.catalog import part
+from meshwise.hardware.words import machine_from_words
+from meshwise.planner.collective_price import collective_seconds
+from meshwise.planner.prices import Prices
+from meshwise.planner.simulate import Step, simulate
+from meshwise.planner.work import CollectiveOperation, Launch, Operation, What, Work
 from meshwise.spec.machine import Machine
 
 KEPT = Path(__file__).parent / "results" / "published-pieces"
@@ -139,7 +139,7 @@ def trace_piece(case: Case, layers: int) -> None:
     """Trace and keep. Raises as `trace` does."""
     import torch
 
-    from meshwise.rehearsal.trace import trace
+    from meshwise.planner.trace import trace
 
     torch.set_float32_matmul_precision("high" if case.tf32 else "highest")
     traced = trace(case.job(layers, case.traced), case.plan(case.traced))[0]
@@ -167,8 +167,8 @@ def _launches(work: Work) -> Work:
 
 def _memory(traced: Any, name: str) -> tuple[dict[str, float], float]:
     """Peaks by phase over both steps, and reserved bytes."""
-    from meshwise.rehearsal.allocator import reserved_on
-    from meshwise.rehearsal.memory import memory_curve
+    from meshwise.planner.allocator import reserved_on
+    from meshwise.planner.memory import memory_curve
 
     peaks: dict[str, float] = {}
     for number, work in enumerate((traced.first, traced.step)):

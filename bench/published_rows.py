@@ -22,7 +22,7 @@ from published_pieces import SWITCHED, Case, Pipeline, Replicas, padded
 from torch import nn
 
 import meshwise as mw
-from meshwise.machine.words import machine_from_words
+from meshwise.hardware.words import machine_from_words
 from meshwise.spec.errors import MeshwiseError
 
 Row = Mapping[str, str]

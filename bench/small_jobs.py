@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn, optim
 
-from meshwise.job.job import Job
-from meshwise.jobs.registry import find_job
+from meshwise.training.job.job import Job
+from meshwise.training.jobs.registry import find_job
 
 SAMPLES = 4096
 SHAPES = {"mnist-mlp": (1, 28, 28), "mnist-cnn": (1, 28, 28), "mlp": (1000,)}

@@ -2,11 +2,11 @@
 
     python bench/whole.py [--only WORD] [--kind KIND] [--again]
 
-Claims: at least 57 of the 60 programs and more of tests/whole are equal to the untouched program on one device, within
-1e-9 in float64, on each number of ranks; the rest are refused by name; none is wrong, fails otherwise or waits for
-ever. A model that begins to mix rows at a later call is equal, or refused within 64 calls. A program that the last
-result has is not run again, unless its text or the code has changed since; `--only` runs those whose name holds WORD.
-By plans (`--kind shard`), at least 40 are equal, and the rest are refused or end in torch's own error.
+Claims: at least 57 of the 60 programs and more of tests/training/whole are equal to the untouched program on one
+device, within 1e-9 in float64, on each number of ranks; the rest are refused by name; none is wrong, fails otherwise or
+waits for ever. A model that begins to mix rows at a later call is equal, or refused within 64 calls. A program that the
+last result has is not run again, unless its text or the code has changed since; `--only` runs those whose name holds
+WORD. By plans (`--kind shard`), at least 40 are equal, and the rest are refused or end in torch's own error.
 
 `--kind bf16` compares runs under autocast to bfloat16 on one device and on ranks, each from 5 seeds. Both round, so
 they may differ by twice of what one device differs from its own run without autocast, medians of the seeds. That run
@@ -41,7 +41,7 @@ import meshwise as mw
 from meshwise.parallel import compiled
 from meshwise.spec import errors
 from tests.pool import CaseFailed, Pool
-from tests.whole.running import PROGRAMS, SWITCHES, Program, apart, run, untouched
+from tests.training.whole.running import PROGRAMS, SWITCHES, Program, apart, run, untouched
 
 ROOT = Path(__file__).parents[1]
 
@@ -76,7 +76,7 @@ OURS = {
 
 def code() -> str:
     """The last commit of the code and of what the programs share, with a `+` where they were changed after it."""
-    places = ("--", "src", "tests/whole/shared.py", "tests/whole/running.py")
+    places = ("--", "src", "tests/training/whole/shared.py", "tests/training/whole/running.py")
 
     def git(*words: str) -> str:
         return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()

@@ -36,9 +36,9 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import meshwise as mw
-from meshwise.process.session import default_engine
-from meshwise.whole import call
-from meshwise.whole.proof import Verdict
+from meshwise.training.process.session import default_engine
+from meshwise.training.whole import call
+from meshwise.training.whole.proof import Verdict
 from meshwise.workers.join import join
 from tests.pool import Pool
 

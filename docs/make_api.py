@@ -14,8 +14,8 @@ from typing import Any
 
 import meshwise as mw
 from meshwise.cli import EXIT_CODES
-from meshwise.job.options import RunOptions
 from meshwise.spec.options import option_name, options_of
+from meshwise.training.job.options import RunOptions
 
 PAGE = Path(__file__).with_name("api.md")
 HEAD = """# Public names
@@ -25,18 +25,26 @@ Made from the docstrings by `python docs/make_api.py`. Import them as `import me
 """
 PARTS = {
     "In your own loop": (
-        "meshwise.script",
-        "meshwise.process",
-        "meshwise.tracking",
-        "meshwise.job",
+        "meshwise.training.script",
+        "meshwise.training.process",
+        "meshwise.training.tracking",
+        "meshwise.training.job",
         "meshwise.parallel",
     ),
-    "Jobs, runs, checks, machines": ("meshwise.api", "meshwise.spec.plan", "meshwise.races"),
+    "Jobs, runs, checks, machines": (
+        "meshwise.launcher",
+        "meshwise.checker.check",
+        "meshwise.planner",
+        "meshwise.hardware.bench",
+        "meshwise.hardware.machines",
+        "meshwise.spec.plan",
+        "meshwise.checker.races",
+    ),
     "What they return": (
-        "meshwise.timeline",
-        "meshwise.equivalence",
-        "meshwise.machine",
-        "meshwise.prediction",
+        "meshwise.reports",
+        "meshwise.checker",
+        "meshwise.hardware",
+        "meshwise.training.prediction",
         "meshwise.spec.machine",
     ),
     "Tensors between devices": ("meshwise.transfer",),

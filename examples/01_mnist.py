@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import meshwise as mw
-from meshwise.jobs.mnist import MNIST, read_digits
+from meshwise.training.jobs.mnist import MNIST, read_digits
 
 options = argparse.ArgumentParser()
 options.add_argument("--epochs", type=int, default=5)

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import meshwise as mw
-from meshwise.jobs.mnist import MNIST, read_digits
+from meshwise.training.jobs.mnist import MNIST, read_digits
 
 
 class Net(nn.Module):

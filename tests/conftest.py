@@ -27,8 +27,8 @@ import numpy as np
 import pytest
 import torch
 
-from meshwise.process.session import end_sessions
-from meshwise.timeline.recorder import current, make_current
+from meshwise.reports.recorder import current, make_current
+from meshwise.training.process.session import end_sessions
 from meshwise.workers.fork_server import LISTENS
 from tests import fork_server, left_over
 from tests.faults import runs
@@ -90,8 +90,8 @@ NIGHT = frozenset(Path(__file__).with_name("night.txt").read_text(encoding="utf-
 @pytest.fixture(autouse=True)
 def operators_timed_here(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Operators are timed in a process beside this one only where a test may start one."""
-    if "processes" not in request.fixturenames and find_spec("meshwise.rehearsal"):  # see test_houses.py
-        timing = import_module("meshwise.rehearsal.timing")
+    if "processes" not in request.fixturenames and find_spec("meshwise.planner"):  # see test_houses.py
+        timing = import_module("meshwise.planner.timing")
         monkeypatch.setattr(timing, "timed", lambda *call: (*timing.timed_here(*call), ""))
 
 

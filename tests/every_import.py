@@ -23,7 +23,7 @@ import torch
 
 import meshwise
 
-FIRST = ("meshwise.script.distribute", "meshwise.job.loop", "torch._dynamo")
+FIRST = ("meshwise.training.script.distribute", "meshwise.training.job.loop", "torch._dynamo")
 """What the fork server imports, in its order: see PRELOAD."""
 
 
@@ -68,7 +68,7 @@ def stand_in() -> None:
 
 def serve_nobody() -> None:
     """The life of a fork server whose launcher is gone at once."""
-    from meshwise.job.options import PRELOAD
+    from meshwise.training.job.options import PRELOAD
     from meshwise.workers.__main__ import _serve
 
     assert PRELOAD == FIRST

@@ -18,7 +18,7 @@ from meshwise.workers import leave
 
 leave.prepare()  # as workers/__main__.py does
 
-from meshwise.job.options import PRELOAD  # noqa: E402
+from meshwise.training.job.options import PRELOAD  # noqa: E402
 from meshwise.workers import fork_server, worker  # noqa: E402
 
 

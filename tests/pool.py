@@ -20,9 +20,9 @@ from unittest.mock import patch
 import cloudpickle
 import torch
 
-from meshwise.compat import compiling
-from meshwise.process.session import end_sessions
 from meshwise.spec.devices import WorkerSlot
+from meshwise.torch_compat import compiling
+from meshwise.training.process.session import end_sessions
 from meshwise.workers import verb_log
 from meshwise.workers.join import join
 from meshwise.workers.launch import Halt, launch

@@ -19,38 +19,31 @@ import pytest
 
 SOURCES = Path(__file__).parents[1] / "src" / "meshwise"
 HOUSES = {
-    "check": ("equivalence/", "api/check.py", "api/check_options.py", "api/check_plain.py", "commands/check.py"),
-    "plan": ("rehearsal/", "api/plan.py", "api/plan_options.py", "api/auto.py", "commands/plan.py"),
+    "check": ("checker/",),
+    "plan": ("planner/", "launcher/auto.py"),
     "arrays": ("arrays/",),
-    "integrations": (
-        "compat/trainers.py",
-        *(f"script/lightning{part}.py" for part in ("", "_strategy")),
-        *(f"script/trainer{part}.py" for part in ("", "_loader", "_ranks")),
-    ),
-    "lab": (
-        "machine/measure/",
-        *("machine/views/bench.py", "api/bench.py", "commands/bench.py"),
-    ),
+    "integrations": ("integrations/",),
+    "lab": ("hardware/measure/", "hardware/views/bench.py", "hardware/bench.py", "hardware/commands/bench.py"),
     "cluster": (
-        *("schedulers/batch_script.py", "schedulers/site.py"),
-        *("api/submit.py", "commands/submit.py"),
+        *("launcher/schedulers/batch_script.py", "launcher/schedulers/site.py"),
+        *("launcher/submit.py", "launcher/commands/submit.py"),
     ),
 }
 MAY_IMPORT = {"plan": {"lab"}, "cluster": {"plan"}}
 """A measured price needs the lab; a job is planned before it is sent."""
 OF_HOUSES = (
-    *("arrays", "cli", "cuda", "docs", "equivalence", "examples", "machine", "races", "rehearsal", "schedulers"),
+    *("arrays", "cli", "cuda", "docs", "checker", "examples", "hardware", "planner", "launcher/schedulers"),
     *("test_cli.py", "test_exports.py", "test_floors.py", "test_houses.py", "test_imports.py"),
 )
 """Tests of a house, of all commands, of all files."""
 USE_A_HOUSE = (
     *(
-        "process/test_scratch_files.py",
-        "engine/test_held_bytes.py",
+        "training/process/test_scratch_files.py",
+        "training/engine/test_held_bytes.py",
         "old/test_old.py",
-        "splits/test_split_levels.py",
+        "parallel/splits/test_split_levels.py",
     ),
-    *("script/test_lightning.py", "script/test_trainer.py"),
+    *("training/script/test_lightning.py", "training/script/test_trainer.py"),
     *(f"parallel/test_{name}.py" for name in ("complex", "expert_layouts", "experts", "pipeline")),
     *("parallel/test_torch_utilities.py", "parallel/test_probe_optimizer.py", "transfer/test_faults_collectives.py"),
 )
@@ -96,7 +89,7 @@ def without(houses: Iterable[str], folder: Path) -> dict[str, str]:
 
 
 def test_a_part_that_is_gone_cannot_be_imported(tmp_path: Path, processes: None) -> None:
-    command = [sys.executable, "-c", "import meshwise.equivalence"]
+    command = [sys.executable, "-c", "import meshwise.checker"]
     assert subprocess.run(command, env=without(["check"], tmp_path), cwd=tmp_path, capture_output=True).returncode
 
 

@@ -50,16 +50,17 @@ def test_whoever_asks_for_a_device_is_found(processes: None) -> None:
 
 
 DRAWS = """
-import pathlib, random
+import importlib, random
 import numpy, torch
 random.seed(0); numpy.random.seed(0); torch.manual_seed(0)
 before = random.getstate(), repr(numpy.random.get_state()), torch.get_rng_state().tolist()
 import meshwise
-from meshwise import api
+from meshwise import cli
+
 for name in meshwise.__all__:
     getattr(meshwise, name)
-for file in pathlib.Path(api.__file__).parent.glob("[a-z]*.py"):
-    getattr(api, file.stem)
+for module in cli.COMMANDS.values():
+    importlib.import_module(module)
 after = random.getstate(), repr(numpy.random.get_state()), torch.get_rng_state().tolist()
 print([one == other for one, other in zip(before, after, strict=True)])
 """
@@ -82,13 +83,14 @@ model(next(iter(loader))).sum().backward()
 optimizer.step()
 print(*(name.removeprefix("meshwise.") for name in sys.modules if name.startswith("meshwise.")))
 """
-NEEDS_NONE = ("api", "commands", "compat.fake", "equivalence", "job", "launcher", "machine", "prediction", "rehearsal")
-NEEDS_NONE += ("recording.recording", "script.checkpoint", "script.lightning", "script.trainer", "tracking")
+NEEDS_NONE = ("torch_compat.fake", "hardware", "integrations", "checker", "planner", "arrays", "launcher")
+NEEDS_NONE += tuple(f"training.{name}" for name in ("job", "prediction", "recording.recording", "script.checkpoint"))
+NEEDS_NONE += ("training.tracking", "training.commands")
 NEEDS_NONE += tuple(f"parallel.{name.partition('.')[0]}" for name, _ in TECHNIQUES)
 
 
 def test_a_step_of_a_plain_script_loads_what_it_needs_alone(processes: None) -> None:
     """A technique, a Trainer, records, states: each is loaded when a plan or a program asks for it."""
     loaded = run("-c", STEP).stdout.split()
-    assert "script.distribute" in loaded
+    assert "training.script.distribute" in loaded
     assert not [name for name in loaded if any(f"{name}.".startswith(f"{none}.") for none in NEEDS_NONE)]

@@ -118,7 +118,7 @@ class FromTheEngineOn:
 
     def find_spec(self, name: str, *_: object) -> None:
         """Find nothing."""
-        if name == "meshwise.engine.engine":
+        if name == "meshwise.training.engine.engine":
             begin()
 
 

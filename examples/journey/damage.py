@@ -12,7 +12,7 @@ import numpy as np
 from PIL import Image
 from station import FOLDER, needs, report
 
-from meshwise.jobs.mnist import read_digits
+from meshwise.training.jobs.mnist import read_digits
 
 
 def again(image, rng):

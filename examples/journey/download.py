@@ -13,7 +13,7 @@ from fetch import download
 from rich.progress import BarColumn, DownloadColumn, Progress, TransferSpeedColumn
 from station import FOLDER, report, show
 
-from meshwise.jobs.mnist import MNIST, read_digits
+from meshwise.training.jobs.mnist import MNIST, read_digits
 
 if __name__ == "__main__":
     folder = FOLDER / "download"

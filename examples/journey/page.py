@@ -91,7 +91,7 @@ def row(number, station, typed, printed, seconds):
 def write_page(walked, seconds):
     """Write journey.html of the stations so far: {station: (commands, what they printed, seconds)}."""
     rows = "".join(row(number, station, *each) for number, (station, each) in enumerate(walked.items(), start=1))
-    css = (files("meshwise.timeline.views") / "html_page.css").read_text(encoding="utf-8") + STYLE
+    css = (files("meshwise.reports.views") / "html_page.css").read_text(encoding="utf-8") + STYLE
     last = "optimise" if "optimise" in walked else list(walked)[-1]
     verdict = json.loads((FOLDER / "rows" / f"{last}.json").read_text())["done"]
     about = f"{min(len(walked), 8)} of 8 stations, {seconds:.0f} s, {DEVICES}"

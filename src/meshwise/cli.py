@@ -1,6 +1,6 @@
 """Define the command line: commands, one-sentence errors, exit codes.
 
-Each command is a file of `commands`, read when it is typed: torch alone takes a second.
+Each command is a file of its house, read when it is typed: torch alone takes a second.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import re
 import shutil
 import sys
 from importlib import import_module
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -26,10 +27,27 @@ from meshwise.spec.words import printable
 from meshwise.terminal import last_words
 from meshwise.workers import leave
 
-COMMANDS = (
-    *("devices", "bench", "plan", "run", "submit", "predict", "check", "report"),
-    *("runs", "logs", "stop", "checkpoints", "weights"),
-)
+HOUSES = {
+    "devices": "hardware.commands.devices",
+    "bench": "hardware.commands.bench",
+    "plan": "planner.command",
+    "run": "launcher.commands.run",
+    "submit": "launcher.commands.submit",
+    "predict": "launcher.commands.predict",
+    "check": "checker.command",
+    "report": "reports.command",
+    "runs": "launcher.commands.runs",
+    "logs": "launcher.commands.logs",
+    "stop": "launcher.commands.stop",
+    "checkpoints": "training.commands.checkpoints",
+    "weights": "training.commands.weights",
+}
+HERE = Path(__file__).parent
+COMMANDS = {
+    name: f"{__package__}.{module}"
+    for name, module in HOUSES.items()
+    if (HERE / module.replace(".", "/")).with_suffix(".py").exists()  # a house may be left out
+}
 EXIT_CODES = {
     **MEANINGS,
     str(FAILED): f"{MEANINGS[str(FAILED)]}. bench: a path corrupts data. check: the plan differs. "
@@ -58,7 +76,7 @@ class Commands(TyperGroup):
             raise UsageError(
                 f"meshwise {cmd_name}: no such command.{nearest(cmd_name, COMMANDS)} Use one of {', '.join(COMMANDS)}."
             )
-        command = typer.main.get_command(import_module(f"{__package__}.commands.{cmd_name}").app)
+        command = typer.main.get_command(import_module(COMMANDS[cmd_name]).app)
         if shutil.get_terminal_size().columns < NARROW:
             command.rich_markup_mode = None  # type: ignore[attr-defined]
         return command

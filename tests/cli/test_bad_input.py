@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from meshwise import cli
-from meshwise.job.options import RunOptions
-from meshwise.jobs.mnist import MNIST
 from meshwise.launcher.start import refuse_restarts
 from meshwise.spec.errors import UsageError
+from meshwise.training.job.options import RunOptions
+from meshwise.training.jobs.mnist import MNIST
 
 NEEDED = ("model", "loss", "optimizer", "data")
 JOB_FILE = """

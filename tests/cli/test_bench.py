@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from meshwise import cli
-from meshwise.api.machines import find_machine, read_machine
+from meshwise.hardware.machines import find_machine, read_machine
 
 Command = Callable[..., tuple[int, str, str]]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwise.api.machines import read_machine
+from meshwise.hardware.machines import read_machine
 from meshwise.workers.channel import free_port
 
 pytestmark = pytest.mark.usefixtures("processes")

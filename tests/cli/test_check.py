@@ -16,10 +16,10 @@ import pytest
 from rich.console import Console
 
 from meshwise import cli
-from meshwise.equivalence.compare import KINDS, Comparison
-from meshwise.equivalence.proof import Proof
-from meshwise.equivalence.views.check_dict import check_dict
-from meshwise.equivalence.views.check_text import check_text
+from meshwise.checker.compare import KINDS, Comparison
+from meshwise.checker.proof import Proof
+from meshwise.checker.views.check_dict import check_dict
+from meshwise.checker.views.check_text import check_text
 from meshwise.spec.plan import Plan
 from meshwise.workers.fork_server import LISTENS, Forks
 
@@ -203,7 +203,7 @@ def test_what_is_doubtful_is_four_and_says_the_line(
 def test_ranks_that_wait_for_each_other_are_ended_with_their_lines(
     check: Check, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("meshwise.api.check.HANG_LIMIT", 6.0)
+    monkeypatch.setattr("meshwise.checker.check.HANG_LIMIT", 6.0)
     extra = "if mw.rank() == 1:\n            torch.distributed.all_reduce(torch.ones(1))\n        optimizer.step()"
     (tmp_path / "own.py").write_text(VALIDATION.replace("VALUE", "a=1").replace("optimizer.step()", extra))
     code, out, err = check("--no-rounding", "own.py")
@@ -257,7 +257,9 @@ def test_torch_is_imported_once_for_the_workers_of_all_passes(
         return begin(forks, variables)
 
     monkeypatch.setattr(Forks, "server", counted)
-    monkeypatch.setattr("meshwise.api.check.allowed_cores", lambda: range(4))  # the plan's passes run beside each other
+    monkeypatch.setattr(
+        "meshwise.checker.check.allowed_cores", lambda: range(4)
+    )  # the plan's passes run beside each other
     (tmp_path / "script.py").write_text(VALIDATION.replace("mw.log(VALUE)", "").replace("(12, 3)", "(13, 3)"))
     code, _, err = check("script.py")
     assert code == 0 and "pass 4 of 4" in err and len(servers) == 1, err

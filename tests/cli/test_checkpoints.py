@@ -13,11 +13,11 @@ from safetensors.torch import load_file
 from torch import nn
 
 import meshwise as mw
-from meshwise.job.loop import run_job
-from meshwise.job.options import RunOptions
 from meshwise.records import folder as names
-from meshwise.recovery.weights import export_weights
 from meshwise.spec.errors import UsageError
+from meshwise.training.job.loop import run_job
+from meshwise.training.job.options import RunOptions
+from meshwise.training.recovery.weights import export_weights
 
 Command = Callable[..., tuple[int, str, str]]
 

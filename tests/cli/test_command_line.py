@@ -10,8 +10,8 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from meshwise.commands.command_line import from_dataclass
 from meshwise.spec.options import Option
+from meshwise.terminal.command_line import from_dataclass
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from meshwise import cli
-from meshwise.commands import completion
-from meshwise.jobs.registry import BUILT_IN
-from meshwise.tracking.trackers import TRACKERS
+from meshwise.terminal import completion
+from meshwise.training.jobs.registry import BUILT_IN
+from meshwise.training.tracking.trackers import TRACKERS
 
 Complete = Callable[[str], list[str]]
 

@@ -14,18 +14,18 @@ from typing import Any
 import pytest
 import typer
 
-from meshwise import api, cli
+from meshwise import cli
 from meshwise.spec.exit_codes import MEANINGS
 
 STARTS = {
-    "run": ("start_job",),
-    "script": ("start_script",),
-    "check": ("check_options",),
-    "plan": ("plan_options",),
-    "predict": ("predict_with",),
-    "bench": ("bench", "bench_hosts"),
-    "machines": ("find_machine",),
-    "submit": ("prepare", "send_again"),
+    "launcher.run": ("start_job",),
+    "launcher.script": ("start_script",),
+    "checker.check": ("check_options",),
+    "planner.plan": ("plan_options",),
+    "launcher.predict": ("predict_with",),
+    "hardware.bench": ("bench", "bench_hosts"),
+    "hardware.machines": ("find_machine",),
+    "launcher.submit": ("prepare", "send_again"),
 }
 VALUES = (
     *("", " ", "0", "-1", "1", "2", "1e309", "nan", "-inf", "1_0", "0x10", "9" * 40, "9" * 5000, "3.5", "true", "None"),
@@ -91,7 +91,7 @@ def lines(count: int, seed: int) -> Iterator[list[str]]:
     """Command lines; each option of each command is on `count` of them."""
     draw = random.Random(seed)
     for name in cli.COMMANDS:
-        command: Any = typer.main.get_command(import_module(f"meshwise.commands.{name}").app)
+        command: Any = typer.main.get_command(import_module(cli.COMMANDS[name]).app)
         inner = getattr(command, "commands", {}).items()
         for words, each in [([name], command), *(([name, key], each) for key, each in inner)]:
             for option in [option for option in each.params for _ in range(count)]:
@@ -109,7 +109,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("train.py").touch()
     for file, names in STARTS.items():
         for name in names:
-            monkeypatch.setattr(getattr(api, file), name, begins)
+            monkeypatch.setattr(import_module(f"meshwise.{file}"), name, begins)
 
 
 def fault(words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:

@@ -18,7 +18,7 @@ from IPython.core.interactiveshell import InteractiveShell
 from jupyter_client import KernelManager
 
 import meshwise as mw
-from meshwise import api
+from meshwise import launcher, reports
 from meshwise.records.folder import read_run
 from meshwise.spec.errors import UsageError, WorkerFailed
 
@@ -41,7 +41,7 @@ def test_a_report_is_the_report_of_the_terminal() -> None:
     report = mw.report(OLD / "finished")
     text = shown(report)
     assert report.title in text and "forward" in text and "Report(" not in text
-    assert shown(api.report.compare(OLD / "finished", OLD / "shard")).count("backward") >= 1
+    assert shown(reports.report.compare(OLD / "finished", OLD / "shard")).count("backward") >= 1
 
 
 def test_a_figure_is_the_page_of_a_report_in_a_frame() -> None:
@@ -71,7 +71,7 @@ def test_a_summary_is_what_a_run_ends_with_and_leads_to_its_report() -> None:
         folder=str(OLD / "finished"),
         notes=(),
     )
-    assert mw.run is api.run.run  # whose file says how a summary is shown
+    assert mw.run is launcher.run.run  # whose file says how a summary is shown
     assert "accuracy 50.00 %" in shown(summary) and "RunSummary(" not in shown(summary)
     assert mw.report(summary).folder == summary.folder
 

@@ -1,6 +1,6 @@
 """`meshwise plan`: the exit code says whether a plan fits, the text which is the fastest; no device is needed.
 
-Of api/plan_options.py too.
+Of planner/options.py too.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from pathlib import Path
 import pytest
 
 from meshwise import cli
-from meshwise.api.machines import find_machine
-from meshwise.jobs.registry import find_job
-from meshwise.rehearsal.estimator import rehearser
-from meshwise.rehearsal.trace import trace
-from meshwise.rehearsal.work import CollectiveOperation
+from meshwise.hardware.machines import find_machine
+from meshwise.planner.estimator import rehearser
+from meshwise.planner.trace import trace
+from meshwise.planner.work import CollectiveOperation
 from meshwise.spec.errors import PlanError
 from meshwise.spec.plan import Plan
 from meshwise.spec.plan_file import read_plan
 from meshwise.spec.prediction import prediction_in
-from tests.rehearsal.test_scripts import SCRIPT as OF_ONE_LOOP
+from meshwise.training.jobs.registry import find_job
+from tests.planner.test_scripts import SCRIPT as OF_ONE_LOOP
 
 Planned = Callable[..., tuple[int, str, str]]
 

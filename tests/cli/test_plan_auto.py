@@ -1,6 +1,6 @@
 """`run --plan auto`: what it chooses and says, what the run keeps of it, and what is refused.
 
-Of api/auto.py too; `predicted_of_run` of api/run.py.
+Of launcher/auto.py too; `predicted_of_run` of launcher/run.py.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ import pytest
 from rich.console import Console
 
 import meshwise as mw
-from meshwise.api import auto
-from meshwise.api.auto import with_plan
-from meshwise.api.plan import Plans
-from meshwise.api.plan_options import PlanOptions
-from meshwise.api.run import predicted_of_run
-from meshwise.job.options import PlanText, RunOptions
-from meshwise.jobs.registry import find_job
-from meshwise.rehearsal import estimator
-from meshwise.rehearsal.search import Search
+from meshwise.launcher import auto
+from meshwise.launcher.auto import with_plan
+from meshwise.launcher.run import predicted_of_run
+from meshwise.planner import estimator
+from meshwise.planner.options import PlanOptions
+from meshwise.planner.plan import Plans
+from meshwise.planner.search import Search
 from meshwise.spec.errors import PlanError, UsageError
 from meshwise.spec.machine import Machine
 from meshwise.spec.plan import Plan
 from meshwise.spec.plan_file import plan_from_toml, plan_to_toml
 from meshwise.spec.prediction import Prediction, prediction_in, prediction_to_toml
-from tests.rehearsal.test_search import estimate
+from meshwise.training.job.options import PlanText, RunOptions
+from meshwise.training.jobs.registry import find_job
+from tests.planner.test_search import estimate
 
 Told = tuple[RunOptions, str]
 

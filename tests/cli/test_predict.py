@@ -20,7 +20,7 @@ import time
 import torch
 from torch import nn
 import meshwise as mw
-from meshwise.prediction import predict
+from meshwise.training.prediction import predict
 
 predict.PART_SECONDS = 0.1
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from meshwise import api
+from meshwise import launcher
 from meshwise.records import folder as names
 from meshwise.records.lock import FolderLock
 
@@ -24,7 +24,7 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     def start_job(*_: Any) -> None:
         raise AssertionError("a job was read")
 
-    monkeypatch.setattr(api.run, "start_job", start_job)
+    monkeypatch.setattr(launcher.run, "start_job", start_job)
 
 
 @pytest.mark.parametrize("words", ["--resume RUN", "--resume RUN/checkpoint/step-00000040.1", "mlp --folder RUN"])

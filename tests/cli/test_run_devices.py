@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from meshwise.job.options import PlanText, RunOptions
 from meshwise.launcher.start import worker_slots
 from meshwise.spec.plan import Plan
+from meshwise.training.job.options import PlanText, RunOptions
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="this machine has accelerators")

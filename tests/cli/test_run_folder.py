@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from meshwise.jobs.mnist import mnist_mlp
+from meshwise.reports.read import read_timeline
+from meshwise.reports.spans import KINDS
 from meshwise.spec.plan import Plan
 from meshwise.spec.plan_file import plan_from_toml
-from meshwise.timeline.read import read_timeline
-from meshwise.timeline.spans import KINDS
+from meshwise.training.jobs.mnist import mnist_mlp
 
 
 @pytest.fixture

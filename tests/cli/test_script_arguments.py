@@ -12,8 +12,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from meshwise import api, cli
-from meshwise.job.options import RunOptions
+from meshwise import cli, launcher
+from meshwise.training.job.options import RunOptions
 
 Typed = tuple[RunOptions, list[str] | None]
 """The options that a command has, and the script's own arguments; None for a job."""
@@ -32,8 +32,8 @@ def typed(monkeypatch: pytest.MonkeyPatch) -> Callable[[Sequence[str]], Typed]:
         seen.append((options, None))
         return None, 0
 
-    monkeypatch.setattr(api.script, "start_script", start_script)
-    monkeypatch.setattr(api.run, "start_job", start_job)
+    monkeypatch.setattr(launcher.script, "start_script", start_script)
+    monkeypatch.setattr(launcher.run, "start_job", start_job)
 
     def command(words: Sequence[str]) -> Typed:
         monkeypatch.setattr(sys, "argv", ["meshwise", "run", *words])

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from meshwise.api.script import _script_program
-from meshwise.job.options import RunOptions
 from meshwise.launcher import start as start_file
+from meshwise.launcher.script import _script_program
 from meshwise.spec.devices import WorkerSlot
+from meshwise.training.job.options import RunOptions
 from meshwise.workers.launch import Halt, Listeners, _Launcher
 
 

@@ -1,5 +1,5 @@
 """What starts without torch: the help of every command, the list of runs, a report, and the launcher of a script or
-a job, which leaves api/training.py to its workers."""
+a job, which leaves launcher/training.py to its workers."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ import psutil
 import pytest
 import typer
 
-from meshwise import api, cli
-from meshwise.commands.run import typed
-from meshwise.timeline.views.registry import VIEWS
+from meshwise import checker, cli, launcher
+from meshwise.launcher.commands.run import typed
+from meshwise.reports.views.registry import VIEWS
 
 OLD = Path(__file__).parents[1] / "old" / "runs"
 WITHOUT_TORCH = """
@@ -84,7 +84,7 @@ def test_the_help_of_a_command_has_examples(
         cli.main()
     assert not end.value.code
     shown = capsys.readouterr().out.splitlines()
-    written = getattr(import_module(f"meshwise.commands.{command}"), command).__doc__ or ""
+    written = getattr(import_module(cli.COMMANDS[command]), command).__doc__ or ""
     examples = [line.strip() for line in written.splitlines() if line.strip().startswith(f"meshwise {command}")]
     assert len(examples) >= 3 and {f" {line}" for line in examples} <= {line.rstrip() for line in shown}
 
@@ -105,7 +105,7 @@ def test_run_says_at_once_that_it_starts(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("nothing.py").touch()
-    monkeypatch.setattr(api.script, "start", ends_with_7)
+    monkeypatch.setattr(launcher.script, "start", ends_with_7)
     monkeypatch.setattr(sys, "argv", ["meshwise", "run", *words.split()])
     with pytest.raises(SystemExit, match="7"):
         cli.main()
@@ -118,14 +118,14 @@ def test_a_check_imports_torch_in_its_fork_server_beside_its_own_process(
     begun: list[object] = []
     monkeypatch.chdir(tmp_path)
     Path("train.py").touch()
-    monkeypatch.setattr("meshwise.commands.check.sys", SimpleNamespace(modules={}))
-    monkeypatch.setattr("meshwise.commands.check.Forks.server", lambda forks, variables: begun.append(forks))
+    monkeypatch.setattr("meshwise.checker.command.sys", SimpleNamespace(modules={}))
+    monkeypatch.setattr("meshwise.checker.command.Forks.server", lambda forks, variables: begun.append(forks))
 
     def ends(options: object, forks: object) -> None:
         assert begun == [forks]
         raise typer.Exit(7)
 
-    monkeypatch.setattr(api.check, "check_options", ends)
+    monkeypatch.setattr(checker.check, "check_options", ends)
     monkeypatch.setattr(sys, "argv", ["meshwise", "check", "train.py"])
     with pytest.raises(SystemExit, match="7"):
         cli.main()

@@ -1,6 +1,6 @@
 """`meshwise submit`, and what `runs`, `stop` and `logs` show of what was sent. Its commands are stand-ins here; the
-real ones are in tests/schedulers. Of launcher/placing.py,
-commands/logs.py, commands/stop.py, records/attempts.py and schedulers/slurm.py."""
+real ones are in tests/launcher/schedulers. Of launcher/placing.py,
+launcher/commands/logs.py, launcher/commands/stop.py, records/attempts.py and launcher/schedulers/slurm.py."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from meshwise.commands.submit import too_short
+from meshwise.launcher.commands.submit import too_short
 from meshwise.records import folder as names
 
 JOB = """
@@ -433,7 +433,9 @@ def test_logs_that_are_followed_say_how_far_the_run_is(
     run.mkdir(parents=True)
     names.write_run(run, {"job": "small", "status": "running", "sessions": [{"began": 1.0, "status": "running"}]})
     (run / names.METRICS).write_text('{"step": 1, "loss": 0.75}\n{"step": 2, "loss": 0.5}\n')
-    monkeypatch.setattr("meshwise.commands.logs.EVERY", 0.0)
-    monkeypatch.setattr("meshwise.commands.logs.time.sleep", lambda seconds: names.end_session(run, "finished"))
+    monkeypatch.setattr("meshwise.launcher.commands.logs.EVERY", 0.0)
+    monkeypatch.setattr(
+        "meshwise.launcher.commands.logs.time.sleep", lambda seconds: names.end_session(run, "finished")
+    )
     code, out, _ = command("logs", "one", "-f")
     assert code == 0 and out == "step 2  loss 0.5000\n"

@@ -10,11 +10,11 @@ from typing import Any
 from safetensors.torch import load_file
 from torch import Tensor
 
-from meshwise.job.loop import run_job
-from meshwise.job.options import RunOptions
 from meshwise.spec.plan import Plan
+from meshwise.training.job.loop import run_job
+from meshwise.training.job.options import RunOptions
+from tests.checker.jobs_to_check import built_in
 from tests.cuda.jobs import JOBS
-from tests.equivalence.jobs_to_check import built_in
 from tests.pool import Pool
 
 

@@ -79,7 +79,7 @@ def test_no_module_of_ours_spoils_the_forks_that_follow(
     "workers start on machines with GPUs; notebooks and scripts that touched CUDA before; loader workers"
 )
 def test_workers_start_after_the_launcher_has_counted_its_devices(python: Run) -> None:
-    text = "from meshwise.machine.find import accelerators\nassert accelerators() == ('cuda', 2)\n"
+    text = "from meshwise.hardware.find import accelerators\nassert accelerators() == ('cuda', 2)\n"
     done = python("-c", text + CELLS.replace("TOUCH", "").replace("DEVICES", "['1xcuda', '2xcuda']"))
     assert done.stdout.splitlines() == ["1xcuda [([3.0, 3.0], 28)]", "2xcuda [([6.0, 6.0], 28), ([6.0, 6.0], 28)]"]
 

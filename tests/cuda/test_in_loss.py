@@ -9,7 +9,7 @@ import torch
 
 from meshwise.spec.plan import Plan
 from meshwise.spec.plan_file import plan_to_toml
-from tests.script.test_in_loss import LOSSES, Loss, correlation, dice, train
+from tests.training.script.test_in_loss import LOSSES, Loss, correlation, dice, train
 
 CASES = [(Plan(data=2), loss) for loss in LOSSES] + [(Plan(shard=2), loss) for loss in (dice, correlation)]
 

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from meshwise.records import folder as names
-from meshwise.timeline.analyse import report_of
-from meshwise.timeline.read import read_timeline
+from meshwise.reports.analyse import report_of
+from meshwise.reports.read import read_timeline
 
 DDP = """
 import os

@@ -1,6 +1,6 @@
 """Races between streams on the fake CUDA: what is told of programs that lack a wait, and of those that lack none.
 
-Of races/watch.py and compat/gpu_trace.py. bench/races.py has more of both.
+Of checker/races/watch.py and torch_compat/gpu_trace.py. bench/races.py has more of both.
 """
 
 import json
@@ -15,7 +15,7 @@ Run = Callable[..., Any]
 
 EACH = """
 import json, sys, threading, torch
-from meshwise.races.watch import find_races
+from meshwise.checker.races.watch import find_races
 
 for file in sys.argv[1:]:
     main, side = torch.cuda.current_stream(), torch.cuda.Stream()

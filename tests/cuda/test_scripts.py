@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshwise.compat.tree import tensors_in
+from meshwise.torch_compat.tree import tensors_in
 
 SCRIPT, JOB = Path(__file__).with_name("script.py"), f"{Path(__file__).with_name('jobs.py')}:decoder"
 SCRIPTS = [

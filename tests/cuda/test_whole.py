@@ -13,10 +13,10 @@ from torch.utils._device import _device_constructors
 from torch.utils.data import DataLoader
 
 import meshwise as mw
-from meshwise.compat.tree import map_tensors
 from meshwise.spec.plan import Plan
+from meshwise.torch_compat.tree import map_tensors
 from tests.cuda import whole_programs
-from tests.whole.running import PROGRAMS, apart, run
+from tests.training.whole.running import PROGRAMS, apart, run
 
 # fmt: off
 OF_WHOLE = [
@@ -35,7 +35,7 @@ EQUAL = "programs that see whole batches leave on two GPUs what they leave on tw
 
 
 class MadeThere(TorchFunctionMode):
-    """What a program of tests/whole makes itself is on the GPU, with the numbers that the CPU draws."""
+    """What a program of tests/training/whole makes itself is on the GPU, with the numbers that the CPU draws."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, own = kwargs or {}, "/whole/programs_" in sys._getframe(1).f_code.co_filename
@@ -46,7 +46,7 @@ class MadeThere(TorchFunctionMode):
 
 
 def of_whole(name: str, device: str) -> Any:
-    """What a program of tests/whole leaves. Its loaders pin their batches."""
+    """What a program of tests/training/whole leaves. Its loaders pin their batches."""
 
     def distribute(*things: Any) -> Any:
         for loader in things:

@@ -14,7 +14,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, TensorDataset
 
 from meshwise.transfer.sharded import full_tensor
-from tests.whole.shared import Distribute, mlp, rows
+from tests.training.whole.shared import Distribute, mlp, rows
 
 
 def begun(

@@ -37,7 +37,7 @@ def test_every_public_name_is_on_it_and_says_what_it_is(maker: ModuleType) -> No
     page = maker.page()
     assert [name for name in mw.__all__ if f"\n### mw.{name}\n" not in page] == []
     assert [name for name in mw.__all__ if not (getattr(mw, name).__doc__ or "").strip()] == []
-    assert " at 0x" not in page and "meshwise.script." not in page
+    assert " at 0x" not in page and "meshwise.training.script." not in page
 
 
 def test_lines_that_name_a_parameter_become_a_list(maker: ModuleType) -> None:

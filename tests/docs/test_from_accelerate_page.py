@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from meshwise.process.session import end_sessions
+from meshwise.training.process.session import end_sessions
 from tests.run_programs import assert_alike, columns, quoted, run
 
 THEIRS, OURS, ROWS = columns("from-accelerate.md", "| accelerate | meshwise | what changes |")

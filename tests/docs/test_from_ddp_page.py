@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from meshwise.process.session import end_sessions
+from meshwise.training.process.session import end_sessions
 from tests.run_programs import assert_alike, columns, quoted, run
 
 THEIRS, OURS, ROWS = columns("from-ddp.md", "| DDP | meshwise | what changes |")

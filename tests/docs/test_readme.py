@@ -15,8 +15,8 @@ import pytest
 import typer
 
 import meshwise as mw
+from meshwise.checker.causes import CauseKind
 from meshwise.cli import COMMANDS
-from meshwise.equivalence.causes import CauseKind
 from meshwise.spec.addresses import addresses
 
 ROOT = Path(__file__).parents[2]
@@ -159,7 +159,7 @@ def test_the_site_is_built(processes: None, tmp_path: Path) -> None:
 
 
 def options_of(command: str) -> set[str]:
-    params = typer.main.get_command(import_module(f"meshwise.commands.{command}").app).params
+    params = typer.main.get_command(import_module(COMMANDS[command]).app).params
     return {option for each in params for option in (*each.opts, *each.secondary_opts)}
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwise.process.session import end_sessions
+from meshwise.training.process.session import end_sessions
 
 PAGE = Path(__file__).parents[2] / "docs" / "training-loop.md"
 BEFORE = """

@@ -16,8 +16,8 @@ import nbformat
 import pytest
 import torch
 
-from meshwise.process.session import end_sessions
-from meshwise.schedulers.site import read_site
+from meshwise.launcher.schedulers.site import read_site
+from meshwise.training.process.session import end_sessions
 from meshwise.workers.environment import PLAN_FILE, RUN_FOLDER
 from tests import run_programs
 from tests.run_programs import numbers

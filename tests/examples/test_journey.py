@@ -25,7 +25,7 @@ import pytest
 import rich.progress
 import torch
 
-from meshwise.jobs.mnist import MNIST, read_digits
+from meshwise.training.jobs.mnist import MNIST, read_digits
 
 FOLDER = Path(__file__).parents[2] / "examples" / "journey"
 STATIONS = ("download", "clean", "design", "implement", "train", "watch", "evaluate", "optimise")

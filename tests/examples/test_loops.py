@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from meshwise.process.session import end_sessions
+from meshwise.training.process.session import end_sessions
 
 FOLDER = Path(__file__).parents[2] / "examples" / "loops"
 PAGE = Path(__file__).parents[2] / "docs" / "loops.md"

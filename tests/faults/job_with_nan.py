@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import meshwise as mw
-from meshwise.data.order import epoch_order
+from meshwise.training.data.order import epoch_order
 
 SAMPLES, BATCH, EPOCHS, BAD = 160, 16, 2, (5, 77)
 

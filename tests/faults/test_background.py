@@ -1,6 +1,6 @@
 """Whoever is killed, by default little is lost: states are written in the background, and the numbers stay the same.
 
-Of recovery/clock.py, recovery/saving.py and script/checkpoint.py.
+Of training/recovery/clock.py, training/recovery/saving.py and training/script/checkpoint.py.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="workers end with their launcher as on Linux"),
 ]
 EVERY_STEP = """
-from meshwise.recovery import clock
+from meshwise.training.recovery import clock
 
 clock.LEAST = clock.STALLS = clock.WRITINGS = 0
 """

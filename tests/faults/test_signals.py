@@ -1,5 +1,5 @@
 """A scheduler's signals: however often they come, and whether to one process or to all, every rank ends after the same
-step with its state saved. Of workers/stopping.py and compat/loaders.py."""
+step with its state saved. Of workers/stopping.py and torch_compat/loaders.py."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from rich.console import Console
 from meshwise.launcher.supervise import Viewer, forwarded_signals
 from meshwise.records.checkpoints import checkpoints_in
 from meshwise.records.folder import read_run
+from meshwise.reports.views.live_progress import LiveView
 from meshwise.spec.exit_codes import AGAIN, INTERRUPTED, code_of_stop
-from meshwise.timeline.views.live_progress import LiveView
 from meshwise.workers.channel import free_port
 from meshwise.workers.gate import Halt
 from tests.faults.runs import JOBS, LOOP_WITHOUT_STATE, CommandRun, as_at_a_limit, run_folder

@@ -17,10 +17,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from meshwise.compat.dispatch import intercept_operators
-from meshwise.compat.tree import tensors_in
 from meshwise.parallel.apply import apply
 from meshwise.spec.plan import Plan
+from meshwise.torch_compat.dispatch import intercept_operators
+from meshwise.torch_compat.tree import tensors_in
 from meshwise.workers.join import join
 
 Step = Callable[[], None]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tests.equivalence.models_to_check import bert, gpt2, llama, vit
+from tests.checker.models_to_check import bert, gpt2, llama, vit
 from tests.parallel.zoo import ZOO
 
 

@@ -13,9 +13,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import Subset
 
-from meshwise.job.loop import run_job
-from meshwise.job.options import RunOptions
-from meshwise.jobs.registry import find_job
 from meshwise.parallel.apply import TECHNIQUES, apply
 from meshwise.parallel.deferred import constructed
 from meshwise.parallel.mesh import make_mesh
@@ -24,6 +21,9 @@ from meshwise.parallel.technique import Technique
 from meshwise.spec.errors import PlanError
 from meshwise.spec.plan import Plan
 from meshwise.spec.world import World
+from meshwise.training.job.loop import run_job
+from meshwise.training.job.options import RunOptions
+from meshwise.training.jobs.registry import find_job
 from meshwise.transfer import collectives
 from tests.parallel.applied import apply_with, backward, names_of
 from tests.parallel.zoo import ZOO, batches, build

@@ -13,10 +13,10 @@ from torch.nn import functional as F
 
 from meshwise.parallel.apply import apply
 from meshwise.parallel.batch_norm import join_batch_norms
+from meshwise.reports.recorder import current
 from meshwise.spec.errors import PlanError
 from meshwise.spec.plan import Plan
 from meshwise.spec.world import World
-from meshwise.timeline.recorder import current
 from meshwise.transfer import collectives
 from tests.parallel.applied import backward
 from tests.parallel.zoo import ConvNet

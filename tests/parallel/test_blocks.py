@@ -4,11 +4,11 @@ import pytest
 import torch
 from torch import nn
 
-from meshwise.compat.modules import hooks_at_forward
-from meshwise.jobs.registry import find_job
 from meshwise.parallel.blocks import blocks_of, repeated_blocks
 from meshwise.parallel.shard_units import StaysGathered
 from meshwise.spec.errors import PlanError
+from meshwise.torch_compat.modules import hooks_at_forward
+from meshwise.training.jobs.registry import find_job
 
 
 def test_the_entries_of_lists_are_blocks_and_what_stands_beside_them() -> None:

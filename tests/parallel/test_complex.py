@@ -1,6 +1,6 @@
 """Complex parameters train as on one device, keep their imaginary parts in every precision, and are compared whole.
 
-Of compat/modules.py.
+Of torch_compat/modules.py.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from meshwise.compat.loss_scale import Scaler
-from meshwise.compat.modules import as_real, store_model
-from meshwise.job.loop import run_job
-from meshwise.job.options import RunOptions
 from meshwise.parallel.precision import cast_batch
-from meshwise.recovery.weights import save_weights
 from meshwise.spec.plan import Plan
-from tests.equivalence.jobs_to_check import Spectral, checked, complex_numbers
-from tests.equivalence.seams import after_backward
+from meshwise.torch_compat.loss_scale import Scaler
+from meshwise.torch_compat.modules import as_real, store_model
+from meshwise.training.job.loop import run_job
+from meshwise.training.job.options import RunOptions
+from meshwise.training.recovery.weights import save_weights
+from tests.checker.jobs_to_check import Spectral, checked, complex_numbers
+from tests.checker.seams import after_backward
 
 
 @pytest.mark.parametrize(

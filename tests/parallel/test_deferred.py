@@ -12,13 +12,13 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from meshwise.compat.dispatch import is_fake
 from meshwise.parallel.apply import apply
 from meshwise.parallel.deferred import constructed, deferred, materialise
 from meshwise.parallel.op_replay import ReplayMismatch
 from meshwise.spec.errors import UsageError
 from meshwise.spec.plan import Plan
 from meshwise.spec.world import World
+from meshwise.torch_compat.dispatch import is_fake
 from meshwise.transfer import collectives
 from tests.parallel.applied import apply_with, backward
 from tests.parallel.constructors import CONSTRUCTORS, MAKERS, OF_TRANSFORMERS, tensors_of

@@ -9,8 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from meshwise.compat.dispatch import intercept_operators, operator_name
-from meshwise.compat.tree import tensors_in
 from meshwise.parallel.apply import apply
 from meshwise.parallel.precision import cast_batch, computing, gathered_narrow
 from meshwise.parallel.technique import TORCH, Setup
@@ -18,6 +16,8 @@ from meshwise.spec.dtypes import dtypes_of
 from meshwise.spec.errors import PlanError
 from meshwise.spec.plan import Plan
 from meshwise.spec.world import World
+from meshwise.torch_compat.dispatch import intercept_operators, operator_name
+from meshwise.torch_compat.tree import tensors_in
 from meshwise.transfer import collectives
 from tests.parallel.applied import apply_with, backward
 from tests.parallel.zoo import ZOO, Transformer, batches, build

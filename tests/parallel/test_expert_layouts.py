@@ -13,17 +13,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from meshwise.equivalence.one_device import one_device
-from meshwise.equivalence.programs import watch_job
-from meshwise.equivalence.proof import prove
-from meshwise.equivalence.trace import CheckSpec
-from meshwise.job.job import Job
+from meshwise.checker.one_device import one_device
+from meshwise.checker.programs import watch_job
+from meshwise.checker.proof import prove
+from meshwise.checker.trace import CheckSpec
 from meshwise.parallel.balance import BALANCE
 from meshwise.parallel.expert import EXPERT
 from meshwise.parallel.technique import Setup
 from meshwise.spec.errors import PlanError
 from meshwise.spec.plan import Plan
 from meshwise.spec.world import World
+from meshwise.training.job.job import Job
 from tests.parallel.test_experts import moe
 
 

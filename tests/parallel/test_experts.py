@@ -1,6 +1,6 @@
 """Experts divided over devices: what they give, their gradients and what is sent; balance losses of the whole batch.
 
-Tests parallel/expert.py, parallel/balance.py, compat/dtensor_operators.py.
+Tests parallel/expert.py, parallel/balance.py, torch_compat/dtensor_operators.py.
 """
 
 from __future__ import annotations
@@ -16,13 +16,10 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from meshwise.equivalence.one_device import one_device
-from meshwise.equivalence.programs import watch_job
-from meshwise.equivalence.proof import prove
-from meshwise.equivalence.trace import CheckSpec
-from meshwise.job.job import Job
-from meshwise.job.loop import run_job
-from meshwise.job.options import RunOptions
+from meshwise.checker.one_device import one_device
+from meshwise.checker.programs import watch_job
+from meshwise.checker.proof import prove
+from meshwise.checker.trace import CheckSpec
 from meshwise.parallel import compiled
 from meshwise.parallel.expert import EXPERT, Experts, route
 from meshwise.parallel.precision import computing
@@ -30,6 +27,9 @@ from meshwise.parallel.technique import Setup
 from meshwise.spec.errors import PlanError
 from meshwise.spec.plan import Plan
 from meshwise.spec.world import World
+from meshwise.training.job.job import Job
+from meshwise.training.job.loop import run_job
+from meshwise.training.job.options import RunOptions
 from meshwise.workers.join import join
 from tests.parallel.applied import apply_with, backward
 from tests.parallel.test_split_context import ThreadAxis, on_ranks, same

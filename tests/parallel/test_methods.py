@@ -1,6 +1,6 @@
 """Methods of a model that call parts of it, called by the program: they run as the model's forward does.
 
-Tests compat/modules.py, parallel/shard.py and parallel/tensor.py.
+Tests torch_compat/modules.py, parallel/shard.py and parallel/tensor.py.
 """
 
 from __future__ import annotations

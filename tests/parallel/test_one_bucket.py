@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from meshwise.compat import reducer
 from meshwise.parallel.data import DataParallel
+from meshwise.torch_compat import reducer
 from meshwise.transfer import collectives
 
 WAYS = (

@@ -1,9 +1,9 @@
 """Pipeline parallel: schedules, stages, what each holds, what is refused; and that it is what one device computes.
 
-Of parallel/pipeline.py, parallel/holding.py, parallel/passing.py, parallel/schedule.py, job/step.py,
+Of parallel/pipeline.py, parallel/holding.py, parallel/passing.py, parallel/schedule.py, training/job/step.py,
 transfer/stages.py.
 
-Tests parallel/holding.py, parallel/passing.py, parallel/schedule.py, job/step.py,
+Tests parallel/holding.py, parallel/passing.py, parallel/schedule.py, training/job/step.py,
 spec/schedules.py, transfer/stages.py.
 """
 
@@ -21,14 +21,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional
 
-from meshwise.compat.sharding import local_of
-from meshwise.equivalence.one_device import one_device
-from meshwise.equivalence.programs import watch_job
-from meshwise.equivalence.proof import prove
-from meshwise.equivalence.trace import CheckSpec
-from meshwise.job.job import Job
-from meshwise.job.loop import run_job
-from meshwise.job.options import RunOptions
+from meshwise.checker.one_device import one_device
+from meshwise.checker.programs import watch_job
+from meshwise.checker.proof import prove
+from meshwise.checker.trace import CheckSpec
 from meshwise.parallel.blocks import repeated_blocks
 from meshwise.parallel.deferred import constructed, take_fakes
 from meshwise.parallel.fits import check_for_scripts
@@ -37,14 +33,18 @@ from meshwise.parallel.passing import Pass
 from meshwise.parallel.pipeline import STAGES, Pipeline, costs_of
 from meshwise.parallel.schedule import CHUNKS, Action, orders, stage_ranges
 from meshwise.parallel.shard import Sharded
+from meshwise.parallel.splits.axis import MeshAxis, SplitPart
+from meshwise.parallel.splits.tensor import form_of
 from meshwise.parallel.technique import Setup
 from meshwise.spec.errors import PlanError, WorkerFailed
 from meshwise.spec.plan import Plan
 from meshwise.spec.plan_settings import plan_on
 from meshwise.spec.schedules import SCHEDULES
 from meshwise.spec.world import World
-from meshwise.splits.axis import MeshAxis, SplitPart
-from meshwise.splits.tensor import form_of
+from meshwise.torch_compat.sharding import local_of
+from meshwise.training.job.job import Job
+from meshwise.training.job.loop import run_job
+from meshwise.training.job.options import RunOptions
 from meshwise.transfer import stages
 from meshwise.transfer.stages import Pipe
 
@@ -334,7 +334,7 @@ def test_a_run_goes_on_under_another_plan(pool: Any, tmp_path: Path) -> None:
 )
 @pytest.mark.slow
 def test_what_cannot_be_cut_is_refused_by_name(made: Job, expected: str, processes: None) -> None:
-    from meshwise.api.check import check
+    from meshwise.checker.check import check
 
     with pytest.raises((PlanError, WorkerFailed), match=expected):
         check(made, plan=Plan(pipeline=2, accumulate=4), rounding=False)

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from meshwise.job.run import loss_scaler
 from meshwise.parallel.precision import cast_batch, computing, store_parameters
 from meshwise.spec.dtypes import PRECISIONS, dtypes_of
 from meshwise.spec.plan import Plan
+from meshwise.training.job.run import loss_scaler
 
 COMPUTED = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 

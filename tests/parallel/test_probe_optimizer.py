@@ -14,15 +14,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
-from meshwise.compat.fake import FakeTensors
-from meshwise.job.job import Job
 from meshwise.parallel.offload_state import OffloadedState
 from meshwise.parallel.probe_optimizer import unlike_by_parameters
 from meshwise.parallel.shard_refusals import check_steps_on_parts
 from meshwise.parallel.zero1 import DividedOptimizer
-from meshwise.rehearsal.trace import trace
+from meshwise.planner.trace import trace
 from meshwise.spec.errors import PlanError
 from meshwise.spec.plan import Plan
+from meshwise.torch_compat.fake import FakeTensors
+from meshwise.training.job.job import Job
 from tests.parallel.applied import apply_with, backward
 from tests.parallel.test_zero1 import here
 

@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from meshwise.compat.dispatch import intercept_operators, operator_name
 from meshwise.parallel.apply import apply
 from meshwise.parallel.recompute import recompute_blocks
 from meshwise.spec.errors import PlanError
 from meshwise.spec.plan import Plan
 from meshwise.spec.world import World
+from meshwise.torch_compat.dispatch import intercept_operators, operator_name
 from tests.parallel.zoo import ZOO, ConvNet, Transformer, batches, build
 
 

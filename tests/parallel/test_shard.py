@@ -15,14 +15,14 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 
 import meshwise as mw
-from meshwise.compat import sharding
-from meshwise.compat.dispatch import intercept_operators, operator_name
 from meshwise.parallel import shard
 from meshwise.parallel.apply import apply
 from meshwise.parallel.shard_units import check_can_be_sharded, units_of
 from meshwise.spec.errors import PlanError
 from meshwise.spec.plan import Plan
 from meshwise.spec.world import World
+from meshwise.torch_compat import sharding
+from meshwise.torch_compat.dispatch import intercept_operators, operator_name
 from meshwise.transfer import collectives
 from tests.parallel.applied import backward
 from tests.parallel.zoo import ZOO, Transformer, batches, build

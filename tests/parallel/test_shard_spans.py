@@ -8,9 +8,9 @@ import pytest
 from torch import nn
 
 from meshwise.parallel.apply import apply
+from meshwise.reports.recorder import WIDTH, Recorder, make_current
 from meshwise.spec.plan import Plan
 from meshwise.spec.world import World
-from meshwise.timeline.recorder import WIDTH, Recorder, make_current
 from meshwise.transfer import collectives
 from tests.parallel.applied import backward
 from tests.parallel.zoo import batches, build

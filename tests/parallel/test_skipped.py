@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 import meshwise as mw
 from meshwise.parallel import shard_refusals
 from meshwise.parallel.skipped import may_be_skipped
-from meshwise.process.session import default_engine, end_sessions
 from meshwise.spec.plan import Plan
+from meshwise.training.process.session import default_engine, end_sessions
 from tests.pool import CaseFailed
 
 WIDTH, COUNT = 64, 4  # experts are large enough to be gathered by themselves

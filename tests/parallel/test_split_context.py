@@ -2,7 +2,7 @@
 
 Ranks are threads, so that no process starts.
 
-Tests parallel/context.py, splits/attention.py, splits/rule.py.
+Tests parallel/context.py, parallel/splits/attention.py, parallel/splits/rule.py.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from meshwise.parallel import context
+from meshwise.parallel.splits import rules
+from meshwise.parallel.splits.axis import SplitPart
+from meshwise.parallel.splits.crossing import gather
+from meshwise.parallel.splits.tensor import SplitTensor, split
 from meshwise.spec.errors import PlanError
 from meshwise.spec.plan import Plan
-from meshwise.splits import rules
-from meshwise.splits.axis import SplitPart
-from meshwise.splits.crossing import gather
-from meshwise.splits.tensor import SplitTensor, split
 
 
 @dataclass

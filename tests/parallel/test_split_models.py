@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers.pytorch_utils import Conv1D
 
-from meshwise.compat.sharding import division
 from meshwise.parallel.load import load_weights
 from meshwise.parallel.mesh import divide_work
 from meshwise.spec.errors import PlanError
 from meshwise.spec.plan import Plan
+from meshwise.torch_compat.sharding import division
 from meshwise.transfer import collectives
 from meshwise.transfer.sharded import full_tensor
 from tests.parallel.applied import apply_with, backward

@@ -14,14 +14,14 @@ from torch.nn.utils import parametrizations, parametrize, prune
 from torch.utils.checkpoint import checkpoint
 
 import meshwise as mw
-from meshwise.compat.modules import parameters_in
-from meshwise.equivalence.one_device import one_device
-from meshwise.equivalence.proof import CheckSpec
-from meshwise.job.loop import run_job
-from meshwise.job.options import RunOptions
+from meshwise.checker.one_device import one_device
+from meshwise.checker.proof import CheckSpec
 from meshwise.parallel.layout import cuts_of
 from meshwise.parallel.shard_refusals import add_advice
 from meshwise.spec.plan import Plan
+from meshwise.torch_compat.modules import parameters_in
+from meshwise.training.job.loop import run_job
+from meshwise.training.job.options import RunOptions
 
 
 class Symmetric(nn.Module):

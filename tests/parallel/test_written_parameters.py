@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 import meshwise as mw
-from meshwise.job.loop import run_job
-from meshwise.job.options import RunOptions
-from meshwise.process.session import end_sessions
 from meshwise.spec.plan import Plan
+from meshwise.training.job.loop import run_job
+from meshwise.training.job.options import RunOptions
+from meshwise.training.process.session import end_sessions
 from tests.pool import CaseFailed
 
 RATE, STAGES = 0.1, Plan(pipeline=2, accumulate=2)

@@ -5,7 +5,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import meshwise as mw
-from meshwise.jobs.mnist import MNIST, read_digits
+from meshwise.training.jobs.mnist import MNIST, read_digits
 
 torch.manual_seed(0)
 train = DataLoader(read_digits(MNIST, "train"), batch_size=64, shuffle=True)

@@ -4,15 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwise.records.files import (
-    append_lines,
-    atomic_file,
-    is_lost,
-    make_folder,
-    stay_in,
-    write_text,
-    write_with,
-)
+from meshwise.records.files import append_lines, atomic_file, is_lost, make_folder, stay_in, write_text, write_with
 
 
 class Interrupted(BaseException):

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from meshwise.compat.tree import map_tensors
 from meshwise.spec.user_code import is_users, place, user_frame, user_place
+from meshwise.torch_compat.tree import map_tensors
 
 
 @pytest.mark.parametrize(

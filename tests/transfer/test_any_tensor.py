@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshwise.compat import collectives as compat
-from meshwise.timeline.recorder import WIDTH, Recorder, make_current
-from meshwise.timeline.spans import NO_COLLECTIVE
+from meshwise.reports.recorder import WIDTH, Recorder, make_current
+from meshwise.reports.spans import NO_COLLECTIVE
+from meshwise.torch_compat import collectives as compat
 from meshwise.transfer import collectives
 from meshwise.transfer.comm_log import comm_log
 from tests.pool import Pool

@@ -1,4 +1,4 @@
-"""For a world of one every collective is a plain return. Several ranks: tests/script/test_distribute.py.
+"""For a world of one every collective is a plain return. Several ranks: tests/training/script/test_distribute.py.
 
 Tests transfer/groups.py too.
 """
@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from meshwise.timeline.recorder import WIDTH, Recorder, make_current
+from meshwise.reports.recorder import WIDTH, Recorder, make_current
 from meshwise.transfer import collectives
 from meshwise.transfer.prefetch import prefetch, to_device
 from tests.pool import Pool

@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshwise.compat import collectives as compat
-from meshwise.machine.measure import cases
-from meshwise.machine.measure.cases import Member
-from meshwise.machine.measure.together import RanksSpec, check_path
+from meshwise.hardware.measure import cases
+from meshwise.hardware.measure.cases import Member
+from meshwise.hardware.measure.together import RanksSpec, check_path
+from meshwise.torch_compat import collectives as compat
 from tests.pool import Pool
 
 TRANSFERS = 1000

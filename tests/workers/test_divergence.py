@@ -17,8 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import meshwise as mw
-from meshwise.script import distributed_loader
 from meshwise.spec.user_code import place
+from meshwise.training.script import distributed_loader
 from meshwise.workers import verb_log
 from meshwise.workers.divergence import GRACE, DivergenceWatch, divergence, last_verbs, tell_of_loss, trail_path
 from meshwise.workers.verb_log import SLOTS, VerbLog, VerbTrail, read_trail

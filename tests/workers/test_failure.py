@@ -18,12 +18,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import meshwise as mw
-from meshwise.compat.tree import map_tensors
-from meshwise.process.session import end_sessions
+from meshwise.reports.analyse import report_of
+from meshwise.reports.spans import Timeline
 from meshwise.spec.errors import MeshwiseError, UsageError, WorkerFailed
 from meshwise.spec.user_code import user_place
-from meshwise.timeline.analyse import report_of
-from meshwise.timeline.spans import Timeline
+from meshwise.torch_compat.tree import map_tensors
+from meshwise.training.process.session import end_sessions
 from meshwise.workers.failure import (
     Failure,
     by_error,
@@ -165,14 +165,14 @@ def test_our_frames_around_the_users_are_left_out() -> None:
     text = user_traceback(error)
     assert text.startswith("Traceback (most recent call last):\n")
     assert "in the_users_mistake" in text and 'raise ValueError("mine")' in text
-    assert "meshwise/compat/tree.py" not in text
+    assert "meshwise/torch_compat/tree.py" not in text
 
 
 def test_a_traceback_of_our_frames_alone_is_whole() -> None:
     error = caught(lambda: map_tensors(1, torch.ones(1)))  # type: ignore[arg-type]
     while error.__traceback__ is not None and error.__traceback__.tb_frame.f_code.co_filename == __file__:
         error = error.with_traceback(error.__traceback__.tb_next)
-    assert "meshwise/compat/tree.py" in user_traceback(error)
+    assert "meshwise/torch_compat/tree.py" in user_traceback(error)
 
 
 def test_the_report_of_a_users_error_has_its_traceback_and_notes() -> None:

@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from meshwise.job.options import PRELOAD
 from meshwise.spec.devices import WorkerSlot
 from meshwise.spec.errors import PlanError, UsageError, WorkerFailed
+from meshwise.training.job.options import PRELOAD
 from meshwise.workers.fork_server import LISTENS, Forks
 from meshwise.workers.launch import Halt, launch
 from meshwise.workers.watched import Listeners

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from meshwise.timeline import recorder as recorder_of
-from meshwise.timeline.recorder import Recorder
+from meshwise.reports import recorder as recorder_of
+from meshwise.reports.recorder import Recorder
 from meshwise.workers import heartbeat
 from meshwise.workers.heartbeat import MOST_STEPS, Beat, Heartbeat, beat_path, read_beat, read_beats
 

@@ -1,5 +1,5 @@
-"""The same command under torchrun, and on two machines that meet. Of launcher/joined.py, recording/joined_run.py and
-workers/divergence.py."""
+"""The same command under torchrun, and on two machines that meet. Of launcher/joined.py,
+training/recording/joined_run.py and workers/divergence.py."""
 
 from __future__ import annotations
 

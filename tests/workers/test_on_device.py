@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from meshwise.compat.flight_recorder import GroupProgress
+from meshwise.torch_compat.flight_recorder import GroupProgress
 from meshwise.workers.hang import ASKED
 from meshwise.workers.worker import tell_collectives
 

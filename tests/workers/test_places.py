@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from meshwise.job.options import RunOptions
 from meshwise.launcher.placing import check_kind, placed
 from meshwise.spec.errors import UsageError
 from meshwise.spec.world import World
+from meshwise.training.job.options import RunOptions
 from meshwise.workers.place import ALONE, Place, host_list, of_slurm, place_in, tasks_of_nodes
 
 # Recorded: task 2 of srun -N2 --ntasks-per-node=2.

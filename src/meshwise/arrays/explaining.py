@@ -20,9 +20,9 @@ from meshwise.arrays.gathering import guard
 from meshwise.arrays.moves import EXPLAINED
 from meshwise.arrays.reading import where
 from meshwise.arrays.sharding import Sharding, evenly, sharding
-from meshwise.compat.fake import NEEDS_VALUES, plain_mode
 from meshwise.spec.errors import UsageError
 from meshwise.spec.units import bytes_text
+from meshwise.torch_compat.fake import NEEDS_VALUES, plain_mode
 from meshwise.transfer.comm_log import CommLog, Transfer, comm_log, table
 
 MOST_ARRAYS = 4

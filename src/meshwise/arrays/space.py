@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from meshwise.arrays.sharding import Layout, Shape, Sharding, evenly, fitting, sharding
-from meshwise.machine.find import accelerators
+from meshwise.hardware.find import accelerators
 from meshwise.spec.devices import has_streams, parse_devices
 from meshwise.spec.errors import UsageError
 from meshwise.spec.machine import Machine

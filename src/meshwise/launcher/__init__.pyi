@@ -1,3 +1,9 @@
+from meshwise.launcher import auto as auto
 from meshwise.launcher import joined as joined
 from meshwise.launcher import placing as placing
+from meshwise.launcher import predict as predict
+from meshwise.launcher import run as run
+from meshwise.launcher import script as script
 from meshwise.launcher import start as start
+from meshwise.launcher import submit as submit
+from meshwise.launcher import training as training

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from meshwise.machine.discovery.sysfs import is_there
-from meshwise.machine.find import pci_address
+from meshwise.hardware.discovery.sysfs import is_there
+from meshwise.hardware.find import pci_address
 from meshwise.spec.devices import WorkerSlot
 from meshwise.spec.faults import Fault
 from meshwise.workers.failure import Failure

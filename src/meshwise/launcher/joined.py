@@ -7,18 +7,18 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from meshwise.job.options import RunOptions
 from meshwise.launcher.placing import check_kind
 from meshwise.launcher.restarts import Restarts
 from meshwise.launcher.several import Alone
 from meshwise.launcher.start import opened, refuse_restarts
 from meshwise.launcher.supervise import LaunchedProgram, Started
-from meshwise.recording.joined_run import begin
 from meshwise.spec.devices import WorkerSlot
 from meshwise.spec.errors import WorkerFailed
 from meshwise.spec.exit_codes import AGAIN
 from meshwise.spec.faults import faults_of
 from meshwise.spec.world import World
+from meshwise.training.job.options import RunOptions
+from meshwise.training.recording.joined_run import begin
 from meshwise.workers.gate import set_time_limit
 from meshwise.workers.join import rank_context
 

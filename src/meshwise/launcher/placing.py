@@ -18,9 +18,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from meshwise.job.options import RunOptions
+from meshwise.hardware.find import find_devices
 from meshwise.launcher.restarts import refuse_without_progress
-from meshwise.machine.find import find_devices
 from meshwise.records import folder as names
 from meshwise.records.checkpoints import run_and_checkpoint
 from meshwise.records.code_files import refuse_changed_code
@@ -30,6 +29,7 @@ from meshwise.spec.errors import MeshwiseError, UsageError
 from meshwise.spec.options import options_of
 from meshwise.spec.units import plural
 from meshwise.spec.world import World
+from meshwise.training.job.options import RunOptions
 from meshwise.workers.environment import DEVICE_KIND, VISIBLE
 from meshwise.workers.place import Place, place_in
 from meshwise.workers.rendezvous import meet

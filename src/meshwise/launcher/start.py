@@ -16,13 +16,11 @@ from typing import Any
 
 from rich.console import Console
 
-from meshwise import recording
-from meshwise.job.options import RESTARTS, RunOptions
+from meshwise.hardware.find import describe, find_devices
 from meshwise.launcher.placing import ASKED
 from meshwise.launcher.restarts import Restarts
 from meshwise.launcher.several import Alone, Several
 from meshwise.launcher.supervise import LaunchedProgram, Started, supervise
-from meshwise.machine.find import describe, find_devices
 from meshwise.records import folder as names
 from meshwise.records.checkpoints import run_and_checkpoint
 from meshwise.records.claims import newest, write_of
@@ -35,6 +33,8 @@ from meshwise.spec.faults import Fault, faults_of
 from meshwise.spec.plan_file import PREDICTED, plan_to_toml
 from meshwise.spec.prediction import prediction_of, prediction_to_toml
 from meshwise.spec.world import World
+from meshwise.training import recording
+from meshwise.training.job.options import RESTARTS, RunOptions
 from meshwise.workers.environment import ATTEMPT, read_world
 from meshwise.workers.fork_server import Forks
 from meshwise.workers.gate import time_limit

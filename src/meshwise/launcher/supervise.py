@@ -19,22 +19,22 @@ from typing import Any, BinaryIO
 
 from rich.console import Console
 
-from meshwise.job.options import PRELOAD
 from meshwise.launcher.devices_left import DevicesLeft
 from meshwise.launcher.restarts import Restarts
 from meshwise.launcher.several import JOINED, Alone, Several
 from meshwise.records import folder as names
 from meshwise.records.attempts import lost_texts, open_log
 from meshwise.records.files import is_lost
+from meshwise.reports.analyse import report_of
+from meshwise.reports.read import read_timeline
+from meshwise.reports.views.live_progress import LiveView, TrainingProgress
+from meshwise.reports.views.run_text import RunSummary, WholeRun, metric_text
 from meshwise.spec.devices import WorkerSlot
 from meshwise.spec.errors import WorkerFailed
 from meshwise.spec.exit_codes import AGAIN, DONE, JOINS, WARNINGS, stop_text
 from meshwise.spec.plan import Plan
 from meshwise.terminal.screen import fitted
-from meshwise.timeline.analyse import report_of
-from meshwise.timeline.read import read_timeline
-from meshwise.timeline.views.live_progress import LiveView, TrainingProgress
-from meshwise.timeline.views.run_text import RunSummary, WholeRun, metric_text
+from meshwise.training.job.options import PRELOAD
 from meshwise.workers.channel import Message
 from meshwise.workers.fork_server import Forks
 from meshwise.workers.gate import Halt, StepGate

@@ -34,12 +34,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from meshwise import parallel
-from meshwise.compat.compiling import uncompile
-from meshwise.compat.dispatch import is_fake
 from meshwise.parallel.technique import Setup, Technique
 from meshwise.spec.plan import Plan, changed
 from meshwise.spec.plan_devices import check_devices
 from meshwise.spec.world import World
+from meshwise.torch_compat.compiling import uncompile
+from meshwise.torch_compat.dispatch import is_fake
 
 TECHNIQUES: tuple[tuple[str, str], ...] = (
     ("precision.PRECISION", "precision param_dtype compute_dtype grad_dtype"),

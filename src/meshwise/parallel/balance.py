@@ -22,10 +22,10 @@ from torch import Tensor, nn
 from torch.autograd.function import Function, FunctionCtx
 from torch.nn import functional
 
-from meshwise.compat.modules import put_forward
+from meshwise.parallel.splits.crossing import gather, through
 from meshwise.parallel.technique import Setup, Technique
 from meshwise.spec.words import some
-from meshwise.splits.crossing import gather, through
+from meshwise.torch_compat.modules import put_forward
 from meshwise.transfer import collectives
 
 NAME = "load_balancing_loss_func"

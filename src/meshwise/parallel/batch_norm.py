@@ -24,13 +24,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from meshwise.compat.dispatch import rehearsing
-from meshwise.compat.modules import BatchNorm
-from meshwise.compat.reducer import base_of, version
-from meshwise.compat.torch_function import on_parts
+from meshwise.parallel.splits.tensor import SplitTensor, split
 from meshwise.parallel.technique import Setup, Technique
 from meshwise.spec.errors import PlanError
-from meshwise.splits.tensor import SplitTensor, split
+from meshwise.torch_compat.dispatch import rehearsing
+from meshwise.torch_compat.modules import BatchNorm
+from meshwise.torch_compat.reducer import base_of, version
+from meshwise.torch_compat.torch_function import on_parts
 from meshwise.transfer import collectives
 
 Samples = Callable[[], int | None]

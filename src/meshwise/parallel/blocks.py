@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from meshwise.compat.compiling import unwrapped
+from meshwise.torch_compat.compiling import unwrapped
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 

@@ -18,14 +18,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwise.compat.compiling import unwrapped
-from meshwise.compat.modules import put_forward
 from meshwise.parallel.blocks import blocks_of, repeated_blocks
+from meshwise.parallel.splits.tensor import SplitTensor
 from meshwise.parallel.technique import Setup, Technique
 from meshwise.spec.devices import has_streams
 from meshwise.spec.errors import PlanError
 from meshwise.spec.words import some
-from meshwise.splits.tensor import SplitTensor
+from meshwise.torch_compat.compiling import unwrapped
+from meshwise.torch_compat.modules import put_forward
 
 BACKEND = "inductor"
 

@@ -2,15 +2,16 @@
 
 This is context parallelism through the whole model.
 
-The inputs of the model's forward are split along their positions (dim 1) into split tensors (splits/tensor.py), which
-show the whole shape to the model's code. Embeddings, layers, norms and the loss process each position on the rank that
-holds it. Attention passes keys and values around the ranks (splits/attention.py). Any other operator that mixes
-positions gathers them first, and a note says so. So no line of the model changes, and the result is exact for any
-model.
+The inputs of the model's forward are split along their positions (dim 1) into split tensors
+(parallel/splits/tensor.py), which show the whole shape to the model's code. Embeddings, layers, norms and the loss
+process each position on the rank that holds it. Attention passes keys and values around the ranks
+(parallel/splits/attention.py). Any other operator that mixes positions gathers them first, and a note says so. So no
+line of the model changes, and the result is exact for any model.
 
 Parameters are whole on every rank. A rank's gradients come from its own positions only, so they are summed over the
-axis as soon as they are computed (splits/crossing.py), and all ranks then have the same gradients. With `tensor`, each
-rank has parts of the parameters too, and tensors that are split along positions are also split along heads or features.
+axis as soon as they are computed (parallel/splits/crossing.py), and all ranks then have the same gradients. With
+`tensor`, each rank has parts of the parameters too, and tensors that are split along positions are also split along
+heads or features.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from meshwise.compat.modules import put_forward
 from meshwise.parallel.blocks import called_in
 from meshwise.parallel.mesh import make_mesh
+from meshwise.parallel.splits import rules
+from meshwise.parallel.splits.axis import Axis, MeshAxis, SplitPart
+from meshwise.parallel.splits.crossing import scatter
 from meshwise.parallel.technique import Setup, Technique
 from meshwise.spec.errors import PlanError
-from meshwise.splits import rules
-from meshwise.splits.axis import Axis, MeshAxis, SplitPart
-from meshwise.splits.crossing import scatter
+from meshwise.torch_compat.modules import put_forward
 
 AXIS = "context"
 

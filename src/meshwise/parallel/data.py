@@ -32,15 +32,15 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.nn.parameter import UninitializedParameter
 from torch.utils.weak import WeakIdKeyDictionary
 
-from meshwise.compat import reducer
-from meshwise.compat.modules import stored_in
-from meshwise.compat.reducer import PlainBucket, copy_each
 from meshwise.parallel.rng_notes import notes_of_draws
 from meshwise.parallel.shard_units import roots_of
 from meshwise.parallel.skipped import parameters_that_may_be_skipped
 from meshwise.parallel.technique import CARRIED, SKIPPED, Setup, Technique, reached_parameters, reduced_in
 from meshwise.spec.errors import PlanError
 from meshwise.spec.plan import Plan
+from meshwise.torch_compat import reducer
+from meshwise.torch_compat.modules import stored_in
+from meshwise.torch_compat.reducer import PlainBucket, copy_each
 from meshwise.transfer import collectives
 from meshwise.transfer.reading import agree
 
@@ -81,7 +81,7 @@ class DataParallel:
         self._grouped = set[int]()  # ids of their parameters
         self._trained: list[bool] = []
         self._calls = self._buckets = 0  # of this backward: reduced so far, and all
-        self._key = f"meshwise/data/{collectives.group_key()}/{next(_made)}"
+        self._key = f"meshwise/training/data/{collectives.group_key()}/{next(_made)}"
         self._backwards = 0
         self._factor: Callable[[], Tensor] | None = None
         self._kept: dict[int, Tensor] = {}

@@ -23,14 +23,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from meshwise.compat import fake
-from meshwise.compat.dispatch import is_fake, rehearsing, without_interception
-from meshwise.compat.driver import trim_heap
-from meshwise.compat.sharding import with_local
-from meshwise.compat.tree import map_tensors, tensors_in
 from meshwise.parallel.op_record import OpRecord, record_of
 from meshwise.parallel.op_replay import ReplayMismatch, StorageView, replay
 from meshwise.spec.errors import PlanError, UsageError
+from meshwise.torch_compat import fake
+from meshwise.torch_compat.dispatch import is_fake, rehearsing, without_interception
+from meshwise.torch_compat.driver import trim_heap
+from meshwise.torch_compat.sharding import with_local
+from meshwise.torch_compat.tree import map_tensors, tensors_in
 from meshwise.transfer import collectives, stages
 from meshwise.transfer.sharded import local_part
 

@@ -27,12 +27,12 @@ from torch import Tensor, nn
 from torch.autograd.function import Function
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from meshwise.compat.dtensor_operators import take_several_meshes
-from meshwise.compat.modules import parameters_in, put_forward
 from meshwise.parallel.mesh import make_mesh
 from meshwise.parallel.technique import Setup, Technique
 from meshwise.spec.errors import PlanError
 from meshwise.spec.words import some
+from meshwise.torch_compat.dtensor_operators import take_several_meshes
+from meshwise.torch_compat.modules import parameters_in, put_forward
 from meshwise.transfer import collectives
 
 

@@ -23,13 +23,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
-from meshwise.compat import sharding
-from meshwise.compat.dispatch import rehearsing
-from meshwise.compat.modules import parameters_in
-from meshwise.compat.reducer import versions
-from meshwise.compat.sharding import hashes_of, local_of
 from meshwise.parallel.step_hooks import held_parameters
 from meshwise.spec.errors import PlanError
+from meshwise.torch_compat import sharding
+from meshwise.torch_compat.dispatch import rehearsing
+from meshwise.torch_compat.modules import parameters_in
+from meshwise.torch_compat.reducer import versions
+from meshwise.torch_compat.sharding import hashes_of, local_of
 from meshwise.transfer import collectives, stages
 from meshwise.transfer.reading import together
 from meshwise.transfer.sharded import full_tensor

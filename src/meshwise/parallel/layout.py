@@ -22,11 +22,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwise.compat.dispatch import over
-from meshwise.compat.fake import failing_quietly
-from meshwise.compat.modules import parameters_in, twin_with
-from meshwise.compat.torch_function import called, on_parts
 from meshwise.parallel.blocks import repeated_blocks
+from meshwise.torch_compat.dispatch import over
+from meshwise.torch_compat.fake import failing_quietly
+from meshwise.torch_compat.modules import parameters_in, twin_with
+from meshwise.torch_compat.torch_function import called, on_parts
 
 UNEVEN = 8  # times as long as there are ranks: shorter dims are split evenly or not at all
 

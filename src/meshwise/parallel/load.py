@@ -20,13 +20,13 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from meshwise.compat.dispatch import is_fake
-from meshwise.compat.modules import persistent_tensors
-from meshwise.compat.sharding import with_local
 from meshwise.parallel.op_record import record_of
 from meshwise.parallel.op_replay import StorageView
 from meshwise.spec.errors import UsageError
 from meshwise.spec.words import some
+from meshwise.torch_compat.dispatch import is_fake
+from meshwise.torch_compat.modules import persistent_tensors
+from meshwise.torch_compat.sharding import with_local
 from meshwise.transfer.sharded import local_part
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"

@@ -10,10 +10,10 @@ from dataclasses import replace
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from meshwise.compat.dispatch import real_values
 from meshwise.spec.errors import PlanError
 from meshwise.spec.plan import AXES, Plan
 from meshwise.spec.world import World
+from meshwise.torch_compat.dispatch import real_values
 from meshwise.transfer import collectives, stages
 
 WITHIN_SAMPLES = ("pipeline", "context", "tensor")

@@ -23,14 +23,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwise.compat import fake_device
-from meshwise.compat.dispatch import StorageMap, rehearsing
-from meshwise.compat.fake import is_plain
-from meshwise.compat.modules import put_forward
-from meshwise.compat.reducer import base_of, version
 from meshwise.parallel.blocks import called_in
 from meshwise.parallel.technique import Setup, Technique
 from meshwise.spec.devices import has_streams
+from meshwise.torch_compat import fake_device
+from meshwise.torch_compat.dispatch import StorageMap, rehearsing
+from meshwise.torch_compat.fake import is_plain
+from meshwise.torch_compat.modules import put_forward
+from meshwise.torch_compat.reducer import base_of, version
 
 SMALLEST = 1024  # bytes: below, a copy costs more than it frees
 WINDOW = 256 << 20  # bytes that are fetched ahead of their use

@@ -19,14 +19,14 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from meshwise.compat.modules import step_without_hooks
-from meshwise.compat.sharding import local_of, with_local
 from meshwise.parallel.probe_optimizer import unlike_by_parameters
 from meshwise.parallel.step_hooks import Order, buckets_of, has_closure, subscribe
 from meshwise.parallel.technique import Technique
 from meshwise.spec.errors import PlanError
 from meshwise.spec.plan import Plan
 from meshwise.spec.world import World
+from meshwise.torch_compat.modules import step_without_hooks
+from meshwise.torch_compat.sharding import local_of, with_local
 
 BUCKET = 64 << 20  # bytes of parameters whose state is on the device at once; a larger parameter has a bucket alone
 

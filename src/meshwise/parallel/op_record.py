@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwise.compat import fake
-from meshwise.compat.dispatch import StorageMap, is_fake, operator_name, without_interception, written_arguments
-from meshwise.compat.tree import leaves_of, map_kind, map_leaves, map_tensors, tensors_in
 from meshwise.parallel.op_replay import Entry, RecordedOp, ReplayMismatch, SetGenerator, StorageView, replay
 from meshwise.spec.errors import UsageError
+from meshwise.torch_compat import fake
+from meshwise.torch_compat.dispatch import StorageMap, is_fake, operator_name, without_interception, written_arguments
+from meshwise.torch_compat.tree import leaves_of, map_kind, map_leaves, map_tensors, tensors_in
 
 Loaded = Callable[[Tensor, torch.device | str], Tensor]
 """Called with a tensor sharded like the wanted tensor, and a device. Returns this rank's part of the wanted tensor."""

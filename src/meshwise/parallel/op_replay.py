@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwise.compat.tree import leaves_of, map_kind
+from meshwise.torch_compat.tree import leaves_of, map_kind
 
 DRAWS = {"normal_", "uniform_", "random_", "exponential_", "cauchy_", "log_normal_", "geometric_", "bernoulli_"}
 FILLS = DRAWS | {"zero_", "fill_", "copy_"}

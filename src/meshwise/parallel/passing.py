@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwise.compat.dispatch import rehearsing
-from meshwise.compat.reducer import version
-from meshwise.compat.torch_function import on_parts
-from meshwise.compat.tree import map_kind, map_tensors, tensors_in
 from meshwise.parallel.schedule import Action
+from meshwise.parallel.splits.tensor import Form, Hidden, form_of, split_again
 from meshwise.spec.errors import PlanError
-from meshwise.splits.tensor import Form, Hidden, form_of, split_again
+from meshwise.torch_compat.dispatch import rehearsing
+from meshwise.torch_compat.reducer import version
+from meshwise.torch_compat.torch_function import on_parts
+from meshwise.torch_compat.tree import map_kind, map_tensors, tensors_in
 from meshwise.transfer import collectives, stages
 from meshwise.transfer.stages import Pipe
 

@@ -23,7 +23,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from meshwise.compat.modules import put_forward, takes_hooks
 from meshwise.parallel.blocks import repeated_blocks
 from meshwise.parallel.holding import Holding, StageWrites, let_go, own_state, refused
 from meshwise.parallel.passing import Pass, Passing
@@ -36,6 +35,7 @@ from meshwise.spec.plan import Plan
 from meshwise.spec.units import bytes_text
 from meshwise.spec.words import some
 from meshwise.spec.world import World
+from meshwise.torch_compat.modules import put_forward, takes_hooks
 from meshwise.transfer import collectives, stages
 from meshwise.transfer.stages import Pipe
 

@@ -5,11 +5,11 @@ A deferred model gets its values (deferred.py) once each rank has its part.
 
 from __future__ import annotations
 
-from meshwise.compat.dispatch import is_fake
-from meshwise.compat.modules import hooked_parameters
 from meshwise.parallel.technique import Setup, Technique
 from meshwise.spec.errors import PlanError
 from meshwise.spec.words import some
+from meshwise.torch_compat.dispatch import is_fake
+from meshwise.torch_compat.modules import hooked_parameters
 from meshwise.transfer import collectives
 
 

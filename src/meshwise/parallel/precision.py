@@ -17,12 +17,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from meshwise.compat.driver import computes_bf16
-from meshwise.compat.modules import put_forward, store_model, stored_in
-from meshwise.compat.tree import map_tensors
 from meshwise.parallel.technique import TORCH, Setup, Technique, reduced_in
 from meshwise.spec.dtypes import Dtypes
 from meshwise.spec.errors import PlanError
+from meshwise.torch_compat.driver import computes_bf16
+from meshwise.torch_compat.modules import put_forward, store_model, stored_in
+from meshwise.torch_compat.tree import map_tensors
 
 LACKS = ("not implemented for", "could not create a primitive", "does not support")  # how torch says that it lacks one
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)

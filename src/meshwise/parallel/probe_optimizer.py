@@ -20,10 +20,10 @@ import torch
 from torch import Tensor, nn, optim
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from meshwise.compat.dispatch import is_rehearsed, real_values, rehearsing
-from meshwise.compat.modules import is_hooks, step_without_hooks
-from meshwise.compat.sharding import local_of
 from meshwise.parallel.step_hooks import is_by_numbers
+from meshwise.torch_compat.dispatch import is_rehearsed, real_values, rehearsing
+from meshwise.torch_compat.modules import is_hooks, step_without_hooks
+from meshwise.torch_compat.sharding import local_of
 from meshwise.transfer.reading import together
 from meshwise.transfer.sharded import full_tensor
 from meshwise.transfer.traced import ours

@@ -22,16 +22,16 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext, checkpoint
 from torch.utils.checkpoint import create_selective_checkpoint_contexts as selective_contexts
 
-from meshwise.compat.compiling import unwrapped
-from meshwise.compat.dispatch import named_arguments
-from meshwise.compat.modules import buffers_in, put_forward
-from meshwise.compat.reducer import version
-from meshwise.compat.torch_function import determinism_of_parts
 from meshwise.parallel.blocks import blocks_of, blocks_to_recompute, repeated_blocks
+from meshwise.parallel.splits.tensor import parts_of, split_again
 from meshwise.parallel.technique import Setup, Technique
 from meshwise.spec.errors import PlanError, nearest
 from meshwise.spec.words import some
-from meshwise.splits.tensor import parts_of, split_again
+from meshwise.torch_compat.compiling import unwrapped
+from meshwise.torch_compat.dispatch import named_arguments
+from meshwise.torch_compat.modules import buffers_in, put_forward
+from meshwise.torch_compat.reducer import version
+from meshwise.torch_compat.torch_function import determinism_of_parts
 
 COMPUTE_INTENSIVE_OPS = ("mm", "addmm", "bmm", "baddbmm", "linear", "convolution", "scaled_dot_product")
 """Operators with results that `selective` keeps: matrix products, convolutions, and all kinds of attention."""

@@ -13,7 +13,7 @@ this rank's loss does not reach contributes zero, and a parameter that no rank r
 
 Gradient clipping needs no code here: `.grad` is a DTensor, so `torch.nn.utils.clip_grad_norm_` reduces the norm over
 all ranks, and every rank multiplies its part by the same factor. When the program reads values of a parameter, it gets
-the values of the whole (compat/whole_values.py), if all ranks read them (transfer/reading.py).
+the values of the whole (torch_compat/whole_values.py), if all ranks read them (transfer/reading.py).
 """
 
 from __future__ import annotations
@@ -30,10 +30,6 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
-from meshwise.compat import sharding
-from meshwise.compat.modules import generates_together, hooks_at_forward, put_around_methods, put_forward
-from meshwise.compat.reducer import default_store
-from meshwise.compat.whole_values import plain_loss, read_whole
 from meshwise.parallel.mesh import WITHIN_SAMPLES, make_mesh, mesh_of_stage
 from meshwise.parallel.rebind import register_model_load_hooks, register_optimizer_load_hook
 from meshwise.parallel.shard_refusals import FIRST, GRACE, GatherOrder, check_steps_on_parts, meet_without_forward
@@ -53,6 +49,10 @@ from meshwise.spec.errors import PlanError
 from meshwise.spec.plan import Plan
 from meshwise.spec.words import some
 from meshwise.spec.world import World
+from meshwise.torch_compat import sharding
+from meshwise.torch_compat.modules import generates_together, hooks_at_forward, put_around_methods, put_forward
+from meshwise.torch_compat.reducer import default_store
+from meshwise.torch_compat.whole_values import plain_loss, read_whole
 from meshwise.transfer import collectives, stages
 from meshwise.transfer.reading import agree, look_out, meet, someone_is_past, together
 

@@ -16,15 +16,15 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import LBFGS, Optimizer
 
-from meshwise.compat.dispatch import rehearsing
-from meshwise.compat.modules import takes_hooks
-from meshwise.compat.sharding import Group
 from meshwise.parallel.probe_optimizer import unlike_by_parameters, unlike_on_parts
 from meshwise.parallel.shard_units import AGAIN
 from meshwise.parallel.step_hooks import held_parameters
 from meshwise.parallel.technique import SKIPPED
 from meshwise.spec.errors import PlanError
 from meshwise.spec.plan import Plan
+from meshwise.torch_compat.dispatch import rehearsing
+from meshwise.torch_compat.modules import takes_hooks
+from meshwise.torch_compat.sharding import Group
 from meshwise.transfer import collectives
 from meshwise.transfer.reading import agree, meet, someone_is_past
 

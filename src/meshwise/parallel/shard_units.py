@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from meshwise.compat.dispatch import rehearsing
-from meshwise.compat.sharding import Group, groups_of, leave_forward, place_in_memory
-from meshwise.compat.tree import tensors_in
 from meshwise.parallel.blocks import called_in, repeated_blocks
 from meshwise.parallel.skipped import called_in_parts, may_be_skipped
 from meshwise.spec.errors import PlanError
 from meshwise.spec.words import some
+from meshwise.torch_compat.dispatch import rehearsing
+from meshwise.torch_compat.sharding import Group, groups_of, leave_forward, place_in_memory
+from meshwise.torch_compat.tree import tensors_in
 from meshwise.transfer import stages
 
 OFTEN = 8  # forwards between two looks for writes: each asks autograd for a count of every parameter

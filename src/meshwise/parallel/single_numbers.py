@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from meshwise.compat.modules import parameters_in, put_around_methods, put_forward
-from meshwise.compat.sharding import local_of
+from meshwise.torch_compat.modules import parameters_in, put_around_methods, put_forward
+from meshwise.torch_compat.sharding import local_of
 from meshwise.transfer import collectives
 from meshwise.transfer.sharded import placed
 

@@ -20,8 +20,8 @@ from typing import Any
 
 from torch import nn
 
-from meshwise.compat.compiling import unwrapped
 from meshwise.parallel.blocks import CONTAINERS
+from meshwise.torch_compat.compiling import unwrapped
 
 EXPERT = "expert"
 SAME_AS_GIVEN = {"isinstance", "hasattr", "getattr", "callable", "int", "bool", "len", "min", "max"}

@@ -27,8 +27,8 @@ from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from meshwise.compat.modules import call_first, call_last
-from meshwise.compat.sharding import local_of
+from meshwise.torch_compat.modules import call_first, call_last
+from meshwise.torch_compat.sharding import local_of
 
 BY_NUMBERS: set[Any] = {optim.Adadelta, optim.Adagrad, optim.Adam, optim.AdamW, optim.Adamax, optim.ASGD, optim.NAdam}
 BY_NUMBERS |= {optim.RAdam, optim.RMSprop, optim.SGD, optim.SparseAdam}

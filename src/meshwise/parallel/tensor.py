@@ -3,12 +3,12 @@
 Each rank of the axis holds a part of each split parameter.
 
 Parameters become DTensors on the mesh axis `tensor`: they are split along a dim (parallel/layout.py), or replicated.
-While a module runs, its parameters are this rank's parts, as split tensors (splits/tensor.py). A split tensor shows the
-whole shape to the model's code, and its operators run on parts where that is exact. So no line of the model changes,
-and the result is exact for any model. For operators without a rule, tensors are gathered, and a note says so.
+While a module runs, its parameters are this rank's parts, as split tensors (parallel/splits/tensor.py). A split tensor
+shows the whole shape to the model's code, and its operators run on parts where that is exact. So no line of the model
+changes, and the result is exact for any model. For operators without a rule, tensors are gathered, and a note says so.
 
 Replicated parameters and whole activations are the same on all ranks of the axis, and so are their gradients: where a
-whole tensor becomes split, the backward sums the gradients of all ranks (splits/crossing.py).
+whole tensor becomes split, the backward sums the gradients of all ranks (parallel/splits/crossing.py).
 """
 
 from __future__ import annotations
@@ -24,8 +24,21 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
-from meshwise.compat.compiling import unwrapped
-from meshwise.compat.modules import (
+from meshwise.parallel.blocks import blocks_to_recompute, called_in, repeated_blocks
+from meshwise.parallel.layout import cuts_of
+from meshwise.parallel.mesh import make_mesh
+from meshwise.parallel.rebind import register_model_load_hooks, register_optimizer_load_hook
+from meshwise.parallel.splits import rules
+from meshwise.parallel.splits.axis import Axis, MeshAxis, SplitPart
+from meshwise.parallel.splits.crossing import entering_once, gather_over
+from meshwise.parallel.splits.tensor import split
+from meshwise.parallel.technique import Setup, Technique
+from meshwise.spec.errors import PlanError
+from meshwise.spec.plan import Plan
+from meshwise.spec.words import some
+from meshwise.spec.world import World
+from meshwise.torch_compat.compiling import unwrapped
+from meshwise.torch_compat.modules import (
     around_pre_hooks,
     has_pre_hooks,
     parameters_in,
@@ -33,21 +46,8 @@ from meshwise.compat.modules import (
     put_forward,
     renew_flat_weights,
 )
-from meshwise.compat.sharding import division, packed
-from meshwise.compat.whole_values import plain_loss, read_whole
-from meshwise.parallel.blocks import blocks_to_recompute, called_in, repeated_blocks
-from meshwise.parallel.layout import cuts_of
-from meshwise.parallel.mesh import make_mesh
-from meshwise.parallel.rebind import register_model_load_hooks, register_optimizer_load_hook
-from meshwise.parallel.technique import Setup, Technique
-from meshwise.spec.errors import PlanError
-from meshwise.spec.plan import Plan
-from meshwise.spec.words import some
-from meshwise.spec.world import World
-from meshwise.splits import rules
-from meshwise.splits.axis import Axis, MeshAxis, SplitPart
-from meshwise.splits.crossing import entering_once, gather_over
-from meshwise.splits.tensor import split
+from meshwise.torch_compat.sharding import division, packed
+from meshwise.torch_compat.whole_values import plain_loss, read_whole
 from meshwise.transfer import stages
 from meshwise.transfer.reading import look_out, meet, together
 from meshwise.transfer.sharded import placed

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from meshwise.compat.modules import after_method, takes_hooks
 from meshwise.parallel.holding import is_absent
 from meshwise.parallel.probe_optimizer import unlike_by_parameters
 from meshwise.parallel.step_hooks import Order, buckets_of, has_closure, held_parameters, subscribe
@@ -29,6 +28,7 @@ from meshwise.parallel.technique import Technique
 from meshwise.spec.errors import PlanError
 from meshwise.spec.plan import Plan
 from meshwise.spec.world import World
+from meshwise.torch_compat.modules import after_method, takes_hooks
 from meshwise.transfer import collectives
 
 BUCKET = 25 << 20  # bytes that are sent in one collective

@@ -8,7 +8,7 @@ checkpoint/step-00000040.1/    the state after step 40, saved in the first attem
 
 It is written as `step-00000040.1.part`: first the files, then the manifest, each synced to the disk. Then the folder
 gets its final name. The hash is XXH3 of 128 bits, which detects bit rot and torn writes, but not forgery.
-`bench/checkpoints.py` measures the times. Tested in tests/recovery/test_loading.py and test_saving.py.
+`bench/checkpoints.py` measures the times. Tested in tests/training/recovery/test_loading.py and test_saving.py.
 """
 
 from __future__ import annotations

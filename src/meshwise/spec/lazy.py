@@ -4,7 +4,7 @@ The help of a command then does not wait for torch. The program's random numbers
 draw random numbers when they are imported.
 
 A package has `__getattr__ = files_of(__name__)` in its `__init__.py`, and names its files to type checkers in
-`__init__.pyi`. Its users write `from meshwise import api` and `api.run.start_job(...)`.
+`__init__.pyi`. Its users write `from meshwise import launcher` and `launcher.run.start_job(...)`.
 """
 
 from __future__ import annotations

@@ -10,8 +10,8 @@ In a world of one rank, every function returns at once. Otherwise, it records a 
 open `comm_log`. The span has the number of bytes. For a collective over all ranks, it also has a number that is equal
 on all of them, since all ranks enter these collectives in the same order. `of` says what is sent, for the report:
 "gradients", "batch norm". Tensors of any dtype, layout and size give right results, also under gloo (see
-compat/collectives.py). Ranks of a group are numbered within the group. Not covered: the broadcast of initial values
-that DDP makes itself.
+torch_compat/collectives.py). Ranks of a group are numbered within the group. Not covered: the broadcast of initial
+values that DDP makes itself.
 
 `direct`: True replaces gloo's all-gather (of two ranks), all-to-all, reduce-scatter and broadcast by sends and receives
 where these use more of the link's bandwidth. False leaves them to the backend, as DDP and FSDP2 use it.
@@ -30,12 +30,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from meshwise.compat import collectives as backend
-from meshwise.compat.collectives import Group as Group
-from meshwise.compat.collectives import Pairs
+from meshwise.reports.recorder import current
+from meshwise.reports.spans import collective_name
 from meshwise.spec.devices import has_streams
-from meshwise.timeline.recorder import current
-from meshwise.timeline.spans import collective_name
+from meshwise.torch_compat import collectives as backend
+from meshwise.torch_compat.collectives import Group as Group
+from meshwise.torch_compat.collectives import Pairs
 from meshwise.transfer.comm_log import OPEN, Stopwatch
 from meshwise.transfer.groups import DIVIDING, key_of
 from meshwise.transfer.groups import device_of as device_of

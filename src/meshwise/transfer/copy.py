@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwise.compat.tree import map_leaves
 from meshwise.spec.devices import has_streams
 from meshwise.spec.errors import TransferError, UsageError
 from meshwise.spec.machine import Machine
 from meshwise.spec.units import bytes_text
+from meshwise.torch_compat.tree import map_leaves
 from meshwise.transfer import interop
 from meshwise.transfer.checksum import first_difference
 from meshwise.transfer.comm_log import OPEN, Seconds, Stopwatch, note

@@ -13,10 +13,10 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from meshwise.compat.dispatch import StorageMap
 from meshwise.spec.devices import has_streams
 from meshwise.spec.errors import UsageError
 from meshwise.spec.machine import HOST
+from meshwise.torch_compat.dispatch import StorageMap
 
 UNDECIDED = -1
 """The device number of a tensor that was made without a device. It gets the device of the first tensor used with it."""

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from meshwise.compat import collectives as backend
-from meshwise.compat.collectives import Group
+from meshwise.torch_compat import collectives as backend
+from meshwise.torch_compat.collectives import Group
 
 _HOST = torch.device("cpu")
 DIVIDING: list[Group] = [None]

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwise.compat.tree import map_tensors, tensors_in
 from meshwise.spec.devices import has_streams
+from meshwise.torch_compat.tree import map_tensors, tensors_in
 
 
 def to_device(batch: Any, device: str) -> Any:

@@ -22,10 +22,10 @@ from collections.abc import Callable, Iterator
 
 import torch.distributed as dist
 
-from meshwise.compat.dispatch import rehearsing
-from meshwise.compat.reducer import default_store
 from meshwise.spec.errors import UsageError
 from meshwise.spec.user_code import user_place
+from meshwise.torch_compat.dispatch import rehearsing
+from meshwise.torch_compat.reducer import default_store
 from meshwise.transfer import collectives, stages
 
 KEY = "meshwise/read"

@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, distribute_tensor
 from torch.nn import functional
 
-from meshwise.compat import sharding
-from meshwise.compat.whole_values import whole
+from meshwise.torch_compat import sharding
+from meshwise.torch_compat.whole_values import whole
 from meshwise.transfer import collectives
 from meshwise.transfer.reading import together
 from meshwise.transfer.traced import ours

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwise.compat.collectives import Group
+from meshwise.torch_compat.collectives import Group
 from meshwise.transfer import collectives
 
 

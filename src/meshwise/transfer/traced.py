@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from meshwise.compat import collectives as backend
-from meshwise.compat.collectives import Group
+from meshwise.torch_compat import collectives as backend
+from meshwise.torch_compat.collectives import Group
 from meshwise.transfer.comm_log import OPEN, Seconds, Stopwatch, note
 from meshwise.transfer.groups import dividing
 

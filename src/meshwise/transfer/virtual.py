@@ -27,10 +27,10 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from meshwise.compat.dispatch import intercept_operators, operator_name, written_arguments
-from meshwise.compat.tree import tensors_in
 from meshwise.spec.errors import UsageError
 from meshwise.spec.machine import HOST
+from meshwise.torch_compat.dispatch import intercept_operators, operator_name, written_arguments
+from meshwise.torch_compat.tree import tensors_in
 from meshwise.transfer.copy import moved_to
 from meshwise.transfer.devices import OPEN_DEVICES, UNDECIDED, VirtualDevices, as_device, device_of, name_of
 

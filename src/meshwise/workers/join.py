@@ -22,10 +22,10 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from meshwise.compat.driver import shown_gpus
-from meshwise.compat.reducer import default_store
 from meshwise.spec.errors import UsageError
 from meshwise.spec.world import World
+from meshwise.torch_compat.driver import shown_gpus
+from meshwise.torch_compat.reducer import default_store
 from meshwise.workers import divergence
 from meshwise.workers.channel import WorkerChannel, connect
 from meshwise.workers.environment import LISTENER, VISIBLE, read_world, visible

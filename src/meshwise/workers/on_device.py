@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from meshwise.compat.flight_recorder import GroupProgress, progress
+from meshwise.torch_compat.flight_recorder import GroupProgress, progress
 from meshwise.workers.channel import WorkerChannel
 from meshwise.workers.hang import ASKED
 

@@ -21,11 +21,11 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from meshwise.compat.loaders import spare_loader_workers
-from meshwise.compat.reducer import own_connection_to_store
 from meshwise.spec.exit_codes import OF_SCHEDULERS, TIME_LIMIT, WARNINGS, code_of_stop, stop_text
 from meshwise.spec.units import seconds_text
 from meshwise.spec.world import World
+from meshwise.torch_compat.loaders import spare_loader_workers
+from meshwise.torch_compat.reducer import own_connection_to_store
 from meshwise.workers.channel import WorkerChannel
 from meshwise.workers.gate import StepGate, watch_time
 

@@ -24,12 +24,12 @@ from typing import Any
 import cloudpickle
 import torch
 
-from meshwise.compat.driver import lost_by_fork
-from meshwise.compat.flight_recorder import GroupProgress, progress
 from meshwise.spec.devices import threads_in
 from meshwise.spec.errors import MeshwiseError, UsageError
 from meshwise.spec.world import World
 from meshwise.terminal import last_words
+from meshwise.torch_compat.driver import lost_by_fork
+from meshwise.torch_compat.flight_recorder import GroupProgress, progress
 from meshwise.workers import failure, heartbeat, join, leave, stopping, verb_log
 from meshwise.workers.channel import WorkerChannel
 from meshwise.workers.divergence import trail_path

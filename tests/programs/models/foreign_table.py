@@ -20,7 +20,7 @@ import torch
 import torchvision_ops
 from torch import Tensor, nn, optim
 
-from meshwise.job.job import Job
+from meshwise.training.job.job import Job
 
 SAMPLES, BATCH, CLASSES, WORDS, LENGTH = 24, 8, 5, 64, 16
 torchvision_ops.complete()

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from meshwise.jobs.gpt import rotary_turns, rotate
-from meshwise.splits.crossing import gather
+from meshwise.parallel.splits.crossing import gather
+from meshwise.training.jobs.gpt import rotary_turns, rotate
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn, optim
 
-from meshwise.job.job import Job
+from meshwise.training.job.job import Job
 
 SAMPLES, BATCH, LENGTH, WORDS, CLASSES = 24, 8, 12, 128, 5
 IMAGE, LARGEST = 32, 2_000_000

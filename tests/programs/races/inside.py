@@ -32,7 +32,7 @@ def planted() -> None:
 
 def checked(path: str, function: str) -> None:
     """Under our checker."""
-    from meshwise.races.watch import find_races
+    from meshwise.checker.races.watch import find_races
 
     with find_races() as found:
         try:

@@ -101,7 +101,7 @@ def summed_over_devices() -> None:
 
 def exchanged() -> None:
     """ranks: 2. What both ranks have is exchanged, as the stages of a pipeline do, and used at once."""
-    from meshwise.compat.collectives import send_receive
+    from meshwise.torch_compat.collectives import send_receive
 
     rank = int(os.environ["RANK"])
     device = torch.device("cuda", rank)

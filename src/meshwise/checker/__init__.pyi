@@ -1,0 +1,3 @@
+from meshwise.checker import check as check
+from meshwise.checker import options as options
+from meshwise.checker import views as views

@@ -1,0 +1,237 @@
+"""Bring what all ranks did to rank 0, and compare ranks.
+
+Values that should be equal on every rank are compared between the ranks, because rank 0 alone would not show what
+another rank got wrong. Tensors are sent as NumPy arrays, which pickle serializes a hundred times faster.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from meshwise.checker.difference import apart, finite, precision_of
+from meshwise.checker.model_state import buffers_of, optimizer_state_of, parameters_of
+from meshwise.checker.sketches import sketch
+from meshwise.checker.trace import Contents, Divergence, Named, Output, StepTrace, Trace
+from meshwise.spec.world import World
+from meshwise.torch_compat.collectives import Group
+from meshwise.training.data.keyed import Rows
+from meshwise.training.data.order import BatchSlice
+from meshwise.transfer import stages
+from meshwise.transfer.collectives import gather_objects
+from meshwise.transfer.groups import everyone, get_rank
+
+Name = TypeVar("Name", str, tuple[str, str])
+LACKS = float("inf")  # how much a rank differs from the others that lacks what they have
+TINY = torch.finfo(torch.float64).tiny
+
+
+class _Arrays(pickle.Pickler):
+    def reducer_override(self, value: Any) -> Any:
+        """Pickle a plain strided tensor as a NumPy array on the host."""
+        plain = type(value) is Tensor and not value.requires_grad
+        if plain and value.layout == torch.strided and value.dtype != torch.bfloat16:
+            return torch.from_numpy, (value.numpy(force=True),)
+        return NotImplemented
+
+
+def to_rank_0(value: Any, group: Group = None) -> list[Any]:
+    """Gather `value` from every rank of `group` on the group's rank 0."""
+    written = io.BytesIO()
+    _Arrays(written, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
+    parts = gather_objects(written.getvalue(), group)
+    return [pickle.loads(part) for part in parts] if get_rank(group) == 0 else []
+
+
+def of_any_rank(named: dict[Name, Any], group: Group = None) -> dict[Name, Any]:
+    """Return, for each name that any rank has, the value from the first rank that has it."""
+    names = gather_objects(list(named), group)
+    earlier = {name for others in names[: get_rank(group)] for name in others}
+    parts = to_rank_0({name: value for name, value in named.items() if name not in earlier}, group)
+    return {name: value for part in reversed(parts) for name, value in part.items()}
+
+
+def tensors_diverge(
+    kind: str, named: Mapping[str, Tensor], *, divided: bool = False, group: Group = None
+) -> Divergence:
+    """Return, for each tensor that differs between ranks, the largest distance of any rank's copy from the first rank's
+    copy."""
+    ranks = to_rank_0({name: sketch(value) for name, value in named.items()}, group)
+    found = {}
+    for name in {name for sketches in ranks for name in sketches}:
+        held = [sketches[name] for sketches in ranks if name in sketches]
+        most = LACKS
+        if (divided or len(held) == len(ranks)) and all(other.shape == held[0].shape for other in held):
+            far = max(finite(float(apart(other, held[0]).norm())) for other in held)
+            most = far / _length(held[0]) if far > 0 else 0.0
+        if most > 0:
+            found[kind, name] = most
+    return found
+
+
+def numbers_diverge(kind: str, named: Mapping[str, float], group: Group = None) -> Divergence:
+    """Return how much each number differs from rank 0's number, relative to the size of rank 0's number."""
+    ranks = gather_objects(dict(named), group)
+    found = {}
+    for name in {name for numbers in ranks for name in numbers}:
+        held = [numbers.get(name, LACKS) for numbers in ranks]
+        if len({str(number) for number in held}) > 1:  # what is not a number on every rank is alike
+            found[kind, name] = max(finite(abs(other - held[0]) / max(abs(held[0]), TINY)) for other in held)
+    return found
+
+
+def start_diverges(trace: Trace) -> Divergence:
+    """Return the differences between ranks before the first step: in tied weights, classes of modules, parameters and
+    buffers."""
+    found: Divergence = {}
+    group = _alike()
+    ranks = gather_objects((trace.tied, trace.modules, list(trace.initial_parameters)), group)
+    for tied, modules, names in ranks:
+        found |= {("initial parameters", name): LACKS for name in set(names) ^ set(ranks[0][2])}
+        found |= {("tied weights", " = ".join(group)): LACKS for group in set(tied) ^ set(ranks[0][0])}
+        found |= {("modules", name): LACKS for name, _ in modules.items() ^ ranks[0][1].items()}
+    found |= tensors_diverge("initial parameters", trace.initial_parameters, group=group)
+    return found | tensors_diverge("initial buffers", trace.initial_buffers, group=group)
+
+
+def _alike() -> Group:
+    """Return the process group whose ranks must have equal parameters, gradients and losses."""
+    return None if stages.pipe() is not None else everyone()
+
+
+def cannot_train(divergence: Divergence) -> bool:
+    """Return whether some rank lacks parameters or tied weights that another rank has."""
+    return any(far == LACKS and kind in ("tied weights", "initial parameters") for (kind, _), far in divergence.items())
+
+
+def low_precision_on_any(parameters: Named) -> dict[str, str]:
+    """Return the parameters whose values are all representable in float16 or bfloat16 on some rank, with that dtype."""
+    ranks = gather_objects({name: precision_of(p) for name, p in parameters.items()})
+    return {name: dtype for found in ranks for name, dtype in found.items() if dtype.endswith("16")}
+
+
+def slices_of_ranks(slices: Sequence[BatchSlice], world: World) -> tuple[list[list[list[int]]], list[Rows]]:
+    """Return two lists with one entry for each microbatch: the sample indices that each rank reads, without padding,
+    and the rows that belong to this rank. Collective."""
+    ranks = gather_objects([(own.indices[: own.samples].tolist(), len(own.indices)) for own in slices])
+    samples = [[own[k][0] if k < len(own) else [] for own in ranks] for k in range(len(slices))]
+    rows = [
+        Rows(sum(map(len, parts[: world.rank])), ranks[world.rank][k][1], sum(map(len, parts)), len(parts[world.rank]))
+        for k, parts in enumerate(samples)
+    ]
+    return samples, rows
+
+
+def collect_step(step: StepTrace, model: nn.Module, optimizer: Optimizer | None, *, divided: bool) -> None:
+    """Complete the trace of a step that several ranks have made."""
+    step.outputs, step.peers, differ = _outputs_of_ranks(step.outputs)
+    step.contents = _contents_of_ranks(step.contents)
+    own = to_rank_0((get_rank(everyone()), step.own_gradients, step.own_boxes), _alike())
+    step.alike = tuple(
+        rank for rank, part in gather_objects((get_rank(everyone()), get_rank()), everyone()) if part == 0
+    )
+    step.own_gradients = {(rank, number): named for rank, each, _ in own for (_, number), named in each.items()}
+    step.own_boxes = {(rank, name): box for rank, _, boxes in own for (_, name), box in boxes.items()}
+    step.evaluating = set().union(*gather_objects(step.evaluating))
+    step.loaded = any(gather_objects(step.loaded))
+    step.changed_behind = set().union(*gather_objects(step.changed_behind))
+    step.nan_while_open = sorted({text for own in gather_objects(step.nan_while_open) for text in own})
+    ranks = enumerate(gather_objects(step.modified_between_backwards))
+    step.modified_between_backwards = [(rank, *found[1:]) for rank, each in ranks for found in each]
+    step.numbers = [numbers for own in gather_objects(step.numbers) for numbers in own]
+    step.rng_mismatch = any(gather_objects(step.rng_mismatch))
+    step.parameters, step.buffers = parameters_of(model), buffers_of(model)
+    state = {} if optimizer is None else optimizer_state_of(optimizer, model)
+    group = _alike()
+    step.rank_divergence |= {
+        **differ,
+        **tensors_diverge("gradients", step.gradients, group=group),
+        **tensors_diverge("clipped gradients", step.clipped_gradients, divided=divided, group=group),
+        **numbers_diverge("learning rate", step.learning_rates, group),
+        **tensors_diverge("optimizer state", state, divided=divided, group=group),
+        **tensors_diverge("parameters", step.parameters, group=group),
+        **tensors_diverge("buffers", step.buffers, group=group),
+        **numbers_diverge("loss", {"loss": step.loss}, group),
+    }
+    step.low_precision = low_precision_on_any(step.parameters)
+    step.optimizer_state, step.clipped_gradients = of_any_rank(state), of_any_rank(step.clipped_gradients)
+    _join_stages(step)
+
+
+def _outputs_of_ranks(own: list[Output]) -> tuple[list[Output], list[list[list[Output]]], Divergence]:
+    """Gather the recorded module outputs of all ranks on rank 0."""
+    found: dict[int, list[list[Output]]] = {}
+    differ: Divergence = {}
+    for rank, outputs in to_rank_0((get_rank(), own), _alike()):
+        found.setdefault(rank, []).append(outputs)
+        first = {output.key: output for output in found[rank][0]}
+        for output in outputs:
+            far = _apart(first[output.key], output) if output.key in first else LACKS
+            if far > 0:
+                key = "module outputs", output.module
+                differ[key] = max(far, differ.get(key, 0.0))
+    every = list(found.values())
+    peers = every if any(len(each) > 1 for each in every) else []
+    return [output for each in every for output in each[0]], peers, differ
+
+
+def _contents_of_ranks(own: list[Contents]) -> list[Contents]:
+    """Gather the ranks' batches on rank 0, in rank order."""
+    found: dict[int, list[Contents]] = {}
+    for rank, contents in to_rank_0((get_rank(), own), _alike()):
+        found.setdefault(rank, contents)
+    return [contents for each in found.values() for contents in each]
+
+
+def _apart(first: Output, other: Output) -> float:
+    """Return how much the outputs of one call differ between two ranks, relative to the size of `first`."""
+    if first.sketches.keys() != other.sketches.keys():
+        return LACKS
+    pairs = [(first.sketches[layout], other.sketches[layout]) for layout in first.sketches]
+    if any(a.shape != b.shape for a, b in pairs):
+        return LACKS
+    return max((finite(float(apart(a, b).norm()) / _length(a)) for a, b in pairs), default=0.0)
+
+
+def _length(sketch: Tensor) -> float:
+    return max(float(sketch.nan_to_num(0.0, 0.0, 0.0).norm()), TINY)
+
+
+def _join_stages(step: StepTrace) -> None:
+    """Join the parts of `step` that the stages of a pipeline hold, on the first stage."""
+    pipe = stages.pipe()
+    if pipe is None:
+        return
+    group = pipe.group
+    for name in ("gradients", "clipped_gradients", "optimizer_state", "parameters", "buffers"):
+        named = getattr(step, name)
+        step.rank_divergence |= tensors_diverge(name.replace("_", " "), named, divided=True, group=group)
+        setattr(step, name, of_any_rank(named, group))
+    step.rank_divergence |= numbers_diverge("loss", {"loss": step.loss}, group)
+    step.low_precision = of_any_rank(step.low_precision, group)
+    step.rank_divergence = of_any_rank(step.rank_divergence, group)
+    step.own_gradients = {k: named for each in to_rank_0(step.own_gradients, group) for k, named in each.items()}
+    step.outputs = [output for outputs in to_rank_0(step.outputs, group) for output in outputs]
+    step.rng_mismatch = any(gather_objects(step.rng_mismatch, group))
+    step.evaluating = set().union(*gather_objects(step.evaluating, group))
+
+
+def collect_run(trace: Trace) -> None:
+    """Complete the trace of a run on several ranks."""
+    trace.unkeyed = set().union(*gather_objects(trace.unkeyed))
+    trace.random_modules = set().union(*gather_objects(trace.random_modules))
+    trace.rank_divergence |= numbers_diverge("evaluation", trace.evaluation, _alike())
+    pipe = stages.pipe()
+    if pipe is not None:
+        for kind, named in (("parameters", trace.initial_parameters), ("buffers", trace.initial_buffers)):
+            trace.rank_divergence |= tensors_diverge(f"initial {kind}", named, divided=True, group=pipe.group)
+        trace.initial_parameters = of_any_rank(trace.initial_parameters, pipe.group)
+        trace.initial_buffers = of_any_rank(trace.initial_buffers, pipe.group)
+        trace.unkeyed = set().union(*gather_objects(trace.unkeyed, pipe.group))
+        trace.random_modules = set().union(*gather_objects(trace.random_modules, pipe.group))

@@ -1,0 +1,77 @@
+"""Prove that a plan computes what one device does: `meshwise check`."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import replace
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from meshwise import checker
+from meshwise.checker import views
+from meshwise.checker.options import PRELOAD_OF_CHECK, CheckOptions
+from meshwise.spec.errors import MeshwiseError
+from meshwise.spec.exit_codes import AGAIN, DONE, DOUBTFUL, FAILED, USAGE
+from meshwise.spec.options import check_script
+from meshwise.spec.units import plural
+from meshwise.terminal.command_line import ScriptCommand, from_dataclass, is_script
+from meshwise.workers.fork_server import Forks
+
+LONGEST_NAME = 80
+app = typer.Typer(add_completion=False)
+
+
+@app.command(cls=ScriptCommand, context_settings={"obj": CheckOptions})
+@from_dataclass
+def check(
+    context: typer.Context,
+    options: CheckOptions,
+    as_json: Annotated[bool, typer.Option("--json", help="print every figure as JSON, and nothing else")] = False,
+) -> None:
+    """Prove that the plan computes what one device computes, or name the first module that does not, and why.
+
+    Exit code 0: equal. 1: different. 2: no verdict, because the plan is refused or the program fails. 4: doubtful. All
+    values are equal in float64, but something else differs, such as the size of rounding errors or a printed number.
+
+    \b
+    meshwise check --devices 3xcpu train.py     your script, on three workers
+    meshwise check train.py:job --set shard=4   a Job under any plan
+    meshwise check gpt --plan plan.toml --json  print all figures as JSON
+    """
+    if is_script(options.job):
+        check_script(str(options.job), options)
+    with _progress_shown(str(options.job)) as (notify, progress), closing(Forks(PRELOAD_OF_CHECK, stays=True)) as forks:
+        notify(f"a check of {plural(options.steps, 'step')}")  # at once: torch is still to be imported
+        if "torch" not in sys.modules:
+            forks.server(os.environ)  # which imports it too, beside this process
+        options = replace(options, arguments=context.args, notify=notify, progress=progress)
+        try:
+            proof = checker.check.check_options(options, forks)
+        except MeshwiseError as error:  # no verdict is 2, as of diff: 1 and 4 are verdicts
+            error.exit_code = USAGE if error.exit_code < AGAIN else error.exit_code
+            raise
+    if as_json:
+        print(json.dumps(views.check_dict.check_dict(proof), indent=2))
+    else:
+        Console().print(views.check_text.check_text(proof), soft_wrap=True)
+    raise typer.Exit({"equal": DONE, "doubtful": DOUBTFUL, "different": FAILED}[proof.verdict.value])
+
+
+@contextmanager
+def _progress_shown(job: str) -> Iterator[tuple[Callable[[str], None], Callable[[str], None]]]:
+    """Yield two functions for output. The first prints a line. The second shows the present progress on a terminal, as
+    a status line that changes."""
+    job = job if len(job) <= LONGEST_NAME else f"…{job[-LONGEST_NAME:]}"
+    console = Console(stderr=True)
+
+    def line(text: str) -> None:
+        console.print(f"{job}  {text}", style="dim", markup=False, highlight=False, soft_wrap=True)
+
+    with console.status("checking") as status:  # which draws nothing elsewhere than on a terminal
+        yield line, status.update

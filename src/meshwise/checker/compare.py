@@ -1,0 +1,234 @@
+"""Compare two sides: what differs, how much, and where it began.
+
+The sides are the reference run on one device and the run under a plan. A difference is relative to the largest value of
+the tensor, but at least to a thousandth of the largest value among all tensors of its kind in that step, because a
+gradient that is zero except for rounding has no scale of its own. A difference above `LIMIT` is a fault. A difference
+between ranks in a value that should be the same on all of them is a fault too, even if rank 0 is right.
+
+Some elements of parameters and optimizer state are left out: those whose gradient was zero except for rounding in some
+step (below 1e-8 of the largest gradient, yet not zero on both sides; see noise.py). Adam turns such noise into steps of
+full size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from meshwise.checker.compare_outputs import Unseen, compared_outputs, left_out, of_samples
+from meshwise.checker.contents import compared_fields
+from meshwise.checker.difference import LIMIT, Difference, finite, numbers, tensors
+from meshwise.checker.noise import note_noise
+from meshwise.checker.trace import Divergence, Named, StepTrace, Trace
+
+MICROBATCHES = "number of microbatches"
+"""The name of the `Difference` between the number of microbatches in a step on one device and under the plan."""
+KINDS = (
+    *("races", "modules", "tied weights", "initial parameters", "initial buffers", "resumed state", "sample order"),
+    *("batch contents", "module outputs", "loss", "gradients", "gradient norm", "clipped gradients", "learning rate"),
+    *("optimizer state", "parameters", "buffers", "scheduler", "steps", "evaluation"),
+)
+"""The kinds of values that are compared, in the order in which a step produces them."""
+HARDLY = 1e-3  # of a difference: what is left of it where it was made up for
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A summary of all comparisons of one kind of value."""
+
+    kind: str
+    count: int
+    faults: int
+    largest: Difference
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The comparison of the reference run on one device with the run under a plan."""
+
+    kinds: tuple[Compared, ...]
+    differences: tuple[Difference, ...]
+    first: Difference | None
+    modules: Mapping[str, str]
+    left_out: tuple[str, ...]
+    unseen: tuple[Unseen, ...] = ()
+
+    @property
+    def equal(self) -> bool:
+        return self.first is None
+
+
+def compare(reference: Trace, actual: Trace) -> Comparison:
+    """Compare the trace of the run under a plan (`actual`) with the trace of the run on one device (`reference`)."""
+    found = [Difference("races", 0, race, math.inf, 0.0) for race in actual.races]
+    found += _over_ranks(_start(reference, actual), actual.rank_divergence)
+    noise: dict[str, Tensor] = {}
+    unseen: list[Unseen] = []
+    for number, (mine, other) in enumerate(zip(reference.steps, actual.steps, strict=False), 1):
+        if number == len(actual.steps) > 1:
+            found += [d for resumed in actual.resumed for d in _resumed(number, actual.steps[-2], resumed)]
+        found += _samples(number, mine, other)
+        contents = list(_contents(number, mine, other))
+        gradients = _reduced_by_hand(_over_ranks(_gradients(number, mine, other), other.rank_divergence))
+        outputs = _over_ranks(compared_outputs(number, mine, other, unseen), other.rank_divergence)
+        wrong = any(d.fault for d in gradients)
+        found += [d for d in contents if wrong or not d.fault]  # what differs and changes nothing may be anything
+        found += outputs if wrong else of_samples(outputs, unseen)
+        found += gradients
+        note_noise(noise, mine.gradients, other.gradients)
+        found += _over_ranks(_after(number, mine, other, noise), other.rank_divergence)
+    if actual.steps:
+        found += _number_of_steps(len(reference.steps), len(actual.steps))
+        found += _over_ranks(_evaluation(reference, actual), actual.rank_divergence)
+    by_kind = {kind: [d for d in found if d.kind == kind] for kind in KINDS}
+    kinds = tuple(_compared(kind, differences) for kind, differences in by_kind.items() if differences)
+    first = next((d for d in found if d.fault), None)
+    left = tuple(left_out(reference, actual, unseen, noise))
+    return Comparison(kinds, tuple(found), first, reference.modules, left, tuple(unseen))
+
+
+def _compared(kind: str, differences: Sequence[Difference]) -> Compared:
+    farthest = max(differences, key=lambda d: finite(d.relative))
+    return Compared(kind, len(differences), sum(d.fault for d in differences), farthest)
+
+
+def _over_ranks(differences: Iterable[Difference], divergence: Divergence) -> list[Difference]:
+    """Return the differences."""
+    found = []
+    for d in differences:
+        ranks = divergence.get((d.kind, d.name), 0.0)
+        if ranks > LIMIT and "parts" not in d.facts:
+            d = replace(
+                d, relative=max(d.relative, ranks), facts={**d.facts, "ranks apart": ranks, "first rank": d.relative}
+            )
+        found.append(d)
+    return found
+
+
+def _reduced_by_hand(gradients: list[Difference]) -> list[Difference]:
+    """Return the differences of gradients, without errors that the program itself corrects before the optimizer step,
+    e.g. by an all_reduce."""
+    got = {d.name: d.relative for d in gradients if d.kind == "clipped gradients"}
+    made = {
+        d.name: got.get(d.name, math.inf)
+        for d in gradients
+        if d.kind == "gradients" and d.fault and abs((d.factor or 1.0) - 1) < HARDLY
+    }
+    made = {d.name: made[d.name] for d in gradients if d.name in made and made[d.name] < HARDLY * d.relative}
+    if not made:
+        return gradients
+    far = {**made, "all gradients": max(got.values())}
+    kinds = ("gradients", "gradient norm")
+    return [
+        replace(d, relative=min(d.relative, far.get(d.name, math.inf))) if d.kind in kinds else d for d in gradients
+    ]
+
+
+def _start(reference: Trace, actual: Trace) -> Iterator[Difference]:
+    kinds = ("modules", "tied weights")
+    diverging = [[name for of, name in sorted(actual.rank_divergence) if of == kind] for kind in kinds]
+    yield from (Difference("modules", 0, name, 0.0, 0.0) for name in diverging[0])
+    mine, others = ({" = ".join(group) for group in side.tied} for side in (reference, actual))
+    for group in sorted(mine | others | set(diverging[1])):
+        one_side = group in mine ^ others
+        facts = {"tied": "one device" if group in mine else "the plan"} if one_side else {}
+        yield Difference("tied weights", 0, group, math.inf if one_side else 0.0, 0.0, facts)
+    yield from tensors("initial parameters", 0, reference.initial_parameters, actual.initial_parameters)
+    yield from tensors("initial buffers", 0, reference.initial_buffers, actual.initial_buffers)
+
+
+def _number_of_steps(one: int, plan: int) -> Iterator[Difference]:
+    if one != plan:
+        facts = {"one device": one, "the plan": plan}
+        yield Difference("steps", min(one, plan), "number of steps", math.inf, float(abs(one - plan)), facts)
+
+
+def _resumed(step: int, before: StepTrace, after: StepTrace) -> Iterator[Difference]:
+    """Compare the state of a job right after a resume with its state before the resume."""
+    for kind in ("parameters", "buffers", "optimizer_state"):
+        yield from tensors("resumed state", step, getattr(before, kind), getattr(after, kind))
+    yield from numbers("resumed state", step, before.scheduler, after.scheduler)
+
+
+def _samples(step: int, mine: StepTrace, other: StepTrace) -> Iterator[Difference]:
+    for number, sides in enumerate(zip(mine.samples, other.samples, strict=False), 1):
+        want, got = ([index for part in ranks for index in part] for ranks in sides)
+        yield _indices("sample order", step, f"microbatch {number}", want, got)
+    if len(mine.samples) != len(other.samples):
+        facts = {"one device": len(mine.samples), "the plan": len(other.samples)}
+        yield Difference("sample order", step, MICROBATCHES, math.inf, 0.0, facts)
+
+
+def _indices(kind: str, step: int, name: str, want: Sequence[int], got: Sequence[int]) -> Difference:
+    counts, wanted = Counter(got), Counter(want)
+    facts = {"repeated": sorted((counts - wanted).elements()), "missing": sorted((wanted - counts).elements())}
+    wrong = sum(a != b for a, b in zip(want, got, strict=False)) + abs(len(want) - len(got))
+    return Difference(kind, step, name, math.inf if wrong else 0.0, float(wrong), facts if wrong else {})
+
+
+def _contents(step: int, mine: StepTrace, other: StepTrace) -> Iterator[Difference]:
+    for number, sides in enumerate(zip(mine.samples, other.samples, strict=False)):
+        one, ranks = ([each for each in side.contents if each.microbatch == number] for side in (mine, other))
+        samples = [[index for part in side for index in part] for side in sides]
+        for found in compared_fields(one, ranks, *samples):
+            facts = {
+                "microbatch": number + 1,
+                "sample": found.wrong[0],
+                "how many": f"{len(found.wrong)} of {found.samples}",
+                "from the first": samples[1][0] in found.wrong,
+                "place": ranks[0].place,
+                "source": ranks[0].source,
+                "draws": ranks[0].draws,
+                "collate": ranks[0].collate,
+            } if found.wrong else {}  # fmt: skip
+            yield Difference("batch contents", step, found.name, found.relative, found.absolute, facts)
+
+
+def _gradients(step: int, mine: StepTrace, other: StepTrace) -> Iterator[Difference]:
+    """Yield the comparisons of the loss, the gradients, the norm of all gradients, and the clipped gradients in a step.
+    The gradients are in the order in which the backward pass on one device has computed them."""
+    yield from numbers("loss", step, {"loss": mine.loss}, {"loss": other.loss})
+    order = dict.fromkeys([*mine.ready_order, *mine.gradients])
+    wanted = {name: mine.gradients[name] for name in order if name in mine.gradients}
+    yield from tensors("gradients", step, wanted, other.gradients, facts=_gradient_facts)
+    norms = [{"all gradients": _norm(gradients)} for gradients in (wanted, other.gradients)]
+    yield from numbers("gradient norm", step, *norms)
+    clipped = mine.clipped_gradients, other.clipped_gradients
+    yield from tensors("clipped gradients", step, *clipped, facts=_gradient_facts)
+
+
+def _after(step: int, mine: StepTrace, other: StepTrace, noise: Named) -> Iterator[Difference]:
+    yield from numbers("learning rate", step, mine.learning_rates, other.learning_rates)
+    sides = mine.optimizer_state, other.optimizer_state
+    for key in sorted({name.rsplit(" ", 1)[1] for state in sides for name in state}):
+        states = [{n: t for n, t in state.items() if n.endswith(f" {key}")} for state in sides]
+        of_key = {f"{name} {key}": mask for name, mask in noise.items()}
+        yield from tensors("optimizer state", step, *states, noise=of_key)
+    yield from tensors("parameters", step, mine.parameters, other.parameters, noise=noise)
+    yield from tensors("buffers", step, mine.buffers, other.buffers)
+    if mine.scheduler and other.scheduler:  # which a program that has ended may have let go
+        yield from numbers("scheduler", step, mine.scheduler, other.scheduler)
+
+
+def _evaluation(reference: Trace, actual: Trace) -> Iterator[Difference]:
+    steps = len(reference.steps)
+    if reference.evaluated or actual.evaluated:
+        yield _indices("evaluation", steps, "samples", sorted(reference.evaluated), sorted(actual.evaluated))
+    yield from numbers("evaluation", steps, reference.evaluation, actual.evaluation)
+
+
+def _gradient_facts(mine: Tensor, other: Tensor) -> dict[str, float]:
+    """Return the factor that maps `mine` to `other` best, by least squares, and the norm of the residual relative to
+    the norm of `other`."""
+    square = float((mine * mine).sum())
+    factor = float((mine * other).sum()) / square if square else math.nan
+    length = float(other.norm())
+    return {"factor": factor, "rest": float((other - factor * mine).norm()) / length if length else math.nan}
+
+
+def _norm(named: Named) -> float:
+    return math.sqrt(sum(float((t * t).sum()) for t in named.values()))

@@ -1,0 +1,116 @@
+"""Detect operators that combine several samples of a batch.
+
+A loss that compares samples with each other uses such operators.
+
+A tensor with two dimensions that both grow with the number of rows holds pairs of samples. A sum over rows that is not
+a single number is a statistic of the batch. Sorting, indexing or moving along rows compares samples. In a single
+forward pass this may be chance, as when there are as many features as samples. If the same call does it with another
+number of samples, it is not.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwise.spec.user_code import user_place
+from meshwise.torch_compat.dispatch import intercept_operators, named_arguments, operator_name
+
+Dims = tuple[tuple[int, float], ...]
+"""Coupled (dimension, factor): this dimension of a tensor is `factor` times as long as the batch has samples."""
+Coupled = dict[tuple[str, str | None, int, Dims, int], str]
+"""Maps a call to its source line. The key is (operator, module or None outside of the model, number of the call,
+dimensions of the result, number of samples in the batch)."""
+
+
+STATISTIC = -1  # in the place of a dim
+OVER_ROWS = {"mean", "sum", "logsumexp", "linalg_vector_norm", "amax", "amin", "prod"}
+SPREAD = {"var", "std", "var_mean", "std_mean"}  # of one number too
+STATISTICS = SPREAD | {"mean", "sum"}
+CURVED = {"sqrt", "rsqrt", "log", "pow"}  # of a mean over samples: no mean over samples
+ALONG_ROWS = {"topk", "sort", "kthvalue", "median", "max", "min", "roll", "flip"}
+_TOGETHER = OVER_ROWS | SPREAD | CURVED | ALONG_ROWS | {"mm", "index"}
+
+
+@dataclass(frozen=True)
+class Together:
+    """An operator that combines several samples of a batch, such as a mean over the batch."""
+
+    operator: str
+    module: str | None
+    text: str
+
+    @property
+    def is_statistic(self) -> bool:
+        """Whether the operator takes a statistic over the samples, such as a mean, a sum or a variance."""
+        return self.operator in STATISTICS
+
+
+def noting_coupled(rows: int, found: Coupled, module: Callable[[], str | None]) -> AbstractContextManager[Any]:
+    """Record in `found` the operators inside the with block that may combine samples."""
+    calls: Counter[tuple[str, str | None]] = Counter()
+
+    def note(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result, name = operator(*args, **kwargs), operator_name(operator)
+        if rows > 1 and isinstance(result, Tensor) and result.dim() > 1:
+            within = module()
+            calls[name, within] += 1
+            dims = tuple((d, size / rows) for d, size in enumerate(result.shape) if size and size % rows == 0)
+            if len(dims) > 1:
+                found.setdefault((name, within, calls[name, within], dims, rows), user_place())
+        if rows > 1 and name in _TOGETHER and args and isinstance(args[0], Tensor):
+            within = module()
+            of_rows = f"{name} of rows"
+            calls[of_rows, within] += 1
+            size = _rows_taken_together(name, args[0], result, named_arguments(operator, args, kwargs), rows)
+            curved = within is None and name in CURVED and args[0].is_floating_point() and args[0].dim() == 0
+            if size or curved:
+                key = name, within, calls[of_rows, within], ((STATISTIC, size / rows),), rows
+                found.setdefault(key, user_place())
+        return result
+
+    return intercept_operators(note)
+
+
+def _rows_taken_together(name: str, tensor: Tensor, result: Any, given: dict[str, Any], rows: int) -> int:
+    """Return how many rows an operator combines, e.g. 8 for a variance over 8 rows."""
+    if not tensor.is_floating_point() or tensor.dim() == 0:
+        return 0
+    size = len(tensor)
+    if name == "mm":
+        size = given["mat2"].size(0)
+        taken = all(each % rows for each in result.shape)
+    elif name in SPREAD or name in OVER_ROWS:
+        dims = given.get("dim")
+        dims = list(range(tensor.dim())) if dims in (None, []) else [dims] if isinstance(dims, int) else dims
+        number = isinstance(result, Tensor) and result.numel() == 1
+        taken = any(dim % tensor.dim() == 0 for dim in dims) and (name in SPREAD or not number)
+    elif name in ALONG_ROWS:
+        dims = given.get("dims", given.get("dim", -1))
+        taken = any(dim % tensor.dim() == 0 for dim in ([dims] if isinstance(dims, int) else dims))
+        taken &= "dim" in given or "dims" in given
+    else:
+        indices = given.get("indices") or ()
+        taken = [(each.dtype, each.numel()) for each in indices if each is not None] == [(torch.int64, size)]
+    return size if taken and size % rows == 0 else 0
+
+
+def taken_together(one: Coupled, rank: Coupled) -> list[Together]:
+    """Return the operator calls that combine a different number of samples on a rank than on one device."""
+    rows: dict[Any, set[int]] = {}
+    for *call, count in rank:
+        rows.setdefault(tuple(call), set()).add(count)
+    both = [(key, place) for key, place in one.items() if place and rows.get(key[:4], set()) - {key[4]}]
+    return [Together(name, module, _said(name, place, dims)) for (name, module, _, dims, _), place in both]
+
+
+def _said(name: str, place: str, dims: Dims) -> str:
+    if dims[0][0] == STATISTIC:
+        return f"{place} takes several samples of a batch together ({name})"
+    return f"{place} compares the samples of a batch with each other"

@@ -1,0 +1,187 @@
+"""Diagnose differing gradients when outputs and loss agree.
+
+The rules are in order, from the surest evidence to the weakest.
+
+Much follows from the position of the first wrong gradient in the backward pass. Wrong loss weights or wrong reductions
+make every gradient wrong, beginning at the loss. A fault inside a module leaves the gradients of later modules right.
+"""
+
+from __future__ import annotations
+
+import math
+from itertools import takewhile
+
+from meshwise.checker.causes import Cause
+from meshwise.checker.causes import CauseKind as K
+from meshwise.checker.diagnose_backward import by_hand_in_the_backward
+from meshwise.checker.diagnose_weights import by_weights
+from meshwise.checker.evidence import Evidence, Rule, is_inside, near, owner_of, precision_lost, says
+from meshwise.checker.rank_weights import weights_in
+from meshwise.spec.plan import Plan
+from meshwise.spec.words import some
+
+
+def _no_gradient(evidence: Evidence) -> Cause | None:
+    """Explain a gradient that exists in the run on one device, but not in the run under the plan, or the other way
+    round."""
+    first = evidence.first
+    lacking = first.facts.get("lacking")
+    if lacking is None:
+        return None
+    names = [d.name for d in evidence.faults("gradients") if d.facts.get("lacking") == lacking]
+    few = some(names)
+    if lacking == "one device":
+        return Cause(K.BACKWARD, f"{few}: there is a gradient under the plan, but none on one device.")
+    if not _whole_modules(names, evidence):
+        return Cause(K.BACKWARD, f"the plan has no gradient of {few}: frozen, detached or unused.")
+    within = _common_module(names)
+    order = [d.name for d in evidence.of_kind("gradients") if is_inside(d.name, within)]
+    beyond = [name for name in order[order.index(first.name) :] if name not in names]
+    if beyond and (evidence.plan.shard > 1 or evidence.plan.accumulate > 1):
+        text = f"the plan has no gradient of {few}, but has one of {beyond[0]}, which comes before it"
+        return Cause(K.MISSING_REDUCTION, f"{text}: the missing gradient was not reduced.")
+    return Cause(K.BACKWARD, f"no gradient gets to {owner_of(first.name) or 'the model'}: the graph is cut after it.")
+
+
+def _not_reduced(evidence: Evidence) -> str:
+    names = [d.name for d in evidence.faults("gradients") if "ranks apart" in d.facts]
+    return f"ranks have different values of {some(names)}, which should be equal." if names else ""
+
+
+def _modified_between_backwards(evidence: Evidence) -> Cause | None:
+    """Explain wrong gradients if the program has cleared, scaled or clipped gradients between the microbatches of a
+    step. Return None if the program has not done so."""
+    one, plan = evidence.steps
+    for rank, micro, before, after, alike in plan.modified_between_backwards:
+        where = f"after microbatch {micro + 1} on rank {rank}"
+        if after == 0:
+            return Cause(K.MISSING_REDUCTION, f"gradients are thrown away {where}, before the step.")
+        if not alike and micro in one.standing:  # who reads gradients gets those of all ranks
+            before, alike = one.standing[micro], True
+        if near(before, after):
+            continue
+        if alike and (after > before or near(before / after, round(before / after))):
+            text = f"gradients are multiplied by {after / before:.6g} {where}, and later ones are added to the result"
+            return Cause(K.SCALED_BETWEEN, f"{text}: earlier microbatches get another weight than later ones.")
+        if after < before:
+            text = f"gradients are {'scaled' if alike else 'cut'} from norm {before:.3g} to {after:.3g} {where}"
+            return Cause(K.CLIP_NORM, f"{text}, before the step: they are clipped in each microbatch.")
+    return None
+
+
+def _one_factor(evidence: Evidence) -> Cause | None:
+    """Explain gradients that are all the same multiple of the gradients on one device. Return None if they are not."""
+    factors, plan = [d.factor for d in evidence.faults("gradients")], evidence.plan
+    factor = factors[0] if factors else None
+    if factor is None or not all(f is not None and near(f, factor) for f in factors):
+        return None
+    text = f"{evidence.how_many()}, and are {factor:.12g} times those of one device"
+    for size, words in {plan.devices: "ranks", plan.shard: "shards", plan.data: "replicas"}.items():
+        if size > 1 and near(factor, size):
+            return Cause(K.DOUBLED_REDUCTION, f"{text}, the number of {words}: summed, and not divided.")
+        if size > 1 and near(factor, 1 / size):
+            text += f", one over the number of {words}: divided once too often."
+            return Cause(K.DOUBLED_REDUCTION, text)
+    return Cause(K.LOSS_WEIGHTING, f"{text}: {_meaning(factor, plan)}.") if _all_wrong(evidence) else None
+
+
+def _meaning(factor: float, plan: Plan) -> str:
+    if plan.accumulate > 1 and any(near(factor, size) for size in (plan.accumulate, 1 / plan.accumulate)):
+        return "the number of microbatches is applied once too often, or not at all"
+    power = abs(math.log2(abs(factor)))
+    scale = ", a power of two: perhaps a loss scale is not removed" if power >= 4 and near(power, round(power)) else ""
+    return f"the same factor for each{scale}"
+
+
+def _only_tied_weights(evidence: Evidence) -> str:
+    tied = {name: len(group) for group in evidence.reference.tied for name in group}
+    name = evidence.first.name
+    if name not in tied or any(d.name not in tied for d in evidence.faults("gradients")):
+        return ""
+    return f"{name} is shared by {tied[name]} modules, and its gradient differs."
+
+
+def _lower_precision(evidence: Evidence) -> str:
+    reference, actual = evidence.steps
+    names = [d.name for d in evidence.faults("gradients")]
+    found = {precision_lost(reference.gradients.get(n), actual.gradients.get(n)) for n in names}
+    if not names or "" in found:
+        return ""
+    return f"every value of the {len(names)} gradients that differ fits into {' or '.join(sorted(found))}."
+
+
+def _exchanged_by_hand(evidence: Evidence) -> Cause | None:
+    """Explain a wrong gradient by a collective that the program itself calls."""
+    solved = weights_in(*evidence.steps, [evidence.first.name])
+    if solved is None or solved.one is not None:
+        return None
+    owner = owner_of(evidence.first.name)
+    module = next((name for name in (owner, *_called_next(evidence)) if evidence.exchanges_in(name)), None)
+    if module is None:
+        return None
+    kind = evidence.comparison.modules.get(module, "")
+    text = (
+        f"{evidence.how_many()}, from {evidence.first.name} on; no weights of the ranks' own gradients of it give that "
+        f"of one device: something is on no rank. {module or 'the model'} ({kind}) exchanges by hand in"
+    )
+    if lost := evidence.exchanges_without_backward(module):
+        return Cause(
+            K.MISSING_REDUCTION,
+            f"{text} {some(lost)}, but its backward has no collective, so no gradient comes back from other ranks. "
+            "Use a torch.autograd.Function whose backward adds up the gradients of what was gathered or added up in "
+            "the forward.",
+        )
+    return Cause(K.BACKWARD, f"{text} {some(evidence.exchanges_in(module))}: look at the backward of that.")
+
+
+def _random_recompute(evidence: Evidence) -> str:
+    """Return a sentence if a block under activation checkpointing draws other random numbers in its recomputation than
+    in its forward pass, but only under the plan. Return an empty string otherwise."""
+    reference, actual = evidence.steps
+    if not actual.rng_mismatch or reference.rng_mismatch:
+        return ""
+    equal = f"module outputs{evidence.not_seen()} and loss are equal"
+    return f"{equal}; in the backward a recomputed block draws other random numbers."
+
+
+GRADIENT_RULES: tuple[Rule, ...] = (
+    _no_gradient,
+    by_hand_in_the_backward,
+    says(K.MISSING_REDUCTION, _not_reduced),
+    _modified_between_backwards,
+    says(K.DROPOUT, _random_recompute),
+    _one_factor,
+    by_weights,
+    says(K.TIED_WEIGHT, _only_tied_weights),
+    says(K.LOWER_PRECISION, _lower_precision),
+    _exchanged_by_hand,
+    says(K.BACKWARD, "{how_many}; {name} was the first to be ready."),
+)
+
+
+def _all_wrong(evidence: Evidence) -> bool:
+    """Return whether every gradient above rounding noise is wrong."""
+    return all(d.fault for d in evidence.gradients())
+
+
+def _called_next(evidence: Evidence) -> list[str]:
+    """Return the modules that the forward pass calls after the module with the first wrong gradient."""
+    owner = owner_of(evidence.first.name)
+    names = [output.module for output in evidence.steps[0].outputs if output.microbatch == 0]
+    last = max((at for at, name in enumerate(names) if name == owner), default=len(names))
+    called = [name for name in names[last + 1 :] if not is_inside(owner, name)]
+    right = {owner_of(d.name) for d in evidence.of_kind("gradients") if not d.fault}
+    return called[: next((at + 1 for at, name in enumerate(called) if name in right), None)]
+
+
+def _whole_modules(names: list[str], evidence: Evidence) -> bool:
+    """Return True if, for each module, `names` contains all of its parameters or none."""
+    owners = {owner_of(name) for name in names}
+    return all(name in names for name in evidence.reference.steps[0].gradients if owner_of(name) in owners)
+
+
+def _common_module(names: list[str]) -> str:
+    """Return the name of the innermost module that contains the modules of all these parameters."""
+    parts = [owner_of(owner_of(name)).split(".") for name in names]
+    shared = takewhile(lambda level: len(set(level)) == 1, zip(*parts, strict=False))
+    return ".".join(level[0] for level in shared)

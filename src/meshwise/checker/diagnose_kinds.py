@@ -1,0 +1,133 @@
+"""Diagnose causes that one kind of state shows by itself.
+
+Such state is the contents of a batch, the buffers of a module, a value that is not finite, or a metric.
+"""
+
+from __future__ import annotations
+
+import math
+
+from meshwise.checker.causes import CauseKind as K
+from meshwise.checker.evidence import Evidence, Rule, near, owner_of, says
+from meshwise.spec.words import some
+
+# The contents of batches.
+
+
+def _other_contents(evidence: Evidence) -> str:
+    """Return a sentence that names a sample whose values differ from those on one device, and the source line that
+    reads the sample."""
+    facts = evidence.first.facts
+    where = f"{facts['place']}: " if facts["place"] else ""
+    text = f"{where}sample {facts['sample']} of {facts['source']} has other values in {evidence.first.name}"
+    return f"{text} than on one device ({facts['how many']} samples of microbatch {facts['microbatch']} do)."
+
+
+def _own_generator(evidence: Evidence) -> str:
+    draws = evidence.first.facts["draws"]
+    if not draws:
+        return ""
+    return (
+        f"{_other_contents(evidence)} {draws} draws in the order in which each rank reads. Make a generator from the "
+        "sample's index, np.random.default_rng((seed, index)), or draw from torch, numpy.random or random, whose draws "
+        "are keyed by epoch and index."
+    )
+
+
+def _made_of_the_batch(evidence: Evidence) -> str:
+    """Blame the collate function if the very first sample already differs, before random numbers could have diverged.
+    Return an empty string otherwise."""
+    facts = evidence.first.facts
+    if not facts["collate"] or not facts["from the first"] or evidence.first.step > 1:
+        return ""
+    return (
+        f"{_other_contents(evidence)} {facts['collate']} makes a batch of the samples of one rank. Compute what "
+        "depends on all samples (for example a mean) in the loop, with mw.mean or mw.sum."
+    )
+
+
+CONTENTS_RULES: tuple[Rule, ...] = (
+    says(K.CONTENTS, _own_generator),
+    says(K.CONTENTS, _made_of_the_batch),
+    says(K.CONTENTS, _other_contents),
+)
+
+# Statistics of a module's own.
+
+OF_BATCH = (
+    "Compute statistics of the whole batch with mw.mean(x.mean(0), weight=len(x), grad=True). meshwise does this "
+    "itself for torch's own batch norms."
+)
+
+
+def own_statistics(evidence: Evidence) -> str:
+    """Return a sentence about a module whose buffers differ after the step, because it keeps statistics of this rank's
+    samples only. Return an empty string if its buffers agree."""
+    name, kind = evidence.first.name, evidence.first.facts["class"]
+    kept = [d.name for d in evidence.faults("buffers") if owner_of(d.name) == name]
+    if not kept:
+        return ""
+    return (
+        f"{name or 'the model'} ({kind}) keeps {some(kept)}, which after the step covers the samples of one rank. "
+        f"{OF_BATCH}"
+    )
+
+
+# Values that are not finite.
+
+
+def open_exchange(evidence: Evidence) -> str:
+    """Return a sentence if the program read a value before a collective had written it."""
+    one, plan = evidence.steps
+    if not math.isinf(evidence.first.relative) or not math.isfinite(one.loss) or not plan.nan_while_open:
+        return ""
+    return f"{plan.nan_while_open[0]}."
+
+
+def not_finite(evidence: Evidence) -> str:
+    """Return a sentence about a value that is finite on one device, but not under the plan."""
+    one, plan = evidence.steps
+    if not math.isfinite(one.loss) or math.isfinite(plan.loss) or "lacking" in evidence.first.facts:
+        return ""
+    if not math.isinf(evidence.first.relative):
+        return ""
+    where = evidence.first.name or "the model"
+    losses = f"the loss is {plan.loss} under the plan and {one.loss:.6g} on one device"
+    return f"{where} is the first value that is not finite under the plan; {losses}."
+
+
+COUNTED = (
+    "{name} is {both}: every rank has the value of all samples. Either the loop reads a DataLoader that was not passed "
+    "to mw.distribute (write loader = mw.distribute(loader) before it), or mw.sum or mw.mean has returned the value."
+)
+UNSUMMED = "without mw.sum"
+"""The label of an evaluation loop in a script that computes its metrics from the samples of one rank only."""
+
+
+def _is_not_summed(evidence: Evidence) -> bool:
+    return evidence.first.name.endswith(UNSUMMED)
+
+
+def _is_read_by_every_rank(evidence: Evidence) -> str:
+    """Return a sentence about a value that every rank has of all samples, so that `mw.sum` counts each sample once per
+    rank. Return an empty string if there is none."""
+    one, plan = (evidence.first.facts.get(side, math.nan) for side in ("one device", "the plan"))
+    again = near(plan, one * evidence.plan.devices) and evidence.first.name.startswith("mw.sum")
+    return COUNTED.format(name=evidence.first.name, both=evidence.both_numbers()) if again else ""
+
+
+EVALUATION_RULES: tuple[Rule, ...] = (
+    says(
+        K.MISSING_SUM,
+        "{name} had no mw.backward either, so each rank has the figure of its own samples.",
+        _is_not_summed,
+    ),
+    says(K.UNDISTRIBUTED, _is_read_by_every_rank),
+    says(K.PADDING, "{name}: {samples}.", Evidence.other_samples),
+    says(
+        K.EVALUATION,
+        "ranks have different values of {name}, which should be that of all samples.",
+        Evidence.ranks_differ,
+    ),
+    says(K.EVALUATION, "parameters and buffers are equal; {name} is {both}."),
+)

@@ -1,0 +1,281 @@
+"""Diagnose the likely cause of the first difference.
+
+Its functions are pure: they only look at what was compared.
+
+A cause is named together with the evidence that supports it. It is likely, not proven.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from meshwise.checker.causes import Cause
+from meshwise.checker.causes import CauseKind as K
+from meshwise.checker.compare import Comparison
+from meshwise.checker.coupled_operators import taken_together
+from meshwise.checker.diagnose_by_hand import (
+    counted_by_ranks,
+    exchanges_by_hand,
+    over_another_group,
+    ranks_have_parts,
+    sum_by_hand_is_missing,
+)
+from meshwise.checker.diagnose_gradients import GRADIENT_RULES
+from meshwise.checker.diagnose_kinds import (
+    CONTENTS_RULES,
+    EVALUATION_RULES,
+    OF_BATCH,
+    not_finite,
+    open_exchange,
+    own_statistics,
+)
+from meshwise.checker.diagnose_updates import (
+    UPDATE_RULES,
+    accumulates_by_ranks,
+    changed_by_a_load,
+    fewer_steps,
+    lost_by_a_resume,
+    other_microbatches,
+    skipped_step,
+)
+from meshwise.checker.diagnose_weights import by_numbers, by_weights, line_of, not_a_mean
+from meshwise.checker.difference import Difference
+from meshwise.checker.evidence import Evidence, Rule, is_inside, near, owner_of, says
+from meshwise.checker.trace import Trace
+from meshwise.spec.plan import Plan
+from meshwise.spec.words import some
+
+ranks_differ = Evidence.ranks_differ
+
+
+def module_of(difference: Difference, comparison: Comparison) -> str:
+    """Return the name of the module in which a difference arose: the module whose output differs, or the module that
+    holds the differing parameter or gradient. Return an empty string if the difference belongs to no single module."""
+    if difference.kind in ("module outputs", "modules"):
+        return difference.name
+    if difference.kind in ("clipped gradients", "scheduler", "evaluation"):  # clipping is of all gradients at once
+        return ""
+    owner = owner_of(difference.name.split(" ")[0])
+    return owner if owner in comparison.modules else ""
+
+
+def cause_of(comparison: Comparison, reference: Trace, actual: Trace, plan: Plan) -> Cause | None:
+    """Return the likely cause of the first difference, or None if nothing differs."""
+    if comparison.first is None:
+        return None
+    evidence = Evidence(comparison.first, comparison, reference, actual, plan)
+    causes = (rule(evidence) for rule in RULES[comparison.first.kind])
+    return next(cause for cause in causes if cause is not None)
+
+
+def _tied_on_one_side_only(evidence: Evidence) -> bool:
+    return bool(evidence.faults("tied weights"))
+
+
+def _is_norm(evidence: Evidence) -> bool:
+    kind = evidence.first.facts["class"]
+    return "BatchNorm" in kind or "InstanceNorm" in kind
+
+
+def _is_random(evidence: Evidence) -> bool:
+    random = evidence.reference.random_modules | evidence.actual.random_modules
+    return "Dropout" in evidence.first.facts["class"] or evidence.first.name in random
+
+
+def _outputs_are_equal(evidence: Evidence) -> bool:
+    return bool(evidence.of_kind("module outputs")) and not evidence.faults("module outputs")
+
+
+def _other_mode(evidence: Evidence) -> str:
+    one, plan = (step.evaluating for step in evidence.steps)
+    which = sorted(name for name in one ^ plan if is_inside(name, evidence.first.name))
+    if not which:
+        return ""
+    side = "under the plan" if which[0] in plan else "on one device"
+    return f"{some(which)}: in evaluation mode {side} during training, as after model.eval()."
+
+
+def _reads_other_samples(evidence: Evidence) -> bool:
+    """Return True if a step reads as many samples as on one device, and each of them once, but not the same samples."""
+    one, plan = ([index for ranks in step.samples for part in ranks for index in part] for step in evidence.steps)
+    return len(one) == len(plan) == len(set(plan)) and set(one) != set(plan)
+
+
+def _couples_samples(evidence: Evidence) -> str:
+    """Return a sentence if the loss cannot be computed separately for the samples of each rank."""
+    one, plan = evidence.steps
+    equal = {d.name for d in evidence.of_kind("module outputs")}
+    found = [each for each in taken_together(one.coupled, plan.coupled) if each.module not in equal]
+    if found:
+        return f"{found[0].text}; the loss is {evidence.both_numbers()}.{evidence.or_padding()}"
+    other = not_a_mean(evidence)
+    return "" if other is None else f"{line_of(other)} is {other.shown}, not a mean over ranks.{evidence.or_padding()}"
+
+
+def _statistics_in_a_module(evidence: Evidence) -> Cause | None:
+    """Name a module that computes across the samples of the batch, although each rank has only a part of them."""
+    name, (one, plan) = evidence.first.name, evidence.steps
+    found = [each for each in taken_together(one.coupled, plan.coupled) if each.module == name]
+    if not found or evidence.exchanges_in(name):
+        return None
+    where = f"{evidence.where(name)} is the first whose outputs differ"
+    if found[0].is_statistic:
+        return Cause(K.BATCH_NORM, f"{where}; {found[0].text}, which are those of one rank. {OF_BATCH}")
+    return Cause(K.COUPLED, f"{where}; {found[0].text}, and each rank has only its own samples.{evidence.or_padding()}")
+
+
+def _is_of_a_share_of_the_batch(evidence: Evidence) -> str:
+    """Return a sentence if the global batch grows or shrinks with the number of ranks: it has as many samples as on one
+    device, multiplied or divided by the number of ranks."""
+    one, plan = ([sum(map(len, ranks)) for ranks in step.samples] for step in evidence.steps)
+    devices, counts = evidence.plan.devices, [len(part) for part in evidence.steps[1].samples[0]]
+    even = max(counts) - min(counts) <= 1
+    read = [sample for part in evidence.steps[1].samples[0] for sample in part]
+    scaled = plan[0] in (one[0] // devices, -(-one[0] // devices), one[0] * devices)
+    if devices == 1 or not even or not scaled or len(set(read)) < len(read):  # repeated samples are no larger batch
+        return ""
+    return (
+        f"a batch has {plan[0]} samples on {devices} devices, and {one[0]} on one. Give the loader the same batch_size "
+        "for any number of devices: each takes its part of it."
+    )
+
+
+def _scaled_by_clipping(evidence: Evidence) -> str:
+    factor = evidence.first.factor
+    if factor is None:
+        return ""
+    return f"gradients are equal before they are clipped, and after it {factor:.12g} times those of one device."
+
+
+def _is_scheduled(evidence: Evidence) -> bool:
+    return bool(evidence.steps[0].scheduler)
+
+
+def _rate_times_ranks(evidence: Evidence) -> str:
+    """Return a sentence if the learning rate of the first step, under the plan, is the rate on one device times the
+    number of ranks, or times its square root. Return an empty string otherwise."""
+    rate, other = _rates(evidence)
+    ranks = evidence.plan.devices
+    scaled = {ranks: str(ranks), math.sqrt(ranks): f"the root of {ranks}"}
+    for factor, text in scaled.items():
+        if evidence.first.step == 1 and near(other, rate * factor):
+            return f"the learning rate is {evidence.both_numbers()}: {text} times as large."
+    return ""
+
+
+def _rates(evidence: Evidence) -> tuple[float, float]:
+    return evidence.first.facts["one device"], evidence.first.facts["the plan"]
+
+
+def _rate_of_a_later_step(evidence: Evidence) -> str:
+    _, other = _rates(evidence)
+    for number, step in enumerate(evidence.reference.steps, 1):
+        if number > evidence.first.step and any(near(other, rate) for rate in step.learning_rates.values()):
+            return f"the learning rate is {evidence.both_numbers()}, which one device has in step {number}."
+    return ""
+
+
+def _is_rate_over_ranks(evidence: Evidence) -> bool:
+    rate, other = _rates(evidence)
+    return near(other, rate / evidence.plan.devices)
+
+
+def _extra_ticks(evidence: Evidence) -> str:
+    one, plan = (step.scheduler.get("last_epoch", math.nan) for step in evidence.steps)
+    if not plan > one:
+        return ""
+    return f"after step {evidence.first.step} the scheduler has ticked {plan:g} times, on one device {one:g} times."
+
+
+def _belongs_to_batch_norm(evidence: Evidence) -> bool:
+    return "BatchNorm" in evidence.comparison.modules.get(module_of(evidence.first, evidence.comparison), "")
+
+
+START_RULES: tuple[Rule, ...] = (
+    says(K.TIED_WEIGHT, "{name} differs, and weights are tied on one side only.", _tied_on_one_side_only),
+    says(K.START_VALUES, "ranks have different values of {name} before the first step.", ranks_differ),
+    says(K.START_VALUES, "{lacking} has no {name}.", lambda evidence: "lacking" in evidence.first.facts),
+    says(K.START_VALUES, "{name} differs before the first step."),
+)
+RULES: Mapping[str, tuple[Rule, ...]] = {
+    "races": (says(K.RACE, "{name}."),),
+    "modules": (says(K.MODULE, "{name} has one class on some ranks and another on others."),),
+    "tied weights": (
+        says(K.TIED_WEIGHT, "{name} is one parameter on some ranks only.", ranks_differ),
+        says(K.TIED_WEIGHT, "{name} is one parameter on the side of {tied} only."),
+    ),
+    "initial parameters": START_RULES,
+    "initial buffers": START_RULES,
+    "sample order": (
+        says(K.BATCH_SIZE, accumulates_by_ranks),
+        says(K.SKIPPED, other_microbatches),
+        says(K.BATCH_SIZE, _is_of_a_share_of_the_batch),
+        says(K.DATA_ORDER, "{name} has the same number of samples, but other ones: {samples}.", _reads_other_samples),
+        says(K.PADDING, "{name}: {samples}.", Evidence.other_samples),
+        says(K.DATA_ORDER, "{name} has the same samples in another order."),
+    ),
+    "resumed state": (says(K.RESUMED, lost_by_a_resume),),
+    "batch contents": CONTENTS_RULES,
+    "module outputs": (
+        says(K.RACE, open_exchange),
+        says(K.MODE, _other_mode),
+        says(K.BATCH_NORM, "{name} is a {class}: its inputs are equal, its outputs are not.", _is_norm),
+        says(K.BATCH_NORM, own_statistics),
+        says(K.DROPOUT, "{name} ({class}) draws random numbers; {before}.", _is_random),
+        says(K.NOT_FINITE, not_finite),
+        says(K.WRONG_GROUP, over_another_group),
+        says(K.MISSING_REDUCTION, sum_by_hand_is_missing),
+        counted_by_ranks,
+        says(K.MISSING_REDUCTION, ranks_have_parts),
+        _statistics_in_a_module,
+        says(K.MODULE, exchanges_by_hand),
+        says(K.MODULE, "{name} ({class}) is the first whose outputs differ; {before}.{padding}"),
+    ),
+    "loss": (
+        says(K.RACE, open_exchange),
+        says(K.NOT_FINITE, not_finite),
+        says(K.LOSS, "ranks have different losses, which should all be that of the global batch.", ranks_differ),
+        by_numbers,
+        by_weights,
+        says(K.COUPLED, _couples_samples, _outputs_are_equal),
+        says(K.LOSS, "the loss is {both}."),
+    ),
+    "gradients": (says(K.RACE, open_exchange), *GRADIENT_RULES),
+    "gradient norm": GRADIENT_RULES,
+    "clipped gradients": (
+        says(K.RACE, open_exchange),
+        says(K.SKIPPED, skipped_step),
+        says(
+            K.CLIP_NORM, "gradients are equal before they are clipped, but differ between ranks after it.", ranks_differ
+        ),
+        says(K.CLIP_NORM, _scaled_by_clipping),
+        says(K.CLIP_NORM, "gradients are equal before they are clipped, but not after it."),
+    ),
+    "learning rate": (
+        says(K.SCHEDULER, "ranks have different learning rates of {name}.", ranks_differ, _is_scheduled),
+        says(K.LEARNING_RATE, "ranks have different learning rates of {name}.", ranks_differ),
+        says(K.SCALED_LEARNING_RATE, _rate_times_ranks),
+        says(K.EXTRA_TICKS, _rate_of_a_later_step),
+        says(K.EXTRA_TICKS, _extra_ticks),
+        says(K.SCHEDULER, "the learning rate is {both}.", _is_scheduled),
+        says(K.SCALED_LEARNING_RATE, "the rate is {both}: divided by the number of ranks.", _is_rate_over_ranks),
+        says(K.LEARNING_RATE, "the learning rate is {both}, and no scheduler is known."),
+    ),
+    "optimizer state": UPDATE_RULES,
+    "parameters": UPDATE_RULES,
+    "buffers": (
+        says(K.RESUMED, changed_by_a_load),
+        says(K.BATCH_NORM, "{outputs}, but {name}, of a batch norm, is not.", _belongs_to_batch_norm),
+        says(K.BUFFER, "{outputs}, and parameters; ranks have different values of {name}.", ranks_differ),
+        says(K.BUFFER, "{name} differs; {outputs}, and parameters."),
+    ),
+    "scheduler": (
+        says(K.SCHEDULER, "ranks have different values of {name} after step {step}.", ranks_differ),
+        says(K.EXTRA_TICKS, _extra_ticks),
+        says(K.SCHEDULER, "{name} is {both} after step {step}."),
+    ),
+    "steps": (says(K.SKIPPED, fewer_steps),),
+    "evaluation": EVALUATION_RULES,
+}
+"""The rules for each kind of difference between one device and the plan. The first rule that finds a cause is used."""

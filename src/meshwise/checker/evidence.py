@@ -1,0 +1,222 @@
+"""Hold the evidence for a cause, and put it into words.
+
+The evidence is the traces of both sides, and the differences between them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from torch import Tensor
+
+from meshwise.checker.causes import Cause, CauseKind
+from meshwise.checker.compare import Comparison
+from meshwise.checker.difference import Difference, largest, precision_of
+from meshwise.checker.exchanges import Exchange
+from meshwise.checker.noise import NOISE
+from meshwise.checker.trace import StepTrace, Trace
+from meshwise.spec.plan import Plan
+from meshwise.spec.words import some
+
+ROUNDING = 2.0**-6  # of a tensor's length: four times what rounding to bfloat16 makes
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """All that is known when the check looks for the cause of the first difference."""
+
+    first: Difference
+    comparison: Comparison
+    reference: Trace
+    actual: Trace
+    plan: Plan
+
+    @property
+    def steps(self) -> tuple[StepTrace, StepTrace]:
+        """The traces of the step with the first difference, on one device and under the plan."""
+        return self.reference.steps[self.first.step - 1], self.actual.steps[self.first.step - 1]
+
+    def of_kind(self, kind: str) -> list[Difference]:
+        """Return all comparisons of values of one kind, such as "gradients", in the step where the plan first differs
+        from one device. Comparisons that found equal values are included."""
+        return [d for d in self.comparison.differences if d.kind == kind and d.step == self.first.step]
+
+    def faults(self, kind: str) -> list[Difference]:
+        """Return the comparisons of one kind, such as "gradients", that found a difference larger than `LIMIT`."""
+        return [d for d in self.of_kind(kind) if d.fault]
+
+    def gradients(self) -> list[Difference]:
+        """Return the comparisons of gradients in the step where the plan first differs from one device."""
+        values = self.steps[0].gradients
+        noise = NOISE * largest(values.values())
+        return [d for d in self.of_kind("gradients") if d.fault or largest([values[d.name]]) > noise]
+
+    def not_seen(self, before: float = math.inf) -> str:
+        """Return a phrase that names the modules whose outputs under the plan cannot be compared with one device."""
+        names = [
+            each.module or "the model"
+            for each in self.comparison.unseen
+            if each.step == self.first.step and each.at < before
+        ]
+        return f" that can be compared (those of {some(list(dict.fromkeys(names)))} cannot)" if names else ""
+
+    def or_padding(self) -> str:
+        """Return a sentence that names padding as another possible cause, if ranks pad their samples to different
+        lengths. Return an empty string if they do not."""
+        theirs = dict[Any, list[int]]()
+        for output in self.steps[1].outputs if self.plan.tensor == self.plan.context == 1 else ():
+            theirs.setdefault(output.key, []).extend(output.shape[1:2])
+        for one in self.steps[0].outputs:
+            lengths = theirs.get(one.key, [])
+            if one.shape[1:] and lengths and min(lengths) < one.shape[1] == max(lengths):
+                drawn = " Dropout draws other numbers where padding stands in front." * bool(
+                    self.reference.random_modules
+                )
+                return (
+                    f" Or the model reads padding: ranks pad to {some(list(map(str, lengths)), 8)}, and one device to "
+                    f"{one.shape[1]}.{drawn} Pass a mask to every attention, also for its memory, or pad to "
+                    "one length."
+                )
+        return ""
+
+    def where(self, module: str) -> str:
+        """Describe a module by its name and its class, and by the source line of its forward if the user wrote it."""
+        at = self.reference.places.get(module)
+        return f"{module or 'the model'} ({self.comparison.modules.get(module, '')}{f', {at}' if at else ''})"
+
+    def exchanges_in(self, module: str, *, sums: bool | None = None) -> list[str]:
+        """Return the collectives that the program calls in the forward of `module`, as source lines with names."""
+        return list(dict.fromkeys(each.line for each in self.exchanges(module, sums)))
+
+    def exchanges(self, module: str, sums: bool | None = None) -> list[Exchange]:
+        """Return the collectives that the program calls in the forward of `module`."""
+        known = [each for each in self.actual.exchanges if each.module and sums in (None, each.adds_up)]
+        inside = [each for each in known if is_inside(each.module, module)]
+        around = [each for each in known if is_inside(module, each.module)]
+        nearest = max((each.module for each in around), key=len, default="")
+        return inside or [each for each in around if each.module == nearest]
+
+    def exchanges_without_backward(self, module: str) -> list[str]:
+        """Return the collectives in the forward of `module` through which no gradient comes back from other ranks."""
+        back = {each.function for each in self.actual.exchanges_backward}
+        found = self.exchanges(module, False if self.steps[1].peers else None)
+        return list(dict.fromkeys(each.within for each in found if not each.function or each.function not in back))
+
+    def sums_in_backward(self, module: str) -> list[Exchange]:
+        """Return the sums over ranks, e.g. calls of all_reduce, in the backward passes of `module`."""
+        used = {each.function for each in self.exchanges(module) if each.function}
+        known = [each for each in self.actual.exchanges_backward if each.adds_up]
+        return [each for each in known if each.function in used] or known
+
+    def of_another_group(self, sums: list[Exchange]) -> str:
+        """Return a sentence if a collective in `sums` adds up over the wrong process group."""
+        alike = self.steps[1].alike
+        wrong = [each for each in sums if each.ranks and set(each.ranks) != set(alike)]
+        if not wrong or len(alike) < 2:
+            return ""
+        over, right = (some(list(map(str, ranks)), 8) for ranks in (wrong[0].ranks, alike))
+        return (
+            f"{wrong[0].within} adds up over rank {over}, but the parts of the sum are on rank {right}, which have the "
+            "same samples: the collective uses the wrong process group."
+        )
+
+    def divided_by_hand(self, module: str) -> list[str]:
+        """Return the names of the parameters in `module` that the program itself divides over ranks."""
+        found: dict[str, list[list[tuple[int, int]]]] = {}
+        for (_, name), box in sorted(self.steps[1].own_boxes.items()):
+            if is_inside(name, module):
+                found.setdefault(name, []).append(box)
+        return [name for name, boxes in found.items() if len(boxes) > 1 and _are_apart(boxes)]
+
+    def ranks_differ(self) -> bool:
+        """Return True if the first wrong value that the check found differs between ranks, although all ranks should
+        have the same value."""
+        return "ranks apart" in self.first.facts
+
+    def other_samples(self) -> bool:
+        """Return whether the first difference is a sample that the plan reads more often or less often than one
+        device."""
+        return bool(self.first.facts.get("repeated") or self.first.facts.get("missing"))
+
+    def how_many(self) -> str:
+        """Return a phrase that says how many gradients differ in the step of the first difference."""
+        return f"{len(self.faults('gradients'))} of {len(self.of_kind('gradients'))} gradients differ"
+
+    def both_numbers(self) -> str:
+        """Return a phrase with the two numbers of the first wrong value, e.g. "2 under the plan and 1 on one
+        device"."""
+        figures = (self.first.facts.get(side) for side in ("the plan", "one device"))
+        plan, one = (f"{value:.12g}" if isinstance(value, float) else str(value) for value in figures)
+        return f"{plan} under the plan and {one} on one device"
+
+    def samples_text(self) -> str:
+        """Return a phrase that lists the samples that count too often, and the samples that do not count."""
+        ends = {"repeated": "counts too often", "missing": "not at all"}
+        found = {end: [str(index) for index in self.first.facts.get(fact, ())] for fact, end in ends.items()}
+        text = ", ".join(f"sample {some(indices)} {end}" for end, indices in found.items() if indices)
+        if self.first.kind != "sample order":
+            return text
+        places = [each.place for each in self.steps[1].contents if each.place]
+        return f"{text}, in the loop at {places[0]}" if places else text
+
+
+def _are_apart(boxes: list[list[tuple[int, int]]]) -> bool:
+    """Return True if there is a dimension along which the boxes lie one after another without overlap."""
+    return all(boxes) and any(all(a[1] <= b[0] for a, b in pairwise(dim)) for dim in zip(*boxes, strict=True))
+
+
+Rule = Callable[[Evidence], Cause | None]
+"""A function that returns one particular cause if the evidence supports it, and None otherwise."""
+
+
+def says(kind: CauseKind, text: str | Callable[[Evidence], str], *when: Callable[[Evidence], bool]) -> Rule:
+    """Make a rule that returns a `Cause` of the kind `kind` if all conditions in `when` hold, and None otherwise."""
+
+    def rule(evidence: Evidence) -> Cause | None:
+        if not all(holds(evidence) for holds in when):
+            return None
+        if callable(text):
+            said = text(evidence)
+            return Cause(kind, said) if said else None
+        first = evidence.first
+        words = {
+            **first.facts,
+            "name": first.name or "the model",
+            "step": first.step,
+            "both": evidence.both_numbers(),
+            "samples": evidence.samples_text(),
+            "padding": evidence.or_padding() if first.step > 0 else "",
+            "how_many": evidence.how_many(),
+            "outputs": f"module outputs{evidence.not_seen()} are equal",
+            "before": f"everything before it{evidence.not_seen(first.facts.get('at', math.inf))} is equal",
+        }
+        return Cause(kind, text.format_map(words))
+
+    return rule
+
+
+def is_inside(name: str, block: str) -> bool:
+    """Return whether `name`, a module or parameter, is the module `block` or lies inside that module."""
+    return not block or f"{name}.".startswith(f"{block}.")
+
+
+def owner_of(parameter: str) -> str:
+    """Return the name of the module that owns a parameter."""
+    return parameter.rpartition(".")[0]
+
+
+def precision_lost(reference: Tensor | None, actual: Tensor | None) -> str:
+    """Return the lower precision that the plan's values are rounded to, e.g. "bfloat16"."""
+    if reference is None or actual is None or reference.shape != actual.shape or not reference.is_floating_point():
+        return ""
+    rounding = float((reference - actual).norm()) <= ROUNDING * float(reference.norm())
+    return precision_of(actual) if rounding and not precision_of(reference) else ""
+
+
+def near(a: float, b: float, limit: float = 1e-6) -> bool:
+    """Return whether two numbers are equal up to rounding."""
+    return abs(a - b) <= limit * max(abs(a), abs(b), 1e-300)

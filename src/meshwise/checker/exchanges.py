@@ -1,0 +1,131 @@
+"""Note a program's own collectives, and NaN read before they ended.
+
+Collectives that meshwise itself calls while the program runs do not count. In a perturbed check, the buffer that a
+collective or a point-to-point transfer writes holds NaN until it has ended.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import FunctionCtx
+
+from meshwise.spec.user_code import is_users, place, user_place
+from meshwise.spec.words import some
+from meshwise.torch_compat.dispatch import gives_view, intercept_operators, operator_name
+from meshwise.torch_compat.perturbed import open_exchanges
+from meshwise.torch_compat.tree import tensors_in
+
+TORCH = str(Path(torch.__file__).parent) + os.sep
+DISTRIBUTED = TORCH + "distributed" + os.sep
+NAMESPACES = ("c10d", "_c10d_functional")
+SUMS = ("allreduce", "all_reduce", "reduce_scatter", "reduce")
+
+
+class Exchange(NamedTuple):
+    """A collective that the program itself calls."""
+
+    module: str
+    place: str
+    operator: str
+    function: str
+    ranks: tuple[int, ...]
+
+    @property
+    def adds_up(self) -> bool:
+        """Whether the collective is a sum over ranks."""
+        return self.operator.startswith(SUMS)
+
+    @property
+    def line(self) -> str:
+        """Where the program calls the collective, and its name, e.g. `train.py:31 (all_reduce)`."""
+        return f"{self.place} ({self.operator})"
+
+    @property
+    def within(self) -> str:
+        """The source line of the call and the name of the collective."""
+        return f"{self.place} ({self.operator} in {self.function})" if self.function else self.line
+
+
+Exchanges = dict[Exchange, None]
+"""The collectives in the order of their calls. The values of the dict are unused."""
+
+
+def noting_exchanges(found: Exchanges, module: Callable[[], str]) -> AbstractContextManager[Any]:
+    """Add to `found` each collective that the program itself calls inside the with block."""
+
+    def note(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        frame = _by_hand() if operator.namespace in NAMESPACES else None
+        if frame is not None:
+            where = place(frame.f_code.co_filename, frame.f_lineno)
+            name, ranks = operator_name(operator).strip("_"), _ranks()
+            found[Exchange(module(), where, name, _function(frame), ranks)] = None
+        return operator(*args, **kwargs)
+
+    return intercept_operators(note)
+
+
+def _by_hand() -> FrameType | None:
+    """Return the frame of the user's code that called torch.distributed. Return None if other code called it."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not frame.f_code.co_filename.startswith(DISTRIBUTED):
+        frame = frame.f_back
+    while frame is not None and frame.f_code.co_filename.startswith(TORCH):
+        frame = frame.f_back
+    return frame if frame is not None and is_users(frame.f_code.co_filename) else None
+
+
+def _function(frame: FrameType | None) -> str:
+    """Return the name of the torch.autograd.Function whose forward or backward called the code of `frame`."""
+    while frame is not None and is_users(frame.f_code.co_filename):
+        first = frame.f_code.co_varnames[:1]
+        if first and isinstance(frame.f_locals.get(first[0]), FunctionCtx):
+            return frame.f_code.co_qualname.rpartition(".")[0]
+        frame = frame.f_back
+    return ""
+
+
+def _ranks() -> tuple[int, ...]:
+    """Return the ranks of the process group given to the running torch.distributed call."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not (frame.f_code.co_filename.startswith(DISTRIBUTED) and "group" in frame.f_locals):
+        frame = frame.f_back
+    group = None if frame is None else frame.f_locals["group"]
+    known = frame is not None and (group is None or isinstance(group, dist.ProcessGroup))
+    return tuple(sorted(dist.get_process_group_ranks(group))) if known else ()
+
+
+UNREAD = ("fill_", "empty", "new_empty", "empty_like", "empty_strided", "copy_")
+"""Operators that compute nothing, but copy, fill or allocate memory. NaN in their result is ignored."""
+
+
+def noting_nan(found: list[str], perturbed: bool) -> AbstractContextManager[Any]:
+    """Look inside the with block for operators that read a buffer before a collective or a transfer has written it."""
+
+    def note(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result, name = operator(*args, **kwargs), operator_name(operator)
+        under_way = [] if found or name in UNREAD or gives_view(operator) else open_exchanges()
+        if under_way and any(is_nan(tensor) for tensor in tensors_in(result)):
+            say_nan(found, f"{name} at {user_place() or 'meshwise'} computed with", under_way)
+        return result
+
+    return intercept_operators(note) if perturbed else nullcontext()
+
+
+def say_nan(found: list[str], what: str, under_way: list[str]) -> None:
+    """Append to `found` a sentence that names the exchanges in flight when a value was NaN."""
+    found.append(f"nobody had waited for {some(under_way)} when {what} what it writes")
+
+
+def is_nan(tensor: Tensor) -> bool:
+    """Return whether a tensor contains NaN."""
+    return tensor.is_floating_point() and bool(tensor.detach().isnan().any())

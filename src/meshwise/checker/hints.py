@@ -1,0 +1,239 @@
+"""Find mistakes that one device makes too, with their lines.
+
+A comparison of one device with a plan does not show them. They are found while a script runs on one device.
+
+A hint is a warning, since what it reports may be intended. It is given only if it holds for every step, or every loop,
+that was seen.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dis
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from types import CodeType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from meshwise.checker.model_state import local_sum
+from meshwise.checker.model_tracer import LooksOn, ModelTracer
+from meshwise.checker.per_rank import divided_evaluations, slips_in
+from meshwise.spec.user_code import frame_in, is_users, place, user_lines, user_place
+from meshwise.spec.words import some
+
+DROPOUT = (
+    "{place}: dropout is active in an evaluation ({names}): call model.eval() before the evaluation, unless you sample "
+    "on purpose, as in Monte Carlo dropout."
+)
+THROWN_AWAY = (
+    "{place}: gradients are set to zero between the {count} backwards of a step, so only those of the last backward "
+    "are used. Call optimizer.zero_grad() after optimizer.step()."
+)
+TICKS = (
+    "{place}: the scheduler steps after every backward, and a step has {count} of them: the learning rate changes "
+    "{count} times as fast as it should. Call scheduler.step() after optimizer.step()."
+)
+UNUSED = "{place}: what {name}.apply gives is not used, so its backward never runs. Write x = {name}.apply(x)."
+DROPS = {"bernoulli_", "native_dropout"}
+"""Operators that draw dropout masks."""
+OF_STATISTICS = "torch/optim/swa_utils.py"
+"""The file of torch with `update_bn`. It runs a model in training mode on purpose, to recompute its batch norms."""
+
+
+@dataclass
+class _Window:
+    """What a script did between two optimizer steps. It is used to notice calls between the backward passes of one
+    step."""
+
+    backwards: int = 0
+    zeroed: list[str] = field(default_factory=list)
+    ticked: list[str] = field(default_factory=list)
+    parameters: float = 0.0
+    moved: bool = False
+
+
+@dataclass
+class _Loop:
+    trained: bool = False
+    dropped: dict[str, list[str]] = field(default_factory=dict)
+
+
+class Hints:
+    """Collects hints while a script runs on one device. A hint is a warning about a likely mistake."""
+
+    def __init__(self) -> None:
+        self.tracer: ModelTracer | None = None
+        self._said: dict[str, None] = {}
+        self._loops: list[_Loop] = []
+        self._window, self._windows = _Window(), list[_Window]()
+        self._zeroed = self._ticked = ""  # where, since the last backward
+        self._evaluated = dict[tuple[str, int], None]()
+        self._files = dict[str, None]()
+        self._begun = 0  # random draws before the call of a model that runs now
+
+    def follow(self, tracer: ModelTracer, model: nn.Module) -> None:
+        """Observe the calls of a model that trains."""
+        self.tracer = tracer
+        model.register_forward_pre_hook(LooksOn(self._call_begins))
+        model.register_forward_hook(LooksOn(self._call_ends))
+
+    # What the program does.
+
+    def loop_begins(self) -> None:
+        """Record that a loop over batches begins."""
+        self._loops.append(_Loop())
+        self._files |= dict.fromkeys(file for file, _ in user_lines())
+
+    def loop_ends(self) -> None:
+        """Record that a loop over batches has ended, or that the program left it."""
+        loop = self._loops.pop()
+        if loop.trained:
+            return
+        self._evaluated |= dict.fromkeys(user_lines(1))
+        for where, names in loop.dropped.items():
+            self._say(DROPOUT.format(place=where, names=some(names)))
+
+    def backward_begins(self, model: nn.Module) -> None:
+        """Record that a backward pass begins, and compare parameters and gradients with those of the last backward
+        pass."""
+        for loop in self._loops:
+            loop.trained = True
+        window, now = self._window, local_sum(model)
+        if window.backwards:
+            none = all(p.grad is None or not p.grad.any() for p in model.parameters())
+            window.zeroed += [self._zeroed] if self._zeroed and none else []
+            window.ticked += [self._ticked] if self._ticked else []
+            window.moved |= now != window.parameters  # as a step that looks ahead does
+        window.backwards, window.parameters = window.backwards + 1, now
+        self._zeroed = self._ticked = ""
+
+    def step_made(self) -> None:
+        """Record that an optimizer has made its step."""
+        if self._window.backwards:
+            self._windows.append(self._window)
+        self._window, self._zeroed, self._ticked = _Window(), "", ""
+
+    def _call_begins(self, root: nn.Module, *_: object) -> None:
+        in_forward = self.tracer is not None and self.tracer.in_forward
+        self._begun = len(self.tracer.draws.log) if self.tracer is not None and in_forward else 0
+
+    def _call_ends(self, root: nn.Module, *_: object) -> None:
+        """Report dropout that is active during an evaluation."""
+        if torch.is_grad_enabled() or frame_in(OF_STATISTICS):
+            return
+        active, where = [name or type(root).__name__ for name, m in root.named_modules() if _is_active(m)], user_place()
+        if self.tracer is not None and self.tracer.in_forward:
+            drawn = {draw.operator for draw in self.tracer.draws.log[self._begun :]}
+            if drawn & DROPS and self._loops:
+                self._loops[-1].dropped[where] = active or [type(root).__name__]
+        elif active and not self._loops:
+            self._say(DROPOUT.format(place=where, names=some(active)))
+
+    # The hints themselves.
+
+    def _say(self, text: str) -> None:
+        self._said[text] = None
+
+    def end(self, *, by_hand: bool, per_rank: bool) -> list[str]:
+        """Return the texts of all warnings about likely mistakes in the script."""
+        several = [window for window in self._windows if window.backwards > 1]
+        count = max((window.backwards for window in several), default=1)
+        for text, wrong in ((THROWN_AWAY, [w.zeroed for w in several]), (TICKS, [w.ticked for w in several])):
+            skipped = text is THROWN_AWAY and (by_hand or any(window.moved for window in several))
+            every = all(len(places) == w.backwards - 1 for places, w in zip(wrong, several, strict=True))
+            if several and every and not skipped:
+                self._say(text.format(place=wrong[0][0], count=count))
+        for text in (*divided_evaluations(self._evaluated, count), *(slips_in(self._files) if per_rank else ())):
+            self._say(text)
+        return list(self._said)
+
+    @contextlib.contextmanager
+    def noting(self) -> Iterator[None]:
+        """Watch for three kinds of calls inside the with block."""
+
+        def zeroed(thing: Any) -> None:
+            if self._window.backwards:
+                self._zeroed = user_place()
+
+        def ticked(thing: Any) -> None:
+            if self._window.backwards:
+                self._ticked = user_place()
+
+        with contextlib.ExitStack() as stack:
+            for scheduler in _with_own(LRScheduler, "step"):
+                stack.enter_context(_told(scheduler, "step", ticked))
+            holders: list[type[Any]] = [nn.Module, *_with_own(Optimizer, "zero_grad")]
+            for holder in holders:
+                stack.enter_context(_told(holder, "zero_grad", zeroed))
+            stack.enter_context(noting_unused(self._say))
+            yield
+
+
+def _is_active(module: nn.Module) -> bool:
+    return "Dropout" in type(module).__name__ and module.training and getattr(module, "p", 0) > 0
+
+
+def _with_own(kind: type[Any], name: str) -> Iterator[type[Any]]:
+    """Search `kind` and all its subclasses. Yield the classes that define the method `name` in their own body."""
+    if name in vars(kind):
+        yield kind
+    for each in kind.__subclasses__():
+        yield from _with_own(each, name)
+
+
+@contextlib.contextmanager
+def _told(kind: type, name: str, tell: Callable[[Any], None]) -> Iterator[None]:
+    """Call `tell(object)` before each call of the method `name` of the class `kind`, inside the with block."""
+    real = vars(kind)[name]
+
+    @functools.wraps(real)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        tell(self)
+        return real(self, *args, **kwargs)
+
+    setattr(kind, name, method)
+    try:
+        yield
+    finally:
+        setattr(kind, name, real)
+
+
+@contextlib.contextmanager
+def noting_unused(say: Callable[[str], None]) -> Iterator[None]:
+    """Report calls of a user's autograd Function inside the with block if the result is not used."""
+    real = vars(torch.autograd.Function)["apply"]
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        found = real.__get__(None, cls)(*args, **kwargs)
+        frame = sys._getframe(1)
+        if torch.is_grad_enabled() and is_users(frame.f_code.co_filename) and drops(frame.f_code, frame.f_lasti):
+            say(UNUSED.format(place=place(frame.f_code.co_filename, frame.f_lineno), name=cls.__name__))
+        return found
+
+    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.autograd.Function.apply = real  # type: ignore[method-assign]
+
+
+@functools.cache
+def drops(code: CodeType, at: int) -> bool:
+    """Return whether the result of the call at instruction `at` is unused: dropped, or assigned to a name that is never
+    read."""
+    instructions = list(dis.get_instructions(code))
+    after = next((i for i in instructions if i.offset > at), None)
+    if after is None or after.opname == "POP_TOP":
+        return after is not None
+    name = after.argval
+    return after.opname.startswith("STORE") and not any(
+        "LOAD" in i.opname and (i.argval == name or (isinstance(i.argval, tuple) and name in i.argval))
+        for i in instructions
+    )

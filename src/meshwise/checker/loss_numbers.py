@@ -1,0 +1,150 @@
+"""Trace the numbers that a loss is made of, with lines.
+
+It tells which of them is a mean over samples and which a sum.
+
+On one device such a number covers the whole batch, on a rank it covers only the rank's samples. The number on one
+device may be the mean of the ranks' numbers weighted by samples, their sum, or equal to each of them. At the first
+number that is none of these, the loss stops being a mean.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from meshwise.spec.user_code import user_place
+from meshwise.torch_compat.dispatch import intercept_operators, operator_name
+
+Key = tuple[str, str, int]
+"""The source line, the operator, and how many times that line has called the operator before."""
+MEANS = ("mse_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits")
+COUNTED = ("nll_loss_forward", "nll_loss2d_forward")
+"""Losses whose second result is the number of elements (or their total weight) over which they take the mean."""
+
+
+@dataclass(frozen=True)
+class Number:
+    """A scalar that occurs in the computation of a loss."""
+
+    value: float
+    made_of: tuple[Key, ...]
+    over: float = 0.0
+
+
+Numbers = dict[Key, Number]
+
+
+class NotedNumbers:
+    """Records the scalars that one forward pass computes. The method `of` returns the scalars that a loss is computed
+    from."""
+
+    def __init__(self) -> None:
+        self._numbers: Numbers = {}
+        self._keys: dict[int, tuple[Key, Tensor]] = {}  # by the id of the tensor, which is kept
+        self._calls: Counter[tuple[str, str]] = Counter()
+
+    def noting(self) -> AbstractContextManager[Any]:
+        """Record the scalars that operators return inside the with block, in the order of the calls."""
+        return intercept_operators(self._note)
+
+    def _note(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result = operator(*args, **kwargs)
+        number = result[0] if isinstance(result, tuple) and result else result
+        if type(number) is Tensor and number.dim() == 0 and not number.is_complex():  # else a fake one: it has no value
+            name, at = operator_name(operator), user_place()
+            self._calls[at, name] += 1
+            key = at, name, self._calls[at, name]
+            made_of = tuple(self._keys[id(arg)][0] for arg in args if id(arg) in self._keys)
+            self._numbers[key] = Number(float(number.detach()), made_of, _over(name, args, result))
+            self._keys[id(number)] = key, number
+        return result
+
+    def of(self, loss: Tensor) -> Numbers:
+        """Return the scalars that `loss` is computed from, and `loss` itself as the last."""
+        wanted = {self._keys[id(loss)][0]} if id(loss) in self._keys else set()
+        for key in reversed(self._numbers):
+            if key in wanted:
+                wanted.update(self._numbers[key].made_of)
+        return {key: number for key, number in self._numbers.items() if key in wanted}
+
+
+def _over(name: str, args: tuple[Any, ...], result: Any) -> float:
+    if name == "div" and not (isinstance(args[1], Tensor) and args[1].requires_grad):
+        return float(args[1])
+    if name in COUNTED:
+        return float(result[1])
+    return float(args[0].numel()) if name == "mean" or name in MEANS else 0.0
+
+
+@dataclass(frozen=True)
+class Joined:
+    """One scalar in the computation of a loss, such as a mean or a count: its value on one device, and its value on
+    each rank. The values belong together because the same call at the same source line computes them."""
+
+    key: Key
+    one: Number
+    ranks: tuple[Number, ...]
+    samples: tuple[int, ...]
+
+    @property
+    def place(self) -> str:
+        """The source line that computes the scalar, e.g. "train.py:31"."""
+        return self.key[0]
+
+    @property
+    def is_mean(self) -> bool:
+        """Whether the scalar on one device is the mean of the ranks' scalars, weighted by the ranks' numbers of
+        samples."""
+        return _near(self.weighed(self.samples), self.one.value * sum(self.samples))
+
+    @property
+    def is_sum(self) -> bool:
+        """Whether the scalar on one device is the sum of the ranks' scalars."""
+        return _near(sum(number.value for number in self.ranks), self.one.value)
+
+    @property
+    def is_alike(self) -> bool:
+        """Whether the scalar has the same value on every rank as on one device."""
+        return all(_near(number.value, self.one.value) for number in self.ranks)
+
+    @property
+    def is_mean_of_its_own(self) -> bool:
+        """Whether the scalar on one device is a weighted mean of the ranks' scalars, where the weight of a rank is its
+        divisor. Example: a mean loss over tokens, where each rank divides by its own number of tokens."""
+        over = [number.over for number in self.ranks]
+        return (
+            min(over) > 0 and _near(sum(over), self.one.over) and _near(self.weighed(over), self.one.value * sum(over))
+        )
+
+    @property
+    def shown(self) -> str:
+        """A phrase that lists the scalar's value on one device and on each rank."""
+        ranks = ", ".join(f"{number.value:.6g}" for number in self.ranks)
+        return f"{self.one.value:.6g} on one device and {ranks} on the ranks"
+
+    def weighed(self, weights: Sequence[float]) -> float:
+        """Multiply the scalar of each rank by the rank's weight, and return the sum."""
+        return sum(weight * number.value for weight, number in zip(weights, self.ranks, strict=False))
+
+
+def joined(one: Numbers, ranks: Sequence[Numbers], samples: Sequence[int]) -> dict[Key, Joined]:
+    """Pair each scalar in the computation of a loss on one device with the same scalar on each rank."""
+    sides = [Counter((at, name) for at, name, _ in side) for side in (one, *ranks)]
+    found = {}
+    for key, number in one.items():
+        if key[0] and all(side[key[:2]] == sides[0][key[:2]] for side in sides):
+            found[key] = Joined(key, number, tuple(rank[key] for rank in ranks), tuple(samples))
+    last = [next(reversed(side)) for side in (one, *ranks) if side]
+    if len(last) == 1 + len(ranks) and all(key[:2] == last[0][:2] for key in last):
+        losses = tuple(rank[key] for rank, key in zip(ranks, last[1:], strict=True))
+        found[last[0]] = Joined(last[0], one[last[0]], losses, tuple(samples))
+    return found
+
+
+def _near(a: float, b: float) -> bool:
+    return abs(a - b) <= 1e-9 * max(abs(a), abs(b), 1e-300)

@@ -1,0 +1,333 @@
+"""Trace a model as it trains: outputs, draws, gradients.
+
+It records what each module returned, which random draws it made, and when gradients were ready.
+
+A module's output is kept as random projections of each sample's row, called sketches (see sketches.py). The ranks send
+only sketches. The sketches of all ranks together equal the sketches of one device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from meshwise.checker.contents import Reading, contents_of
+from meshwise.checker.coupled_operators import noting_coupled
+from meshwise.checker.exchanges import noting_exchanges, noting_nan
+from meshwise.checker.loss_numbers import NotedNumbers
+from meshwise.checker.model_state import (
+    buffers_of,
+    clean,
+    is_replicated,
+    local_norms,
+    named_parameters,
+    parameters_of,
+    tied_in,
+)
+from meshwise.checker.sketches import pieces, sketches
+from meshwise.checker.trace import Draws, Named, Output, StepTrace, Trace
+from meshwise.checker.upcast import upcast
+from meshwise.checker.whole_view import RowDraws, part_of
+from meshwise.parallel.splits.axis import SplitPart
+from meshwise.spec.user_code import place_of
+from meshwise.torch_compat.dispatch import without_interception
+from meshwise.torch_compat.sharding import groups_of, local_of, sharded_modules
+from meshwise.torch_compat.tree import tensors_in
+from meshwise.training.data.keyed import KeyedDraws, Rows, by_reference, by_rows, on_one_device
+from meshwise.transfer import stages
+from meshwise.transfer.sharded import full_tensor
+
+
+class ModelTracer:
+    """Records how `model` trains: its outputs, random draws and gradients. Call `begin` for each step, and enter
+    `forward` and `backward` for each microbatch. The methods are collective if the model is divided over ranks."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        seed: int,
+        reference: Draws | None = None,
+        *,
+        upcast: bool,
+        perturb: bool = False,
+        whole: bool = False,
+    ) -> None:
+        """whole: whether the program sees whole batches. No rank has a loss of its own then."""
+        kinds = {clean(name): type(module).__name__ for name, module in model.named_modules()}
+        self.trace = Trace(kinds, tied_in(model), parameters_of(model), buffers_of(model))
+        self.trace.places = {
+            clean(name): at for name, module in model.named_modules() if (at := place_of(type(module).forward))
+        }
+        self.step = StepTrace()
+        self._seed, self._reference, self._upcast, self._perturb = seed, reference, upcast, perturb
+        self._whole = whole
+        self._at = 0, -1  # the step that began last, its newest microbatch
+        self._begun = 0  # of those before this step
+        self._forwards = 0  # of microbatches, and of batches that became none
+        self._rows: Rows  # of that microbatch, as its draws
+        self.draws: RowDraws
+        """The random draws of the current microbatch."""
+        self._calls: dict[str, int] = {}
+        self.in_forward = False
+        """Whether the forward pass of a microbatch is being traced."""
+        self._numbers = NotedNumbers()
+        self._running = list[str]()  # modules, the innermost last
+        self._open_calls: list[list[int]] = []  # of each: draws before it, draws of the calls inside it
+        self._norms_left: dict[str, float] | None = None
+        self._in_backward = False
+        self._own: Named | None = None  # of this rank, in the backward that runs now
+        self._of_loss: Any = None  # the hook of the newest loss
+        self._own_factor = 1.0  # what the backward that runs now has multiplied the loss with
+        self._hooked = WeakIdKeyDictionary()  # parameters that `_keep_own` is called for
+        self.follow(model)
+
+    def follow(self, model: nn.Module) -> None:
+        """Trace `model` from now on."""
+        self._model = model
+        for name, module in model.named_modules():
+            module.register_forward_pre_hook(LooksOn(partial(self._entered, clean(name))))
+            module.register_forward_hook(LooksOn(partial(self._left, clean(name))))
+        for name, p in model.named_parameters():
+            if p.requires_grad:
+                p.register_post_accumulate_grad_hook(partial(self._ready, clean(name)))
+
+    def begin(self, step: int) -> StepTrace:
+        """Begin step number `step`, counted from 0."""
+        self._at, self.step, self._norms_left, self._begun = (step, -1), StepTrace(), None, self._forwards
+        return self.step
+
+    @contextlib.contextmanager
+    def forward(self, rows: Rows, batch: Any, reading: Reading, *, number: int | None = None) -> Iterator[None]:
+        """Trace the forward pass of the step's next microbatch inside the with block."""
+        step, newest = self._at
+        self._at, self._rows = (step, newest + 1 if number is None else number), rows
+        if rows.samples > 0:
+            self.step.contents.append(contents_of(self._at[1], batch, rows.count, reading))
+        count = self._forwards if number is None else self._begun + number
+        layout = on_one_device if self._reference is None else by_reference(self._reference.get(count, ()), rows)
+        self.draws = RowDraws((self._seed, count, 0), rows, layout)
+        self.trace.draws[count] = self.draws.log
+        self._forwards = max(self._forwards, count + 1)
+        self._calls, self.in_forward, self._open_calls, self._running = {}, True, [], []
+        try:
+            several = 0 if self._whole else rows.count
+            pairs = noting_coupled(several, self.step.coupled, lambda: self._running[-1] if self._running else None)
+            of_modules = stages.carried(lambda: dict(self._calls), self._go_on)
+            self._numbers = NotedNumbers()
+            nan = noting_nan(self.step.nan_while_open, self._perturb)
+            by_hand = noting_exchanges(self.trace.exchanges, lambda: self._running[-1] if self._running else "")
+            noting = self._numbers.noting()
+            with upcast(self._upcast), of_modules, self.draws.forward(), pairs, noting, by_hand, nan:
+                yield
+        finally:
+            self.in_forward = False
+            self.trace.unkeyed |= self.draws.unkeyed
+
+    def _go_on(self, calls: dict[str, int]) -> None:
+        """Take over the number of calls of each module from the previous pipeline stage, so that this stage counts
+        on."""
+        self._calls = dict(calls)
+
+    def discard(self) -> None:
+        """Forget the newest microbatch, because its forward pass had no backward pass."""
+        step, number = self._at
+        self._at = step, number - 1
+        self.step.outputs = [output for output in self.step.outputs if output.microbatch < number]
+        self.step.contents = [contents for contents in self.step.contents if contents.microbatch < number]
+
+    @contextlib.contextmanager
+    def on_trial(self) -> Iterator[None]:
+        """Record nothing inside the with block, in which a model runs whose results the program does not get."""
+        traced, redraw = self.in_forward, self.draws.attempt()
+        self.in_forward = False
+        try:
+            yield
+        finally:
+            self.in_forward = traced
+            redraw()
+
+    def attempt(self, part: SplitPart) -> Callable[[], None]:
+        """Let modules draw for this part of a split tensor."""
+        if self._reference is not None:
+            self.draws.draw_for(part, self._reference.get(self._forwards - 1, ()))
+        redraw, outputs, calls = self.draws.attempt(), len(self.step.outputs), dict(self._calls)
+        running, open_calls = list(self._running), [list(each) for each in self._open_calls]
+
+        def forget() -> None:
+            redraw()
+            del self.step.outputs[outputs:]
+            self._calls, self._running, self._open_calls = calls, running, open_calls
+
+        return forget
+
+    @contextlib.contextmanager
+    def backward(self, number: int | None = None) -> Iterator[None]:
+        """Trace the backward pass of a microbatch inside the with block."""
+        self.step.ready_order.clear()
+        if self._reference is not None and not self._whole:
+            self._own = self.step.own_gradients.setdefault((0, self._at[1] if number is None else number), {})
+            self._watch_own()
+        self._compare_with_last_backward()
+        drawn = len(self.draws.log)
+        nan = noting_nan(self.step.nan_while_open, self._perturb)
+        by_hand = noting_exchanges(self.trace.exchanges_backward, str)
+        self._in_backward = True
+        with upcast(self._upcast), self.draws.backward(), by_hand, nan:
+            yield
+        self._own, self._in_backward = None, False
+        if self._of_loss is not None:
+            self._of_loss.remove()  # a program's tensor with a hook is left alone by what looks at gradients
+        # What runs again and draws the same numbers as at first is the same call, and not noted again.
+        self.step.rng_mismatch |= len(self.draws.log) > drawn
+        self._norms_left = local_norms(self._model)
+
+    def forget_gradients(self) -> None:
+        """Forget the gradients of this step."""
+        self._norms_left = None
+        self.step.own_gradients.clear()
+
+    def loss_made(self, loss: Tensor) -> None:
+        """Record the scalars that this rank's loss is computed from, and the factor by which the plan multiplies the
+        gradient of the loss."""
+        if self._whole:
+            return
+        if self._at[1] == 0 and self._rows.samples:
+            self.step.numbers[:] = [self._numbers.of(loss)]
+
+        def note(gradient: Tensor) -> None:
+            self._own_factor = float(gradient)
+
+        if self._reference is not None and loss.requires_grad and type(loss) is Tensor:
+            self._of_loss = loss.register_hook(note)
+
+    def _watch_own(self) -> None:
+        """Register hooks that receive the gradients of this rank's own loss."""
+        names = {id(p): name for name, p in named_parameters(self._model)}
+        found = [(name, p) for name, p in named_parameters(self._model)]
+        for _, module in sharded_modules(self._model):
+            found += [
+                (names[id(p)], whole) for group in groups_of(module) for p, whole in group.wholes() if id(p) in names
+            ]
+        for name, p in found:
+            if p.requires_grad and p not in self._hooked and (type(p) is nn.Parameter or is_replicated(p)):
+                self._hooked[p] = p.register_hook(partial(self._keep_own, name))
+
+    def _keep_own(self, name: str, gradient: Tensor) -> None:
+        """Record the first gradient that a parameter gets in a backward pass."""
+        gradient = local_of(gradient) if is_replicated(gradient) else gradient
+        if self._own is not None and name not in self._own and type(gradient) is Tensor:
+            with without_interception():
+                self._own[name] = pieces(gradient.detach()).div(self._own_factor or math.inf)
+                if self.trace.exchanges:
+                    self.step.own_boxes[0, name] = _box(gradient.detach() != 0)
+
+    def _compare_with_last_backward(self) -> None:
+        """Record whether gradients were changed since the last backward pass of this step."""
+        if self._norms_left is None:
+            return
+        now = local_norms(self._model)
+        self.step.standing[self._at[1] - 1] = math.hypot(*now.values())
+        ratios = [now.get(name, 0.0) / norm for name, norm in self._norms_left.items() if norm > 0]
+        if ratios and max(abs(ratio - 1) for ratio in ratios) > 1e-12:
+            alike = max(ratios) - min(ratios) <= 1e-9 * max(ratios)
+            before, after = (math.hypot(*norms.values()) for norms in (self._norms_left, now))
+            self.step.modified_between_backwards.append((0, self._at[1] - 1, before, after, alike))
+
+    def keyed(self, function: Callable[..., Any], rows: Sequence[Rows]) -> Callable[..., Any]:
+        """Wrap a function that evaluates a job."""
+        batches = iter(enumerate(rows))
+        now: list[Any] = []  # the batch, its number and rows: a rank with two stages of a pipeline calls it twice
+
+        def evaluated(*args: Any) -> Any:
+            if not now or args[-1] is not now[0]:
+                now[:] = args[-1], *next(batches)
+            _, number, own = now
+            draws = KeyedDraws((self._seed, -1, number), own, by_rows(own))
+            with upcast(self._upcast), draws.forward():
+                result = function(*args)
+            self.trace.unkeyed |= draws.unkeyed
+            return result
+
+        return evaluated
+
+    def _ready(self, name: str, p: Tensor) -> None:
+        self.step.ready_order.append(name)
+
+    def _entered(self, name: str, module: nn.Module, inputs: Any) -> None:
+        if self.in_forward:
+            if not module.training:
+                self.step.evaluating.add(name)
+            self._running.append(name)
+            self._open_calls.append([self._drawn(), 0])
+
+    def _left(self, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
+        if self.in_forward:
+            self._close_call(name)
+            for tensor in tensors_in(output) if stages.counts(module) else ():
+                if tensor.is_floating_point() or tensor.is_complex():
+                    self._keep(name, type(module).__name__, tensor)
+
+    def _keep(self, name: str, kind: str, tensor: Tensor) -> None:
+        number = self._calls[name] = self._calls.get(name, -1) + 1
+        with without_interception():  # selective recomputation counts the operators of a block
+            value = full_tensor(part_of(tensor, self._rows.total))
+            found = sketches(value, self._rows.count)
+        if self._rows.samples > 0:
+            output = Output(self._at[1], name, kind, number, tuple(value.shape), self._rows.count, found)
+            self.step.outputs.append(output)
+            first = self._at == (0, 0) and not self._whole
+            if first and type(tensor) is Tensor and tensor.grad_fn is not None:  # a hook of the tensor
+                tensor.grad_fn.register_prehook(partial(self._keep_back, output, tensor.output_nr))  # would be seen
+
+    def _keep_back(self, output: Output, number: int, gradients: tuple[Tensor | None, ...]) -> None:
+        """Record the gradient that reaches a module's output in the backward pass of this rank's own loss."""
+        gradient = gradients[number]
+        if self._in_backward and not output.gradient and type(gradient) is Tensor and gradient.shape == output.shape:
+            with without_interception():
+                output.gradient.update(sketches(gradient.detach() / (self._own_factor or math.inf), output.rows))
+
+    def _drawn(self) -> int:
+        """Return how many random draws of this microbatch were recorded so far."""
+        return len(self.draws.log) + len(self.draws.unkeyed)
+
+    def _close_call(self, name: str) -> None:
+        """End a module's call."""
+        if not self._open_calls:
+            return
+        self._running.pop()
+        before, below = self._open_calls.pop()
+        drawn = self._drawn() - before
+        if drawn > below:
+            self.trace.random_modules.add(name)
+        if self._open_calls:
+            self._open_calls[-1][1] += drawn
+
+
+def _box(there: Tensor) -> list[tuple[int, int]]:
+    """Return, for each dimension, the range of indices in which `there` has True elements."""
+    along = [there.transpose(0, dim).reshape(size, -1).any(1).nonzero() for dim, size in enumerate(there.shape)]
+    return [(int(where[0]), int(where[-1]) + 1) for where in along if len(where)]
+
+
+class LooksOn:
+    """A module hook that only calls a function. A copied hook does nothing, so that copies of a model are not
+    traced."""
+
+    def __init__(self, looks: Callable[..., None]) -> None:
+        self._looks = looks
+
+    def __call__(self, *given: Any) -> None:
+        self._looks(*given)
+
+    def __reduce__(self) -> Any:
+        return LooksOn, (_nothing,)
+
+
+def _nothing(*given: Any) -> None:
+    pass

@@ -1,0 +1,206 @@
+"""Find mistakes of the per-rank view in a program's source.
+
+For `meshwise check`. Such mistakes are sums and averages of this rank's samples that the program takes for those of all
+ranks. What is returned, or passed to other functions of the file, may be summed over ranks there, and is left alone.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable, Iterator
+
+from meshwise.training.slips.user_source import (
+    FUNCTIONS,
+    Scope,
+    Source,
+    adds,
+    bare,
+    given,
+    inside,
+    loops_at,
+    name_of,
+    reads,
+    sources_in,
+    whole_of,
+)
+
+TEXTS = {
+    "twice": "mw.sum of a value that mw.sum or mw.mean returned: it covers all ranks already. Sum once, in the loop or "
+    "after it.",
+    "ratio": "mw.mean of a ratio of sums: each rank's ratio covers its own samples, and the mean of ratios is not the "
+    "ratio over all samples. Write mw.sum(a) / mw.sum(b), or mw.mean(a / b, weight=b).",
+    "own": "{name} is the loss of this rank's own samples here. Write {name} = {given}, which gives the loss of the "
+    "whole batch, the same on every rank.",
+    "running": "{name} adds up losses of this rank's part of each batch, but nothing adds it up over the ranks: it may "
+    "differ from the value on one device. Add up what mw.backward returns, times n = mw.sum(len(x)).",
+    "divided": "this evaluation divides by {name}, the number of backwards that make a step, so its result is {count} "
+    "times too small. Divide only a loss that mw.backward accumulates.",
+}
+JOINS = ("reduce", "gather", "sync", "sum", "mean", "average", "append", "extend", "update", "add", "push", "put")
+"""Parts of the names of functions that reduce a value over the ranks, or keep it for later."""
+COMPREHENSIONS = ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
+Found = Iterator[tuple[int, str]]
+"""Source lines and what is wrong there."""
+
+
+def slips_in(files: Iterable[str]) -> list[str]:
+    """Return a sentence for each mistake in the source of these files."""
+    found = dict[str, None]()
+    for source in (source for file in files for source in sources_in(file)):
+        for find in (_sums, _own_losses, _running_losses):
+            found |= dict.fromkeys(f"{source.place(line)}: {text}" for line, text in sorted(find(source)))
+    return list(found)
+
+
+def _sums(source: Source) -> Found:
+    """Find sums of sums and means of ratios."""
+    for call in source.calls():
+        verb = source.verb(call)
+        if verb == "sum" and call.args and _is_joined(source, call.args[0]):
+            yield call.lineno, TEXTS["twice"]
+        if verb == "mean" and len(call.args) == 1 and not call.keywords and _is_ratio(source, call.args[0]):
+            yield call.lineno, TEXTS["ratio"]
+
+
+def _is_joined(source: Source, node: ast.expr, behind: tuple[str, ...] = ()) -> bool:
+    """Return whether a value is made of results of `mw.sum` and `mw.mean` alone, and possibly of plain numbers."""
+    node = bare(node)
+    if isinstance(node, ast.BinOp):
+        parts = [node.left, node.right]
+    elif isinstance(node, ast.Name) and node.id not in behind:
+        parts, behind = source.given_to(node.id), (*behind, node.id)
+    else:
+        return source.verb(node) in ("sum", "mean")
+    parts = [each for each in map(bare, parts) if getattr(each, "id", None) not in behind]
+    parts = [each for each in parts if not isinstance(each, ast.Constant) and "zeros(" not in ast.unparse(each)]
+    return bool(parts) and all(_is_joined(source, each, behind) for each in parts)
+
+
+def _is_ratio(source: Source, node: ast.expr) -> bool:
+    node = source.value(bare(node))
+    if isinstance(node, ast.BinOp) and not isinstance(node.op, ast.Div):
+        return any(_is_ratio(source, each) for each in (node.left, node.right) if not isinstance(each, ast.Constant))
+    return isinstance(node, ast.BinOp) and _has_sum(node.left) and _has_sum(node.right)
+
+
+def _has_sum(node: ast.expr) -> bool:
+    """Return whether an expression is made of sums over whole tensors, and possibly of plain numbers."""
+    node = bare(node)
+    if isinstance(node, ast.BinOp):
+        sides = [each for each in (node.left, node.right) if not isinstance(each, ast.Constant)]
+        return bool(sides) and all(map(_has_sum, sides))
+    return isinstance(node, ast.Call) and name_of(node) == "sum" and not node.args and not node.keywords
+
+
+def _own_losses(source: Source) -> Found:
+    """Find losses of this rank that are printed, logged or compared, where the whole one was given back and dropped."""
+    for call in (call for call in source.calls() if source.verb(call) == "backward"):
+        if name := _own_loss(source, call):
+            divisor = _divisor(call.args[0])
+            whole = ast.unparse(call) + ("" if divisor == "1" else f" * {divisor}")
+            shown = [n.lineno for n in inside(source.scope) if isinstance(n, ast.stmt) and _shows(source, n, name)]
+            for line in sorted(line for line in shown if line > call.lineno)[:1]:
+                yield line, TEXTS["own"].format(name=name, given=whole)
+
+
+def _own_loss(source: Source, backward: ast.Call) -> str:
+    """Return the name of the loss in `mw.backward(loss)` or `mw.backward(scaler.scale(loss) / 4)`, if it is computed
+    from this rank's samples alone."""
+    loss = backward.args[0] if backward.args else backward
+    loss = loss.left if isinstance(loss, ast.BinOp) else loss
+    loss = loss.args[0] if isinstance(loss, ast.Call) and name_of(loss) == "scale" and loss.args else loss
+    values = source.given_to(loss.id) if isinstance(loss, ast.Name) else []
+    own = values and not any(source.verb(each) for value in values for each in ast.walk(value))
+    return ast.unparse(loss) if own else ""
+
+
+def _shows(source: Source, node: ast.stmt, name: str) -> bool:
+    """Return whether a statement compares the value of a loss, formats it, or passes it to a call."""
+    test = node.test if isinstance(node, ast.If | ast.While) else None
+    values = [test.left, *test.comparators] if isinstance(test, ast.Compare) else []
+    if isinstance(node, ast.Expr) and not _joins(source, node):
+        nodes = list(ast.walk(node))
+        values += [each.value for each in nodes if isinstance(each, ast.FormattedValue | ast.keyword)]
+        values += [value for each in nodes if isinstance(each, ast.Call) for value in each.args]
+    return any(isinstance(each, ast.Name) and each.id == name for each in map(bare, values))
+
+
+def _joins(source: Source, node: ast.AST) -> bool:
+    """Return whether code may reduce values over the ranks, by the names of its functions; or is of one rank."""
+    called = {name_of(each) for each in ast.walk(node) if isinstance(each, ast.Call)}
+    if any(word in each.lower() for each in called for word in JOINS) or "rank" in ast.unparse(node).lower():
+        return True
+    return any(isinstance(each, FUNCTIONS) and each.name in called for each in ast.walk(source.tree))
+
+
+def _may_be_joined(source: Source, name: str, behind: tuple[str, ...] = ()) -> bool:
+    """Return whether the user's function may reduce a value over the ranks, or gives it away."""
+    for node in (node for node in inside(source.scope) if not isinstance(node, ast.For) or reads(node.iter, name)):
+        if isinstance(node, ast.Global | ast.Nonlocal) and name in node.names:
+            return True
+        if not reads(node, name):
+            continue
+        if isinstance(node, ast.Return | ast.Yield | ast.Lambda | ast.ClassDef | FUNCTIONS):
+            return True
+        if isinstance(node, ast.Call | ast.For | COMPREHENSIONS) and _joins(source, node):
+            return True
+        for each in {each for each, value in given(node) if reads(value, name)} - {name, *behind}:
+            if _may_be_joined(source, each, (*behind, name)):
+                return True
+    return False
+
+
+def _running_losses(source: Source) -> Found:
+    """Find sums of this rank's losses, or of losses that are weighted by this rank's samples."""
+    for loop in (node for node in inside(source.scope) if isinstance(node, ast.For)):
+        nodes = list(inside(loop))
+        backwards = [node for node in nodes if isinstance(node, ast.Call) and source.verb(node) == "backward"]
+        own = {_own_loss(source, call) for call in backwards}
+        whole = {name for node in nodes for name, value in given(node) if bare(value) in backwards}
+        for node in filter(adds, nodes):
+            parts = [each for each in ast.walk(node.value) if isinstance(each, ast.expr)]
+            names = {each.id for each in parts if isinstance(each, ast.Name)}
+            found = names & own or (names & whole and any(_is_size(source.value(each)) for each in parts))
+            if found and not _joins(source, node.value) and not _may_be_joined(source, whole_of(node.target)):
+                yield node.lineno, TEXTS["running"].format(name=ast.unparse(node.target))
+
+
+def _is_size(node: ast.expr) -> bool:
+    """Return whether an expression is like `len(x)`, `x.size(0)` or `x.shape[0]`."""
+    shape = isinstance(node, ast.Attribute) and node.attr == "shape"
+    return shape or (isinstance(node, ast.Call) and name_of(node) in ("len", "size"))
+
+
+def divided_evaluations(places: Iterable[tuple[str, int]], count: int) -> Iterator[str]:
+    """Yield a warning for each evaluation that divides its loss as the training does, which adds up the gradients of
+    `count` backwards. places: the lines of the loops that evaluate."""
+    for file, line in places if count > 1 else ():
+        sources = sources_in(file)
+        names = [name for source in sources for name in _divisors(source)]
+        divisors = {name for name in names if not name.isdigit() or int(name) == count}
+        for loop in loops_at(sources[0].tree, line):
+            anew = {name for node in inside(loop) for name, _ in given(node)}
+            scopes: list[Scope | ast.For] = [loop, *_called(sources[0], loop)]
+            for node in (node for each in scopes for node in inside(each)):
+                name = _divisor(node)
+                if name in divisors and name not in anew:
+                    text = TEXTS["divided"].format(name=name, count=count)
+                    yield f"{sources[0].place(node.lineno)}: {text}"  # type: ignore[attr-defined]
+
+
+def _divisors(source: Source) -> Iterator[str]:
+    """Yield the expressions by which a scope divides what it passes to `mw.backward`."""
+    for loss in [call.args[0] for call in source.calls() if source.verb(call) == "backward" and call.args]:
+        nodes: list[ast.AST] = [loss, *(source.given_to(loss.id) if isinstance(loss, ast.Name) else ())]
+        functions = [each for node in nodes for each in _called(source, node)]
+        nodes += [n.value for each in functions for n in inside(each) if isinstance(n, ast.Return) and n.value]
+        yield from map(_divisor, nodes)
+
+
+def _divisor(node: ast.AST) -> str:
+    return ast.unparse(node.right) if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div) else "1"
+
+
+def _called(source: Source, node: ast.AST) -> list[ast.FunctionDef]:
+    names = {name_of(each) for each in ast.walk(node) if isinstance(each, ast.Call)}
+    return [each for each in ast.walk(source.tree) if isinstance(each, ast.FunctionDef) and each.name in names]

@@ -1,0 +1,273 @@
+"""Watch what one rank of a plain script computes, steps and prints."""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from meshwise.checker.plain.neutral import NORMS, neutral, on_cpu
+from meshwise.checker.plain.reads import LATER_STEPS, PASSES, Reads
+from meshwise.checker.plain.record import Follow, Record, Step
+from meshwise.checker.plain.schedule import TRAINER, watch_ticks
+from meshwise.checker.short_loops import ScriptEnds
+from meshwise.checker.upcast import called_in_float64, plain_attention, upcast
+from meshwise.hardware.memory import free_bytes
+from meshwise.parallel.step_hooks import Order, subscribe
+from meshwise.spec.errors import UsageError
+from meshwise.spec.units import bytes_text
+from meshwise.spec.user_code import frame_in, place_of, user_place
+from meshwise.torch_compat import program_calls
+from meshwise.torch_compat.modules import gradient_hooks
+from meshwise.training.autograd.loss_graph import scale_of
+from meshwise.training.engine.seeds import seed_all
+from meshwise.training.process.same_work import refuse_lightning
+from meshwise.training.process.session import has_begun
+
+MOST_BACKWARDS = 40
+"""A script may run this many backward passes, on average, for each step to record. If it runs more, it is ended."""
+NOT_REPLICAS = "the parameters are sharded (FSDP, DTensor), and check compares only replicas, as of DDP"
+OUTSIDE = "its forward does not go through the DistributedDataParallel"
+
+
+def watch_plain(script: Callable[[], object], steps: int, seed: int, follow: Follow | None, rank: int) -> Record:
+    """Run `script` in this process as `python script.py` would, and return a record of what it did."""
+    watcher = _Watcher(steps, seed, follow, rank)
+    seed_all(seed + rank)
+    with (
+        watcher.watching(),
+        on_cpu(),
+        upcast(),
+        called_in_float64(),
+        plain_attention(),
+        neutral(watcher.reads.rows),
+        contextlib.suppress(ScriptEnds),
+    ):
+        try:
+            script()
+        except SystemExit as end:
+            if end.code not in (None, 0):
+                raise
+        except StopIteration:
+            if not watcher.reads.has_cut:  # of a script that calls next() as often as there are batches
+                raise
+    return watcher.ended()
+
+
+class _Watcher:
+    """Records one run of the script."""
+
+    def __init__(self, steps: int, seed: int, follow: Follow | None, rank: int) -> None:
+        self.record = Record(rank)
+        self._steps, self._follow = steps, follow
+        self.reads = Reads(steps, seed, follow, self.record.passes)
+        self._names: dict[int, tuple[Tensor, str]] = {}
+        self._known_roots = set[int]()
+        self._roots = list[Any]()
+        self._forward_at = ""
+        self._wrapped_forward = False  # since the last step
+        self._stepping: Optimizer | None = None
+        self._backwards = 0
+        self._made: dict[int, int] = {}  # steps by optimizer
+        self._optimizers: dict[int, tuple[Optimizer, int]] = {}
+        self._norms: dict[str, None] = {}
+        self._used: dict[int, float] = {}  # by layer
+        self._parallel: list[DistributedDataParallel] = []
+        self._ends: list[Callable[[], None]] = []
+        self._next = Step()  # what the backwards since the last step have left
+        self._backward_at = ""
+
+    def ended(self) -> Record:
+        """Return what was recorded."""
+        self.record.norms = tuple(self._norms)
+        self.record.left = self._next.losses
+        self.record.accelerate = "accelerate" in sys.modules
+        return self.record
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Record what the script computes and prints inside the with block."""
+        put = program_calls.put
+        self._ends += [
+            put([DistributedDataParallel], "__init__", self._wrap),
+            put([torch.autograd], "backward", self._backward),
+            put([nn.utils, nn.utils.clip_grad], "clip_grad_norm_", self._clip),
+            put([nn.utils, nn.utils.clip_grad], "clip_grad_value_", self._clip),
+            *watch_ticks(self.record),
+            put([builtins], "print", self._print),
+            subscribe(Order.GUARD, self._before_step, self._after_step).remove,
+            register_module_forward_pre_hook(self._forward).remove,
+        ]
+        try:
+            yield
+        finally:
+            for end in reversed(self._ends):
+                end()
+            self.reads.close()
+
+    # What is computed.
+
+    def _forward(self, module: nn.Module, inputs: Any) -> None:
+        if isinstance(module, NORMS) and module.training and torch.is_grad_enabled():
+            self._norms.setdefault(type(module).__name__)
+        if isinstance(module, NORMS) and not module.training and module.running_mean is not None:
+            used = float(module.running_mean.norm())
+            if self._used.get(id(module)) != used:
+                self._used[id(module)] = used
+                self.record.evaluated.append(used)
+        if isinstance(module, FullyShardedDataParallel):
+            self.record.refused = NOT_REPLICAS
+            raise ScriptEnds
+        if isinstance(module, DistributedDataParallel):
+            self._wrapped_forward |= torch.is_grad_enabled()
+        if id(module) in self._known_roots:
+            self._forward_at = user_place() if torch.is_grad_enabled() else self._forward_at
+            return
+        if any(id(p) not in self._names for p in module.parameters()):
+            self._known_roots.add(id(module))
+            self._roots.append(module)
+            taken = {name for _, name in self._names.values()}
+            for name, p in module.named_parameters():
+                if id(p) in self._names:
+                    continue
+                name = name.replace("module.", "").replace("_orig_mod.", "")
+                if name in taken:
+                    name = f"{name} of model {len(self._roots)}"
+                self._names[id(p)] = p, name
+            self._forward_at = user_place()
+
+    def _wrap(self, plain: Any) -> Any:
+        @functools.wraps(plain)
+        def init(model: DistributedDataParallel, *arguments: Any, **named: Any) -> None:
+            plain(model, *arguments, **named)
+            self.record.wrapped = True
+            self._parallel.append(model)
+
+        return init
+
+    def _backward(self, plain: Any) -> Any:
+        @functools.wraps(plain)
+        def backward(tensors: Any, *arguments: Any, **named: Any) -> Any:
+            self._backwards += 1
+            if self._backwards > MOST_BACKWARDS * (self._steps + PASSES * LATER_STEPS):
+                raise ScriptEnds
+            losses = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+            if losses and losses[0].numel() == 1:
+                self._next.losses.append(float(losses[0].detach()))
+                self._next.scales.append(scale_of(losses[0]))
+            self._backward_at, self._next.by_trainer = user_place(), frame_in(TRAINER) is not None
+            self._next.draws |= self.reads.backward()
+            no_sync = any(not each.require_backward_grad_sync for each in self._parallel)
+            self._next.unreduced = "its backward is inside no_sync()" if no_sync else ""
+            return plain(tensors, *arguments, **named)
+
+        return backward
+
+    def _clip(self, plain: Any) -> Any:
+        @functools.wraps(plain)
+        def clip(parameters: Any, *arguments: Any, **named: Any) -> Any:
+            held = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+            gradients = {self._name(p): p.grad.detach().to("cpu", copy=True) for p in held if p.grad is not None}
+            norms = [float(gradient.norm()) for gradient in gradients.values()]
+            self._next.clips.append((user_place(), float(numpy.linalg.norm(norms)) if norms else 0.0))
+            self._next.unclipped = gradients | self._next.unclipped
+            return plain(held, *arguments, **named)
+
+        return clip
+
+    def _before_step(self, optimizer: Optimizer, arguments: Any, named: Any) -> None:
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        if self._stepping is not None or all(p.grad is None for p in held):  # ZeroRedundancyOptimizer has one inside
+            return
+        self._stepping = optimizer
+        if any(isinstance(p, DTensor) for p in held):
+            self.record.refused = NOT_REPLICAS
+            raise ScriptEnds
+        if not self.record.steps:
+            if not has_begun():
+                refuse_lightning("check of a script of Lightning needs its one line:")
+            self._refuse_large(held)
+        number = self._optimizers.setdefault(id(optimizer), (optimizer, len(self._optimizers)))[1]
+        hooks = tuple(
+            dict.fromkeys(place for p in held for place in map(place_of, gradient_hooks(p)[0].values()) if place)
+        )
+        step, self._next = self._next, Step()
+        step.optimizer, step.places = number, (self._forward_at, self._backward_at, user_place())
+        step.settings = [_numbers(group) for group in optimizer.param_groups]
+        step.gradients = {self._name(p): p.grad.detach().to("cpu", copy=True) for p in held if p.grad is not None}
+        step.ticks, step.hooks = self.record.ticks, hooks
+        step.start = sum(float(p.detach().norm()) for p in held)
+        step.unreduced = step.unreduced or ("" if self._wrapped_forward else OUTSIDE)
+        self.record.steps.append(step)
+        rank0 = self._followed(number)
+        if rank0 is not None:
+            for group, settings in zip(optimizer.param_groups, rank0.settings, strict=False):
+                group.update({key: value for key, value in settings.items() if isinstance(group.get(key), float)})
+
+    def _refuse_large(self, held: list[Tensor]) -> None:
+        needed = 2 * 8 * sum(p.numel() for p in held) * (self._steps + PASSES * LATER_STEPS) * 3
+        free = free_bytes(torch.device("cpu"))
+        if needed > free:
+            raise UsageError(
+                "check keeps gradients and parameters of each step in float64, which takes about "
+                f"{bytes_text(needed)}, but only {bytes_text(free)} are free. Use --steps 1, or a smaller model."
+            )
+
+    def _after_step(self, optimizer: Optimizer) -> None:
+        if optimizer is not self._stepping:
+            return
+        self._stepping = None
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        number, step = self._optimizers[id(optimizer)][1], self.record.steps[-1]
+        step.parameters = {self._name(p): p.detach().to("cpu", copy=True) for p in held}
+        rank0 = self._followed(number)
+        if rank0 is not None:
+            with torch.no_grad():
+                for p in held:
+                    if (there := rank0.parameters.get(self._name(p))) is not None and there.shape == p.shape:
+                        p.copy_(there)
+        self._made[number] = self._made.get(number, 0) + 1
+        self.record.ticks = 0
+        self.reads.step_made()
+        self._next, self._wrapped_forward, self._backward_at = Step(), False, ""
+
+    def _followed(self, number: int) -> Step | None:
+        """Return the step of rank 0 that corresponds to the step that an optimizer makes now."""
+        steps = [] if self._follow is None else self._follow.ranks[0].steps
+        return dict(enumerate(step for step in steps if step.optimizer == number)).get(self._made.get(number, 0))
+
+    def _name(self, parameter: Tensor) -> str:
+        if id(parameter) not in self._names:
+            self._names[id(parameter)] = parameter, f"parameter {len(self._names)}, of no module"
+        return self._names[id(parameter)][1]
+
+    def _print(self, plain: Any) -> Any:
+        @functools.wraps(plain)
+        def show(*values: Any, **named: Any) -> None:
+            where = user_place()
+            if where and named.get("file") in (None, sys.stdout):
+                last = self.record.passes[-1] if self.record.passes else None
+                text = named.get("sep", " ").join(map(str, values))
+                groups = (group for optimizer, _ in self._optimizers.values() for group in optimizer.param_groups)
+                self.record.rates.update(float(group.get("lr", 0.0)) for group in groups)
+                self.record.shown.append((where, text, last is None or last.trained or not last.over))
+            else:
+                plain(*values, **named)
+
+        return show
+
+
+def _numbers(group: dict[str, Any]) -> dict[str, float]:
+    return {key: float(value) for key, value in group.items() if type(value) in (int, float)}

@@ -1,0 +1,95 @@
+"""Report figures that a plan's proof in float64 leaves uncompared.
+
+A cast to a lower precision that only one side makes has no effect in float64. In the plan's own precision it shows as
+larger rounding. Numbers that a script computes itself are in no trace. After a loss that is not finite, nothing is
+proven.
+
+If only the plan keeps parameters or moments in a lower dtype, this shows because the dtype can represent all of their
+values.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from meshwise.checker.compare import Comparison
+from meshwise.checker.difference import precision_of
+from meshwise.checker.trace import StepTrace, Trace
+from meshwise.spec.dtypes import Dtypes
+from meshwise.spec.words import some
+
+TIMES = 100.0
+"""A plan is doubtful if its rounding error exceeds TIMES * max(rounding error of one device, 1.2e-7), in fp32. Another
+order of summation stays below this limit. A cast to bfloat16 or float16 exceeds it."""
+FIRST_STEP = ("loss", "gradients")
+"""Values that are judged in step 1 only. Later values depend on updates, and Adam enlarges rounding errors."""
+SOME = 8  # values
+EPS = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
+NO_ROUNDING = (
+    "not looked at (--no-rounding): the plan's own precision, which would show a cast to a lower precision on one side "
+    "alone."
+)
+OTHER_STEPS = (
+    "not looked at: the plan's own precision, in which the number of steps differs. A loss scaler skips steps that "
+    "overflow."
+)
+
+
+def rounding_warnings(rounded: Sequence[Comparison], dtypes: Dtypes) -> Iterator[str]:
+    """Yield a sentence if the loss in step 1 has a much larger rounding error under the plan than on one device."""
+    if not rounded:
+        return
+    least = max(torch.finfo(EPS[name]).eps for name in dtypes.by_field.values())
+    for kind in FIRST_STEP:
+        found = ([d.relative for d in side.differences if d.kind == kind and d.step == 1] for side in rounded)
+        one, plan = (max(each, default=0.0) for each in found)
+        if plan > TIMES * max(one, least) and not (math.isinf(plan) and dtypes.scaled):  # that skips such a step
+            yield (
+                f"rounding of the {kind} in step 1 is {plan:.1e} under the plan and {one:.1e} on one device, in the "
+                "same precision: something is cast to a lower precision under the plan alone, or overflows there."
+            )
+
+
+def kept_coarser(rounded: Sequence[Trace]) -> Iterator[str]:
+    """Yield a sentence if the plan seems to keep parameters in bfloat16 or float16 between steps, but one device does
+    not."""
+    kinds = {"parameters are": "parameters", "the optimizer's state is": "optimizer_state"}
+    noise = _of_rounding(rounded[0].steps[0]) if rounded else set()
+    for what, kind in kinds.items() if len(rounded) == 2 else ():
+        one, plan = (getattr(trace.steps[0], kind) for trace in rounded)
+        lower = {name: _lower(t) for name, t in plan.items() if name in one and _lower(t) and not _lower(one[name])}
+        lower = {name: held for name, held in lower.items() if name.rpartition(" ")[0] not in noise}
+        if lower:
+            yield (
+                f"{what} kept in {some(sorted(set(lower.values())))} under the plan alone: after step 1 every value "
+                f"of {some(list(lower))} fits this precision, but not on one device. Small updates of large values are "
+                "lost: keep parameters and optimizer state in float32."
+            )
+
+
+def _of_rounding(step: StepTrace) -> set[str]:
+    """Return the names of the parameters whose gradients are only rounding noise, e.g. a bias in front of a batch norm.
+    The optimizer's state of such a parameter may fit into bfloat16 by chance, so `kept_coarser` ignores it."""
+    gradients = step.clipped_gradients or step.gradients
+    sizes = {name: float(t.abs().max()) for name, t in gradients.items() if t.numel()}
+    least = TIMES * torch.finfo(torch.float32).eps * max(sizes.values(), default=0.0)
+    return {name for name, size in sizes.items() if size <= least}
+
+
+def _lower(tensor: torch.Tensor) -> str:
+    """Return `bfloat16` or `float16` if that dtype represents all values exactly."""
+    return precision_of(tensor.double()).replace("float32", "") if tensor.numel() > SOME else ""
+
+
+def unproven(one: Trace) -> Iterator[str]:
+    """Yield a sentence that names the first step in which the loss, a gradient or a parameter is not finite."""
+    for number, step in enumerate(one.steps, 1):
+        wrong = [] if math.isfinite(step.loss) else ["the loss"]
+        for kind, named in (("the gradient of", step.gradients), ("", step.parameters)):
+            wrong += [f"{kind} {name}".strip() for name, t in named.items() if not bool(t.isfinite().all())]
+        if wrong:
+            yield f"nothing is proven from step {number} on: {wrong[0]} is not finite on both sides."
+            return

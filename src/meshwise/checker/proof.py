@@ -1,0 +1,187 @@
+"""Prove whether a plan computes what one device computes.
+
+The proof says where the two sides diverge, the likely cause, and how each side rounds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+
+from meshwise.checker.causes import Cause
+from meshwise.checker.compare import Comparison, compare
+from meshwise.checker.diagnosis import cause_of, module_of
+from meshwise.checker.noise import noise_of
+from meshwise.checker.precision_warnings import NO_ROUNDING, OTHER_STEPS, kept_coarser, rounding_warnings, unproven
+from meshwise.checker.printed_numbers import ALONE, printed_otherwise
+from meshwise.checker.trace import CheckSpec, Trace
+from meshwise.parallel.rng_notes import OF_DRAWS
+from meshwise.parallel.tensor import UNDIVIDED
+from meshwise.spec.plan import Plan
+
+ROUNDED = ("loss", "gradients", "gradient norm", "parameters", "buffers", "evaluation")
+"""The kinds of values for which a `Proof` lists rounding errors."""
+
+
+class Verdict(Enum):
+    """The verdict of a check. DOUBTFUL means that all values compared in float64 are equal, but something else differs,
+    such as the size of rounding errors or a printed number."""
+
+    EQUAL = "equal"
+    DOUBTFUL = "doubtful"
+    DIFFERENT = "different"
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """The rounding errors of one kind of value, e.g. of the gradients, if they are computed in the plan's precision. An
+    error is the largest relative difference from the run on one device in float64."""
+
+    kind: str
+    one_device: float
+    plan: float
+
+
+@dataclass(frozen=True)
+class Proof:
+    """The result of `mw.check`: whether the plan computes what one device computes, and if not, where and why.
+
+    job: the name of the job or the script.
+    plan: the plan that was checked.
+    devices: the devices that it ran on, e.g. "4xcpu".
+    batches: the number of samples in each step.
+    comparison: all comparisons. `comparison.first` is the first difference in the order of events, None if nothing
+        differs.
+    module: the module of the first difference. Empty if it is unknown.
+    cause: the likely cause of the first difference. None if nothing differs.
+    rounding: the rounding errors in the plan's own precision, on one device and under the plan. Empty if they were not
+        asked for.
+    notes: remarks on the plan, and what was not checked.
+    doubts: sentences on other values that differ, such as printed numbers, although all values compared in float64 are
+        equal.
+    warnings: sentences on a plan that divides little of the work, and on likely mistakes that also affect one device.
+    """
+
+    job: str
+    plan: Plan
+    devices: str
+    batches: tuple[int, ...]
+    comparison: Comparison
+    module: str
+    cause: Cause | None
+    rounding: tuple[Rounding, ...] = ()
+    notes: tuple[str, ...] = ()
+    doubts: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def verdict(self) -> Verdict:
+        """The verdict, which decides the exit code: the plan is equal, equal with doubts, or different."""
+        return Verdict.DIFFERENT if not self.equal else Verdict.DOUBTFUL if self.doubts else Verdict.EQUAL
+
+    @property
+    def equal(self) -> bool:
+        """Whether all values of the plan equal the values of one device, up to a relative difference of 1e-9."""
+        return self.comparison.equal
+
+
+def prove(
+    job: str,
+    spec: CheckSpec,
+    devices: str,
+    reference: Trace,
+    actual: Trace,
+    rounded: Sequence[Trace] = (),
+    again: Callable[[CheckSpec], Trace] | None = None,
+) -> Proof:
+    """Compare a run under a plan with a run on one device, and return the result."""
+    comparison = compare(reference, actual)
+    first = comparison.first
+    if first is not None and again is not None and (first.step > 1 or first.kind == "evaluation"):
+        noise = noise_of(reference, actual)
+        if noise:
+            reference = again(replace(spec, noise=noise))
+            comparison = compare(reference, actual)
+            first = comparison.first
+    wrong, harmless = printed_otherwise(reference.shown, actual.shown, devices, rounded[0].shown if rounded else ())
+    same_steps = len(rounded) == 2 and all(len(trace.steps) == len(reference.steps) for trace in rounded)
+    of_rounded = [compare(reference, trace) for trace in rounded] if same_steps else []
+    looked = bool(of_rounded) or spec.plan.precision == "fp64"
+    warnings = tuple(note for note in actual.notes if note.startswith(UNDIVIDED))
+    alone = [f"{each} {ALONE}" for each in wrong]
+    doubts = (*unproven(reference), *alone, *rounding_warnings(of_rounded, spec.plan.dtypes))
+    doubts += tuple(kept_coarser(rounded if same_steps else ()))
+    return Proof(
+        job,
+        spec.plan,
+        devices,
+        tuple(sum(len(part) for micro in step.samples for part in micro) for step in reference.steps),
+        comparison,
+        module_of(first, comparison) if first is not None else "",
+        cause_of(comparison, reference, actual, spec.plan),
+        tuple(_rounding(of_rounded)),
+        (
+            # dropout is keyed in a check
+            *(note for note in actual.notes if note not in OF_DRAWS and note not in warnings),
+            *(harmless if comparison.equal else [*wrong, *harmless]),
+            *([] if looked else [OTHER_STEPS if rounded else NO_ROUNDING]),
+        ),
+        doubts if comparison.equal else (),
+        (*warnings, *reference.hints),
+    )
+
+
+def _rounding(rounded: Sequence[Comparison]) -> Iterator[Rounding]:
+    """Yield the rounding errors of each kind of value."""
+    if not rounded:
+        return
+    one, plan = ({c.kind: c.largest.relative for c in side.kinds} for side in rounded)
+    for kind in ROUNDED:
+        if kind in one and kind in plan:
+            yield Rounding(kind, one[kind], plan[kind])
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One result of checking a script that does not use meshwise."""
+
+    kind: str
+    wrong: bool
+    places: tuple[str, ...]
+    evidence: str
+    instead: str = ""
+
+
+@dataclass(frozen=True)
+class PlainProof:
+    """The result of checking a script that does not use meshwise. It says whether the ranks compute the same as one
+    process on the same samples. It also says whether each sample is read once, and whether the schedule fits the number
+    of steps.
+
+    steps: how many steps were compared.
+    epochs: how many epochs the steps belong to.
+    largest: the largest difference of a gradient between the ranks and one process, relative to the largest gradient.
+    findings: all that the check found.
+    not_judged: sentences on what could not be judged.
+    """
+
+    script: str
+    devices: str
+    steps: int
+    epochs: int
+    largest: float
+    findings: tuple[Finding, ...]
+    not_judged: tuple[str, ...] = ()
+
+    @property
+    def verdict(self) -> Verdict:
+        """The verdict: different if a finding is wrong, doubtful if not everything could be judged, else equal."""
+        if any(finding.wrong for finding in self.findings):
+            return Verdict.DIFFERENT
+        return Verdict.DOUBTFUL if self.not_judged else Verdict.EQUAL
+
+    @property
+    def equal(self) -> bool:
+        """Whether the script passes the check: no finding asks for a change, and everything could be judged."""
+        return self.verdict is Verdict.EQUAL

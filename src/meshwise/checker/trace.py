@@ -1,0 +1,218 @@
+"""Define what a check compares, and the trace of one side.
+
+The sides are one device and the plan. A trace is plain data and CPU tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from meshwise.checker.coupled_operators import Coupled
+from meshwise.checker.exchanges import Exchanges
+from meshwise.checker.loss_numbers import Numbers
+from meshwise.spec.dtypes import Dtypes
+from meshwise.spec.errors import UsageError
+from meshwise.spec.plan import Plan
+from meshwise.spec.plan_settings import at_precision
+from meshwise.training.data.keyed import Draw
+from meshwise.training.data.order import BatchSlice, epoch_order
+
+Named = dict[str, Tensor]
+Divergence = dict[tuple[str, str], float]
+"""Maps (kind of a value, name of the value) to how much ranks differ in it, relative to its size."""
+Noise = Mapping[str, tuple[Tensor, Tensor]]
+"""Parameter -> (mask of the elements whose gradient is rounding noise, the parameter under the plan). See noise.py."""
+Draws = Mapping[int, Sequence[Draw]]
+"""Maps the number of a forward pass, from 0, to the random draws in it."""
+
+
+@dataclass(frozen=True)
+class CheckSpec:
+    """The settings of a check, which runs a program on one device and under a plan."""
+
+    plan: Plan
+    steps: int = 3
+    in_float64: bool = True
+    perturb: bool = False
+    noise: Sequence[Noise] = ()
+
+    def applied(self, plan: Plan) -> Plan:
+        """Return `plan` in the precision of this check."""
+        return at_precision(plan, "fp64") if self.in_float64 else plan
+
+    @property
+    def dtypes(self) -> Dtypes:
+        """The dtypes that the check uses for storage and computation, on one device as well as under the plan."""
+        return self.applied(self.plan).dtypes
+
+    @property
+    def ragged(self) -> int:
+        """The number of samples in a ragged batch, which the ranks cannot divide evenly."""
+        return 2 * self.plan.devices * self.plan.accumulate + 1
+
+
+@dataclass(frozen=True)
+class Output:
+    """A module's output in one call on one rank, as random projections (see sketches.py)."""
+
+    microbatch: int
+    module: str
+    kind: str
+    number: int
+    shape: tuple[int, ...]
+    rows: int
+    sketches: dict[str, Tensor]
+    gradient: dict[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def key(self) -> tuple[int, str, int]:
+        return self.microbatch, self.module, self.number
+
+
+@dataclass(frozen=True)
+class Contents:
+    """A rank's part of a microbatch, as the program got it."""
+
+    microbatch: int
+    place: str
+    source: str
+    draws: str
+    collate: str
+    fields: dict[str, tuple[tuple[int, ...], Tensor]]
+
+
+@dataclass
+class StepTrace:
+    """What was recorded in one optimizer step, either on one device or under the plan."""
+
+    samples: list[list[list[int]]] = field(default_factory=list)
+    outputs: list[Output] = field(default_factory=list)
+    peers: list[list[list[Output]]] = field(default_factory=list)
+    alike: tuple[int, ...] = ()
+    contents: list[Contents] = field(default_factory=list)
+    loss: float = 0.0
+    gradients: Named = field(default_factory=dict)
+    ready_order: list[str] = field(default_factory=list)
+    clipped_gradients: Named = field(default_factory=dict)
+    learning_rates: dict[str, float] = field(default_factory=dict)
+    optimizer_state: Named = field(default_factory=dict)
+    parameters: Named = field(default_factory=dict)
+    buffers: Named = field(default_factory=dict)
+    scheduler: dict[str, float] = field(default_factory=dict)
+    rank_divergence: Divergence = field(default_factory=dict)
+    own_gradients: dict[tuple[int, int], Named] = field(default_factory=dict)
+    own_boxes: dict[tuple[int, str], list[tuple[int, int]]] = field(default_factory=dict)
+    modified_between_backwards: list[tuple[int, int, float, float, bool]] = field(default_factory=list)
+    standing: dict[int, float] = field(default_factory=dict)
+    rng_mismatch: bool = False
+    low_precision: dict[str, str] = field(default_factory=dict)
+    coupled: Coupled = field(default_factory=dict)
+    numbers: list[Numbers] = field(default_factory=list)
+    evaluating: set[str] = field(default_factory=set)
+    nan_while_open: list[str] = field(default_factory=list)
+    changed_behind: set[str] = field(default_factory=set)
+    loaded: bool = False
+
+
+@dataclass
+class Trace:
+    """What was recorded in one run of a check, either on one device or under the plan."""
+
+    modules: dict[str, str]
+    tied: list[tuple[str, ...]]
+    initial_parameters: Named
+    initial_buffers: Named
+    steps: list[StepTrace] = field(default_factory=list)
+    draws: dict[int, Sequence[Draw]] = field(default_factory=dict)
+    evaluation: dict[str, float] = field(default_factory=dict)
+    evaluated: list[int] = field(default_factory=list)
+    unkeyed: set[str] = field(default_factory=set)
+    notes: tuple[str, ...] = ()
+    shown: list[tuple[str, str]] = field(default_factory=list)
+    rank_divergence: Divergence = field(default_factory=dict)
+    random_modules: set[str] = field(default_factory=set)
+    exchanges: Exchanges = field(default_factory=dict)
+    exchanges_backward: Exchanges = field(default_factory=dict)
+    races: list[str] = field(default_factory=list)
+    resumed: list[StepTrace] = field(default_factory=list)
+    hints: list[str] = field(default_factory=list)
+    places: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Batches:
+    """The samples that each step of a job reads in a check. Iterate to get (epoch, sample indices) for each step. In a
+    check of several steps, the last step starts a new epoch with a small batch that the ranks cannot divide evenly. All
+    other batches have the job's size, unless they are cut short by the end of an epoch."""
+
+    seed: int
+    samples: int
+    batch_size: int
+    spec: CheckSpec
+
+    def of_step(self, step: int, epoch: int, index: int) -> tuple[int, int, Tensor]:
+        """Return (epoch, position, indices) for a step."""
+        last = 0 < step == self.spec.steps - 1
+        if index >= self.samples or (last and index):
+            epoch, index = epoch + 1, 0
+        size = min(self.spec.ragged, max(self.batch_size - 1, 1)) if last else self.batch_size
+        batch = epoch_order(self.seed, epoch, self.samples)[index : index + size]
+        return epoch, index + len(batch), batch
+
+    def __iter__(self) -> Iterator[tuple[int, Tensor]]:
+        """Yield the epoch and the sample indices of each step."""
+        epoch = index = 0
+        for step in range(self.spec.steps):
+            epoch, index, batch = self.of_step(step, epoch, index)
+            yield epoch, batch
+
+
+def microbatches(batch: Tensor, accumulate: int) -> list[BatchSlice]:
+    """Return the microbatches into which one device splits a batch."""
+    parts = batch.tensor_split(min(accumulate, len(batch)))
+    return [BatchSlice(part, len(part), len(batch)) for part in parts]
+
+
+def test_samples(count: int, batch_size: int) -> int:
+    """Return how many test samples are evaluated: at most two batches and one more sample, so that some ranks get no
+    sample of the last batch."""
+    return min(count, 2 * batch_size + 1)
+
+
+@dataclass
+class ProgramTrace:
+    """The recorded run of a program in a check."""
+
+    plan: Plan | None = None
+    trace: Trace | None = None
+    backwards: int = 0
+
+
+def trace_to_compare(found: ProgramTrace, script: str) -> Trace:
+    """Return the trace in `found`."""
+    if found.plan is None:
+        raise UsageError(
+            f"{script}: mw.distribute was given no model, so there is nothing to check. Write "
+            "model, optimizer, loader = mw.distribute(model, optimizer, loader) before the loop."
+        )
+    if found.trace is None:
+        raise UsageError(
+            f"{script}: no loop ran over a distributed loader. Give the DataLoader to mw.distribute too, and loop over "
+            "what it returns. Without a loader, call x = mw.split(x) in each step, or mw.split(x, whole=True) for what "
+            "has no rows."
+        )
+    if found.backwards == 0:
+        text = (
+            f"{script}: not judged. loss.backward() was never called (with view='rank': mw.backward(loss)). After "
+            "torch.autograd.grad, let an optimizer make the step."
+        )
+        raise UsageError("\n".join([text, *found.trace.hints]))  # what the source shows is known all the same
+    if not found.trace.steps:
+        raise UsageError(
+            f"{script}: no optimizer of the model made a step after {found.backwards} backwards. Give the "
+            "optimizer the parameters of the distributed model, and call optimizer.step()."
+        )
+    return found.trace

@@ -1,0 +1,2 @@
+from meshwise.checker.views import check_dict as check_dict
+from meshwise.checker.views import check_text as check_text

@@ -1,1 +1,0 @@
-"""Define the commands, one verb per file: options and output."""

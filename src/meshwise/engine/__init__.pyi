@@ -1,1 +1,0 @@
-from meshwise.engine import seeds as seeds

@@ -1,2 +1,0 @@
-from meshwise.equivalence.views import check_dict as check_dict
-from meshwise.equivalence.views import check_text as check_text

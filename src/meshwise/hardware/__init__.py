@@ -1,0 +1,8 @@
+"""Find, describe, measure and judge devices and links.
+
+It also decides which worker gets which device and cores.
+"""
+
+from meshwise.spec.lazy import files_of
+
+__getattr__ = files_of(__name__)

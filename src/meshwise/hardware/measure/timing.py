@@ -1,0 +1,89 @@
+"""Time repeated calls by the device's clock, else by the host's.
+
+On CUDA many calls are enqueued behind a held stream and lie between two events, so that the host's pace does not count;
+the first calls are left out. Calls are repeated, for a median and its percentiles.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+
+from meshwise.spec.devices import has_streams
+from meshwise.torch_compat.driver import hold_stream
+
+WARM_UP = 5  # calls at most; fewer when two in a row differ by less than STABLE
+STABLE = 0.1
+LEAST, MOST = 3, 200  # repeats
+BATCH_SECONDS, MOST_CALLS = 2e-3, 20  # short calls are called in a row until this, as nccl-tests do
+HOST_SECONDS = 1e-5  # of the host for one enqueued call
+
+
+def alone(*values: float) -> list[float]:
+    """Agree with nobody: return the values of this process."""
+    return list(values)
+
+
+def repeat(
+    timed: Callable[[int], float],
+    budget: float,
+    *,
+    single: bool = False,
+    agree: Callable[..., list[float]] = alone,
+    clock: Callable[[], float] = time.perf_counter,
+) -> tuple[list[float], float]:
+    """Repeat a call for about `budget` seconds, at least LEAST and at most MOST times."""
+    began, last, spent = clock(), 0.0, 0.0
+    for number in range(WARM_UP):
+        once, spent = agree(timed(1), clock() - began)
+        stable = abs(once - last) <= STABLE * once
+        last = once
+        if number and (stable or spent > budget / 4):
+            break
+    batch = 1 if single else max(1, min(MOST_CALLS, int(BATCH_SECONDS / max(last, 1e-9))))
+    seconds: list[float] = []
+    at_least = 0.0
+    while len(seconds) < LEAST or (len(seconds) < MOST and spent < budget):
+        took, spent = agree(timed(batch), clock() - began)
+        seconds.append(took)
+        if len(seconds) == LEAST:
+            at_least = spent
+    return seconds, spent - at_least
+
+
+def wait(device: torch.device) -> None:
+    """Wait until the device has finished its work."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def held_seconds(call: Callable[[], object], device: torch.device, batch: int) -> float:
+    """Return the mean seconds of `batch` calls in a row. A CUDA stream is held until all of them are enqueued."""
+    if not has_streams(device):
+        return host_seconds(call, device, batch)
+    with torch.get_device_module(device).device(device):
+        hold_stream(HOST_SECONDS * (batch + 2))
+        return stream_seconds(call, device, batch)
+
+
+def host_seconds(call: Callable[[], object], device: torch.device, batch: int) -> float:
+    """Return the seconds of one call by the host's clock, as the mean of `batch` calls in a row."""
+    wait(device)
+    start = time.perf_counter()
+    for _ in range(batch):
+        call()
+    wait(device)
+    return (time.perf_counter() - start) / batch
+
+
+def stream_seconds(call: Callable[[], object], device: torch.device, batch: int) -> float:
+    """Return the mean time in seconds of `batch` calls in a row."""
+    start, end = torch.Event(device, enable_timing=True), torch.Event(device, enable_timing=True)
+    start.record()
+    for _ in range(batch):
+        call()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)) / 1e3 / batch

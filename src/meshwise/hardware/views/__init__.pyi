@@ -1,0 +1,2 @@
+from meshwise.hardware.views import bench as bench
+from meshwise.hardware.views import devices as devices

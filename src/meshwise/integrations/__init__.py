@@ -1,0 +1,1 @@
+"""Run the Trainers of transformers and Lightning on all devices."""

@@ -1,0 +1,98 @@
+"""Reach private parts of accelerate and of Lightning's Trainer.
+
+Of accelerate: processes, the seeded sampler, the ends of loops. Of Lightning: signals, logging, the closure of a step,
+the end of an epoch. None has a public interface. Read in accelerate 1.15 and Lightning 2.6; nothing of them is imported
+before a Trainer is there. Tested in tests/training/script/test_trainer.py, tests/training/script/test_lightning.py and
+tests/training/process/test_same_work.py.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.utils.data import BatchSampler, DataLoader
+
+from meshwise.spec.world import VARIABLES, World
+from meshwise.torch_compat.fake_device import NAME, TOLD
+
+
+def be_alone(world: World, make: Callable[[], object]) -> Any:
+    """Call `make`, which creates an Accelerator, in such a way that accelerate sees a run of one process."""
+    states = import_module("accelerate.state")
+    alone = {name: value for name, value in os.environ.items() if name not in VARIABLES}
+    with mock.patch.dict(os.environ, alone | {"ACCELERATE_TORCH_DEVICE": world.device}, clear=True):
+        states.AcceleratorState._reset_state(reset_partial_state=True)
+        states.GradientState._reset_state()
+        told = states.PartialState(cpu=world.device == "cpu")
+        told.process_index, told.local_process_index = world.rank, world.local_rank
+        make()
+    return told
+
+
+def seed_order(loader: DataLoader[Any], seed: int | None) -> None:
+    """Replace the random sampler of `loader` by accelerate's SeedableRandomSampler."""
+    sampler: Any = loader.sampler
+    seeded = import_module("accelerate.data_loader").SeedableRandomSampler(
+        data_source=sampler.data_source,
+        replacement=sampler.replacement,
+        num_samples=sampler._num_samples,
+        generator=sampler.generator,
+        data_seed=seed,
+    )
+    object.__setattr__(loader, "sampler", seeded)  # which a DataLoader lets nobody set once it is made
+    if type(loader.batch_sampler) is BatchSampler:
+        loader.batch_sampler.sampler = seeded
+
+
+def loop_begins(state: Any, loader: Any) -> None:
+    """Tell accelerate that a loop over this loader begins, so that accelerate can tell when the loader is exhausted."""
+    state._add_dataloader(loader)
+
+
+def loop_ends(state: Any, loader: Any) -> None:
+    """Tell accelerate that the loop over this loader has ended."""
+    state._remove_dataloader(loader)
+
+
+def take_place(trainer: Any, device: str, *, signals: bool) -> None:
+    """Set the device of the Trainer's strategy. signals: whether the Trainer may install its own signal handlers."""
+    with torch._C.DisableTorchFunction():  # Lightning finds a rehearsed GPU by the name that a script does
+        trainer.strategy._root_device = torch.device(TOLD if device == NAME else device)
+    if not signals:
+        trainer._signal_connector.register_signal_handlers = lambda: None
+
+
+def logs_with(trainer: Any) -> tuple[Any, list[Any]]:
+    """Return the Trainer's logger connector, which sends values to the loggers, and the result collections of the
+    training loop, its validation loop, and the loops of `validate` and `test`."""
+    fit = trainer.fit_loop.epoch_loop
+    return trainer._logger_connector, [
+        loop._results for loop in (fit, fit.val_loop, trainer.validate_loop, trainer.test_loop)
+    ]
+
+
+def accumulates(trainer: Any) -> bool:
+    """Return whether the Trainer accumulates gradients: it makes no optimizer step after the current batch, so that the
+    gradients of the next batch are added."""
+    return bool(trainer.fit_loop._should_accumulate())
+
+
+def run_closure(plugin: Any, module: Any, optimizer: Any, closure: Any) -> Any:
+    """Run the closure of an optimizer step (forward, backward and gradient clipping), and return its result. plugin."""
+    return plugin._wrap_closure(module, optimizer, closure)
+
+
+def end_epoch(loop: Any) -> None:
+    """End an epoch that was stopped early in the same way as Lightning ends a full epoch: step the schedulers, and run
+    the validation if it is due."""
+    loop.batch_progress.is_last_batch = True
+    loop.update_lr_schedulers("epoch", update_plateau_schedulers=False)
+    if loop._should_check_val_epoch():
+        loop.trainer.validating = True
+        loop.val_loop.run()
+        loop.trainer.training = True

@@ -1,0 +1,99 @@
+"""Let a run save and end for good: `meshwise stop`."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from meshwise.launcher.commands.runs import FOLDER, NAME
+from meshwise.launcher.schedulers import slurm
+from meshwise.records import folder as names
+from meshwise.records.lock import holder_of
+from meshwise.records.run_list import find_run, jobs_of, tasks_of
+from meshwise.spec.durations import seconds_of
+from meshwise.spec.errors import UsageError
+from meshwise.spec.units import seconds_text
+
+ROUND = 1.0  # seconds between two looks
+app = typer.Typer(add_completion=False)
+
+
+@app.command()
+def stop(
+    run: Annotated[str, NAME],
+    folder: Annotated[str, FOLDER] = "runs",
+    wait: Annotated[str, typer.Option(metavar="TIME", help="how long to wait for its end")] = "5min",
+) -> None:
+    """Let a queued or running run save its state and end, and prevent further starts, on Slurm or this machine.
+
+    \b
+    meshwise stop 20261121-140502-gpt        stop the run of this name
+    meshwise stop gpt --wait 10min           wait longer, as saving takes long
+    meshwise stop gpt --in /shared/me/runs   stop a run of another folder
+
+    Later, meshwise submit RUN or meshwise run --resume RUN continues the run.
+    """
+    found, seconds = find_run(Path(folder), run), seconds_of(wait, "--wait")
+    facts = names.read_run(found)
+    jobs = jobs_of(facts)
+    if slurm.newest(jobs):
+        _stop_job(found, jobs[-1], seconds)
+    elif facts.get("status") == names.RUNNING:
+        _stop_here(found, seconds)
+    elif facts.get("status") == names.QUEUED:
+        _never_started(found)
+        print(f"{found.name} is not in the queue, so it will not start.")
+    else:
+        raise UsageError(f"{found.name} has ended already ({facts.get('status')}), so there is nothing to stop.")
+
+
+def _stop_job(folder: Path, job: str, wait: float) -> None:
+    until, told, tasks = time.monotonic() + wait, set[str](), tasks_of(folder)
+    for each in (folder, *tasks):  # whatever ends the job now: its script and its next start look for this
+        (each / names.STOP).touch()
+    if tasks:
+        slurm.cancel_waiting(job)
+    while found := slurm.queued(job):
+        new = found.state not in told
+        told.add(found.state)
+        if found.state == slurm.PENDING and new:  # never begun, or it waits for its next start
+            slurm.cancel_waiting(job)
+            print(f"Slurm job {job} was waiting in the queue. It is cancelled.")
+        if found.state == slurm.RUNNING and new:
+            slurm.tell(job, "TERM")
+            print(f"Slurm job {job} is running. It was asked to save and to end.")
+        if time.monotonic() > until:
+            print(
+                f"Slurm job {job} is still {found.state} after {seconds_text(wait)}; to end it at once: scancel {job}"
+            )
+            return
+        time.sleep(ROUND)
+    if names.read_run(folder).get("status") == names.QUEUED:
+        _never_started(folder)
+    print(f"{folder.name}: {names.read_run(folder).get('status')}.")
+
+
+def _never_started(folder: Path) -> None:
+    (folder / names.STOP).touch()
+    names.change_run(folder, status="stopped")
+
+
+def _stop_here(folder: Path, wait: float) -> None:
+    held = holder_of(folder)
+    if held is None:
+        raise UsageError(f"{folder.name}: the process of this run is not known. Press Ctrl-C where it was started.")
+    host, process = held
+    if host != socket.gethostname():
+        raise UsageError(f"{folder.name} runs on {host}, in process {process}. Run meshwise stop on that machine.")
+    os.kill(process, signal.SIGINT)
+    print(f"{folder.name}: asked to save and to end.")
+    until = time.monotonic() + wait
+    while names.read_run(folder).get("status") == names.RUNNING and time.monotonic() < until:
+        time.sleep(ROUND / 10)
+    print(f"{folder.name}: {names.read_run(folder).get('status')}.")

@@ -1,0 +1,240 @@
+"""Send a run to a cluster's queue, and manage it there."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+from meshwise.hardware.words import machine_from_words
+from meshwise.launcher.schedulers import slurm
+from meshwise.launcher.schedulers.batch_script import BatchJob, batch_script, joined_options, nodes_of, slurm_time
+from meshwise.launcher.schedulers.site import Site, find_site
+from meshwise.records import code_files
+from meshwise.records import folder as names
+from meshwise.records.files import write_text
+from meshwise.records.run_list import SCRIPT, array_of, jobs_of, tasks_of
+from meshwise.spec.durations import seconds_of
+from meshwise.spec.errors import UsageError
+from meshwise.spec.options import Option, option_name, options_of
+from meshwise.training.job.options import STOP, RunOptions
+
+NOT_SENT = ("nnodes", "node_rank", "rdzv", "resume", "folder", "time_limit")
+"""Options of `meshwise run` that `meshwise submit` lacks, because the cluster or the batch script decides them."""
+DECIDED = (*("--nodes", "-N", "--time", "-t", "--ntasks", "-n", "--ntasks-per-node", "--output", "-o"),)
+"""Options of sbatch that the user may not give, because the batch script decides them."""
+
+
+@dataclass(frozen=True)
+class SubmitOptions:
+    """The options of `meshwise submit` for the cluster."""
+
+    nodes: Annotated[str, Option("how many nodes: 4, or 2-8 for what the queue gives", metavar="N|N-M")] = "1"
+    time: Annotated[str | None, Option("time limit of an attempt: 4h, 30min; default: the partition's")] = None
+    machine: Annotated[str | None, Option("one node, for the rehearsal: 8xH100; default: the site's")] = None
+    site: Annotated[
+        str | None,
+        Option(
+            "defaults of the cluster; default: site.toml here, beside the job, or in your configuration folder",
+            metavar="FILE",
+        ),
+    ] = None
+    dry_run: Annotated[bool, Option("print the script, and send nothing", name="--dry-run")] = False
+    anyway: Annotated[bool, Option("send it though the rehearsal speaks against it", name="--anyway")] = False
+
+    def __post_init__(self) -> None:
+        nodes_of(self.nodes)
+        if self.time is not None:
+            self.seconds()
+
+    def seconds(self) -> float | None:
+        """Return the time limit of an attempt in seconds, or None for the limit of the partition."""
+        if self.time is not None and self.time.strip().isdigit():  # minutes for sbatch, seconds elsewhere
+            raise UsageError(f"--time {self.time} has no unit. Write {self.time}min or {self.time}s.")
+        return None if self.time is None else seconds_of(self.time, "--time")
+
+
+def prepare(
+    options: SubmitOptions, run: RunOptions, typed: Mapping[str, Any], arguments: Sequence[str], sbatch: Sequence[str]
+) -> BatchJob:
+    """Return the facts for the batch script of a new run."""
+    if run.job is None:
+        raise UsageError(
+            "meshwise submit needs a job such as train.py:job, or the folder of a run that was submitted before."
+        )
+    _refuse_decided(sbatch)
+    word = str(run.job)
+    file = Path(word if word.endswith(".py") else word.rpartition(":")[0])
+    site = find_site(options.site, beside=file.parent)
+    site = site if options.machine is None else replace(site, machine=options.machine)
+    if file.suffix == ".py" and not file.is_file():
+        raise UsageError(f"{file}: no such file. Name a Python file, or a job: mnist-mlp, train.py:job.")
+    out = Path(run.out if typed.get("out") not in (None, "runs") else site.runs or run.out).absolute()
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", word.replace(".py", "")).strip("-") or "run"
+    devices = [] if run.devices or not site.devices else ["--devices", site.devices]
+    return BatchJob(
+        name=name,
+        workdir=Path.cwd(),
+        run=out / f"{time.strftime('%Y%m%d-%H%M%S')}-{name}",
+        words=[*devices, *_words(typed), word, *arguments],
+        nodes=options.nodes,
+        seconds=options.seconds(),
+        gpus=_gpus(site, run.devices or site.devices),
+        command=_command(site),
+        site=site,
+        options=sbatch,
+    )
+
+
+def send(job: BatchJob, word: str, arguments: Sequence[str]) -> tuple[Path, str | None]:
+    """Make the run folder and submit the batch script."""
+    _refuse_missing(job.site.secrets, job.site.file)
+    try:
+        job.run.mkdir(parents=True)
+    except OSError as error:
+        raise UsageError(f"{job.run} cannot be created ({error.strerror}). Use another folder with --out.") from None
+    write_text(job.run / SCRIPT, batch_script(job))
+    code_files.write_code(job.run, word)
+    record: dict[str, Any] = {
+        "job": word,
+        "nodes": job.nodes,
+        "time": job.seconds,
+        "jobs": {},
+        "site": job.site.file,
+        "secrets": list(job.site.secrets),
+        "sent": time.time(),
+    }
+    facts: dict[str, Any] = {"job": word, "status": names.QUEUED, "submission": record}
+    if arguments:
+        facts["arguments"] = list(arguments)
+    names.write_run(job.run, facts)
+    try:
+        return job.run / SCRIPT, _sent(job.run)
+    except slurm.SchedulerError:
+        shutil.rmtree(job.run)
+        raise
+
+
+def send_again(run: Path, options: SubmitOptions, sbatch: Sequence[str]) -> tuple[Path, str | None]:
+    """Submit a run's batch script again, with the current program."""
+    facts, (sent, task) = names.read_run(run), array_of(run)
+    if not (sent / SCRIPT).is_file():
+        raise UsageError(f"{run} was not started by meshwise submit. Use meshwise run --resume {run}")
+    if facts.get("status") == names.RUNNING or slurm.newest(jobs_of(facts)):
+        raise UsageError(f"{run} is still in the queue or running. Stop it first: meshwise stop {run.name}")
+    words, record = _again_words(options, sbatch, task), names.read_run(sent).get("submission", {})
+    if facts.get("status") == "finished":
+        raise UsageError(
+            f"{run} is finished, so nothing is left to do. Submit a new run: meshwise submit {record.get('job')}. Or "
+            f"train this run longer: meshwise run --resume {run} --epochs N"
+        )
+    _refuse_missing(record.get("secrets", ()), record.get("site", ""))
+    code_files.write_code(sent, str(record.get("job", "")))
+    for each in (run, *(() if task else tasks_of(run))):
+        (each / names.STOP).unlink(missing_ok=True)
+    names.change_run(run, status=names.QUEUED)
+    try:
+        return sent / SCRIPT, _sent(run, words)
+    except slurm.SchedulerError:
+        names.change_run(run, status=facts.get("status"))
+        raise
+
+
+def _again_words(options: SubmitOptions, sbatch: Sequence[str], task: str = "") -> list[str]:
+    """Return the options of sbatch for a run that is submitted again."""
+    low, high = nodes_of(options.nodes)
+    if low != high or options.site or options.machine or options.dry_run:
+        raise UsageError(
+            "meshwise submit RUN submits the batch script of that run again, and takes only --nodes N, --time and, "
+            "after --, options of sbatch. To change the range of nodes or the site, edit submit.sh in the run's folder."
+        )
+    nodes = [f"--nodes={low}"] if options.nodes != "1" else []
+    _refuse_decided(sbatch)
+    seconds = options.seconds()
+    limit = [] if seconds is None else [f"--time={slurm_time(seconds)}"]
+    return [*nodes, *limit, *([f"--array={task}"] if task else []), *sbatch]
+
+
+def _refuse_decided(sbatch: Sequence[str]) -> None:
+    for word in joined_options(sbatch):
+        if (word.partition("=")[0] if word.startswith("--") else word[:2]) in DECIDED:
+            raise UsageError(
+                f"{word} after --: the batch script sets this option. Use --nodes and --time before the --."
+            )
+
+
+def _refuse_missing(secrets: Sequence[str], file: str) -> None:
+    """Raise UsageError if an environment variable that the job needs is not set."""
+    if missing := [name for name in secrets if not os.environ.get(name)]:
+        raise UsageError(
+            f"{file} lists {', '.join(missing)} as secrets, but these are not set. Set each before you submit."
+        )
+
+
+def refuse_options_of_runs(typed: Mapping[str, Any]) -> None:
+    """Raise UsageError if options of `meshwise run` are given when a run is submitted again."""
+    if given := _words(typed):
+        raise UsageError(f"{given[0]}: a run that is submitted again keeps its own options. Leave this option out.")
+
+
+def _sent(run: Path, words: Sequence[str] = ()) -> str | None:
+    if not slurm.is_here():
+        return None
+    sent, (folder, task) = time.time(), array_of(run)
+    job = slurm.send(folder / SCRIPT, [f"--output={folder.absolute()}/slurm-%j.out", *words])
+    job += f"_{task}" if task else ""
+    record: dict[str, Any] = names.read_run(run).get("submission", {})
+    names.change_run(run, submission={**record, "jobs": {**record.get("jobs", {}), job: sent}, "sent": sent})
+    return job
+
+
+def is_run(word: str) -> bool:
+    """Return whether a word is the name of a run in `runs`, or its folder."""
+    return bool(word) and any((folder / names.RUN).is_file() for folder in (Path("runs", word), Path(word)))
+
+
+def _words(typed: Mapping[str, Any]) -> list[str]:
+    """Return the options of a run as words of a command line. The path of a plan file is made absolute."""
+    words: list[str] = []
+    for name, _, option in options_of(RunOptions):
+        value = typed.get(name)
+        if option.argument or name == "out" or value in (None, False, [], (), "", STOP):
+            continue
+        if value is True:
+            words.append(option_name(name, option))
+        elif name == "plan" and Path(str(value)).is_file():
+            words += ["--plan", str(Path(str(value)).absolute())]
+        else:
+            for each in value if isinstance(value, list | tuple) else [value]:
+                words += [option_name(name, option), str(each)]
+    return words
+
+
+def _gpus(site: Site, devices: str | None) -> int:
+    """Return how many GPUs to ask for on each node."""
+    if devices and "cpu" in devices:
+        return 0
+    if devices and (found := re.fullmatch(r"(\d+)x\w+", devices)):
+        return int(found[1])
+    if not (site.gpus_per_node or site.machine) and (site.gpu_type or site.gpus == "gres"):
+        raise UsageError(f'{site.file} must say how many GPUs a node has. Add gpus_per_node = 8 or machine = "8xH100".')
+    if site.gpus_per_node or not site.machine or site.machine.endswith(".toml"):
+        return site.gpus_per_node
+    machine = machine_from_words(site.machine)
+    return 0 if machine.devices[0].name.startswith("cpu") else len(machine.devices)
+
+
+def _command(site: Site) -> list[str]:
+    """Return the command that calls meshwise on the nodes: that of the site, or else this Python with meshwise."""
+    if site.command:
+        return shlex.split(site.command)
+    if site.container or site.setup:
+        return ["meshwise"]
+    return [sys.executable, "-m", "meshwise"]

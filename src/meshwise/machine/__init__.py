@@ -1,4 +1,0 @@
-"""Find, describe, measure and judge devices and links.
-
-It also decides which worker gets which device and cores.
-"""

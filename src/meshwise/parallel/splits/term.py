@@ -1,0 +1,311 @@
+"""Keep a sum over rows unsummed until the program reads it.
+
+A term looks like the sum and holds this rank's part of it. Linear operators keep it a term; any other operator gets
+the sum, which costs one small all-reduce. A loss is such a term, so its backward needs no communication of its own,
+and its value travels with the gradients (training/whole/backward.py).
+
+The gradient of a term is that of a part (parallel/splits/crossing.py): as large as the axis's `gradient_scale` says.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor
+
+from meshwise.parallel.splits import rules
+from meshwise.parallel.splits.axis import Axis
+from meshwise.parallel.splits.crossing import through
+from meshwise.parallel.splits.tensor import SplitTensor
+from meshwise.torch_compat.beside_dispatch import transforming
+from meshwise.torch_compat.dispatch import over
+from meshwise.torch_compat.reducer import version
+from meshwise.torch_compat.torch_function import Args, Func, Kwargs, called, on_parts
+from meshwise.torch_compat.tree import map_kind
+
+SCALED = "mul multiply div divide true_divide __mul__ __rmul__ __truediv__ __div__"
+KEPT = "neg negative __neg__ positive float double to clone squeeze unsqueeze view reshape flatten contiguous sum mean"
+ADDED = "add sub subtract __add__ __radd__ __sub__ __rsub__"
+READS = {*rules.READS, "__deepcopy__"}
+PLAIN = """dim ndimension numel nelement size __len__ is_floating_point is_complex element_size get_device stride
+storage_offset is_contiguous __hash__ requires_grad_ .shape .dtype .device .requires_grad .grad_fn .is_leaf .ndim
+.layout .itemsize .is_cuda .is_cpu .is_meta .is_sparse .is_quantized .names .output_nr ._version .is_nested"""
+_PLAIN = {*PLAIN.split()}
+
+heard: list[Callable[[str, Args, Kwargs], None]] = []
+"""While a step is listened to (training/guards/same_program.py): gets each operator on batches and terms."""
+
+
+class Known:
+    """What is known of a sum over the ranks, which several terms share."""
+
+    __slots__ = ("axis", "by", "count", "divides", "local", "parent", "total", "value")
+
+    def __init__(
+        self, axis: Axis, local: Tensor | None = None, count: Tensor | None = None, parent: Known | None = None,
+        by: Any = 1, divides: bool = False,
+    ) -> None:  # fmt: skip
+        self.axis, self.local, self.count, self.parent, self.by, self.divides = axis, local, count, parent, by, divides
+        self.value: Tensor | float | None = None
+        self.total: Tensor | float | None = None
+
+    @property
+    def root(self) -> Known:
+        return self if self.parent is None else self.parent.root
+
+    def get(self, reduce: bool = False) -> Tensor | float | None:
+        """Return the sum, or None if it is not known. reduce: whether to make it known, which is collective."""
+        if self.value is None:
+            if self.parent is not None:
+                above = self.parent.get(reduce)
+                self.value = above if above is None else above / self.by if self.divides else above * self.by
+            elif reduce:
+                self.set(self.axis.all_reduce(self.sent().clone()))
+        return self.value
+
+    def sent(self, room: int = 2) -> Tensor:
+        """Return this rank's part, and behind it that of the count if there is one, in float32 at least. room: how many
+        numbers the result has, if the host has them at hand."""
+        assert self.local is not None
+        if self.count is None:
+            return self.local
+        wide = torch.promote_types(self.local.dtype, torch.float32)
+        if self.local.device.type != "cpu" or type(self.local) is not Tensor:
+            return torch.stack([self.local.to(wide), self.count.to(wide)])
+        numbers = numpy.zeros(room, "f4" if wide is torch.float32 else "f8")  # faster than a stack
+        numbers[:2] = self.local.item(), self.count.item()
+        return torch.from_numpy(numbers)
+
+    def set(self, made: Tensor, times: int = 1) -> None:
+        """Take the sum over the ranks of the part, and of the count if there is one. Each is `times` as large."""
+        self.local = None
+        if self.count is None:
+            self.value = made if times == 1 else made * times
+        elif made.device.type != "cpu":
+            self.total, self.value = made[1] * times, made[0] / made[1]
+        else:
+            whole, count = made[:2].tolist()
+            self.total, self.value = count * times, whole / count if count else math.nan
+
+
+class Term(Tensor):
+    """A sum over the ranks of an axis, of which this tensor holds this rank's part.
+
+    assumed: where the sum is to be divided by a count that is not exchanged yet, what the count would be if all targets
+        counted. The tensor is not divided yet. 0 if there is no such count.
+    """
+
+    axis: Axis
+    assumed: int
+
+    @property
+    def known(self) -> Known:
+        """What is known of the sum. That of other memory if a tensor with the same memory was written."""
+        known, written = self.__dict__["held"]
+        if version(self) != written:
+            with on_parts():
+                known = self.known = Known(self.axis, self.detach().clone())
+            self.assumed = 0  # in memory is what `_written` has written
+        return known  # type: ignore[no-any-return]
+
+    @known.setter
+    def known(self, known: Known) -> None:
+        self.__dict__["held"] = known, version(self)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Args = (), kwargs: Kwargs | None = None
+    ) -> Any:
+        name = called(func)
+        if name in _PLAIN:
+            with on_parts():
+                return func(*args, **(kwargs or {}))
+        if name in READS:
+            return rules.read_only(name, func(value_of(args[0]), *args[1:], **(kwargs or {})))
+        if heard:
+            heard[0](name, args, kwargs or {})
+        if rules.writes_in_place(name) and isinstance(args[0], Term):
+            return _written(func, args, kwargs or {})
+        rule = RULES.get(name) if not transforming else None
+        made = NotImplemented if rule is None else rule(func, args, kwargs or {})
+        return func(*_sums(args), **_sums(kwargs or {})) if made is NotImplemented else made
+
+    def backward(self, *args: Any, **kwargs: Any) -> None:  # as `__torch_function__` would, in half the time
+        """See `torch.Tensor.backward`."""
+        backward(torch.Tensor.backward, (self, *args), kwargs)
+
+    def item(self) -> Any:
+        """See `torch.Tensor.item`."""
+        return value_of(self).item()
+
+
+def term(local: Tensor, axis: Axis, known: Known | None = None, assumed: int = 0) -> Term:
+    """Turn `local`, in place, into a term, and return it. See `Term`."""
+    known = known or Known(axis, local.detach())
+    local.__class__ = over(Term, type(local))
+    local.axis, local.known, local.assumed = axis, known, assumed  # type: ignore[attr-defined]
+    return local  # type: ignore[return-value]
+
+
+def plain(value: Term) -> Tensor:
+    """Return this rank's part as a plain tensor, with its gradient."""
+    with on_parts():
+        return value.as_subclass(Tensor)
+
+
+def value_of(value: Term) -> Tensor:
+    """Return the sum, without its gradient. Collective if it is not known."""
+    with on_parts():
+        found = value.known.get(reduce=True)
+        assert found is not None
+        if not isinstance(found, Tensor):
+            found = value.known.value = torch.full(value.shape, found, dtype=value.dtype)
+        found = found if found.shape == value.shape else found.reshape(value.shape)
+        return found if found.dtype == value.dtype else found.to(value.dtype)
+
+
+def settled(value: Term) -> Term:
+    """Return the same sum as a term without a count. Collective if it has one that is not exchanged yet."""
+    known = value.known
+    if not value.assumed:
+        return value
+    known.get(reduce=True)
+    with on_parts():
+        return term(over_count(plain(value), value), value.axis, known)
+
+
+def over_count(local: Tensor, value: Term) -> Tensor:
+    """Return `local` over the count of all ranks that `value` still lacks."""
+    total = value.known.root.total
+    return local / (total.to(local.dtype) if isinstance(total, Tensor) else total or math.nan)
+
+
+class _Given(torch.autograd.Function):
+    """Gives a sum that is known, with the backward of the sum."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, value: Tensor, scale: int) -> Tensor:
+        ctx.scale = scale
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return gradient * ctx.scale, None, None
+
+
+def resolved(value: Term) -> Tensor:
+    """Return the sum as a plain tensor, with its gradient. Collective if it is not known."""
+    known = value_of(value)
+    if not value.requires_grad or not torch.is_grad_enabled():
+        return known.clone()
+    return through(_Given, plain(settled(value)), known, value.axis.gradient_scale)
+
+
+def as_numbers(thing: Any) -> Any:
+    """Return arguments that are places or lengths, as in `x[:n]`, with numbers in place of sums."""
+    if isinstance(thing, slice):
+        return slice(*map(as_numbers, (thing.start, thing.stop, thing.step)))
+    if isinstance(thing, Mapping):
+        return {name: as_numbers(each) for name, each in thing.items()}
+    if type(thing) in (tuple, list):
+        return type(thing)(map(as_numbers, thing))
+    return thing.item() if isinstance(thing, Term) and not thing.dim() else thing
+
+
+def _sums(given: Any) -> Any:
+    """Return arguments with the sums in place of terms."""
+    return map_kind(Term, resolved, dict(given) if isinstance(given, Mapping) else tuple(given))
+
+
+def _is_number(thing: Any) -> bool:
+    return not isinstance(thing, Tensor) or not (isinstance(thing, (Term, SplitTensor)) or thing.requires_grad)
+
+
+def _scaled(func: Func, args: Args, kwargs: Kwargs) -> Any:
+    if kwargs or len(args) != 2:
+        return NotImplemented
+    value, by = args if isinstance(args[0], Term) else args[::-1]
+    divides = "div" in called(func)
+    if not isinstance(value, Term) or not _is_number(by):
+        return NotImplemented
+    if divides and (value is not args[0] or not value.is_floating_point()):  # of integers: the quotient of the whole
+        return NotImplemented
+    with on_parts():
+        local, by = func(*args), by.clone() if isinstance(by, Tensor) else by  # which the program may change later
+        return term(local, value.axis, Known(value.axis, parent=value.known, by=by, divides=divides), value.assumed)
+
+
+def _kept(func: Func, args: Args, kwargs: Kwargs) -> Any:
+    value = args[0]
+    others = [each for each in (*args[1:], *kwargs.values()) if isinstance(each, Tensor)]
+    if not isinstance(value, Term) or others or (value.dim() and value.assumed):
+        return NotImplemented
+    with on_parts():
+        local = func(*args, **kwargs)
+        if local.dtype != value.dtype and not local.is_floating_point():  # parts would be rounded apart
+            return NotImplemented
+        same = local.numel() == value.numel()
+        known = Known(value.axis, parent=value.known, by=-1 if "neg" in called(func) else 1) if same else None
+        return term(local, value.axis, known, value.assumed)
+
+
+def _detached(func: Func, args: Args, kwargs: Kwargs) -> Any:
+    with on_parts():
+        return term(args[0].detach(), args[0].axis, args[0].known, args[0].assumed)
+
+
+def backward(func: Func, args: Args, kwargs: Kwargs) -> None:
+    """Run `loss.backward()` as `torch.autograd.backward`, which backward.py replaces."""
+    names = ("gradient", "retain_graph", "create_graph", "inputs")
+    values = dict(zip(names, args[1:], strict=False)) | dict(kwargs)
+    torch.autograd.backward((args[0],), values.pop("gradient", None), **values)
+
+
+def _added(func: Func, args: Args, kwargs: Kwargs) -> Any:
+    if len(args) != 2 or set(kwargs) - {"alpha"} or any(isinstance(each, SplitTensor) for each in args):
+        return NotImplemented
+    axis = next(each for each in args if isinstance(each, Term)).axis
+    parts = [_part(each, axis) for each in args]
+    with on_parts():
+        return term(func(*parts, **kwargs), axis)
+
+
+def _part(thing: Any, axis: Axis) -> Any:
+    """Return this rank's part of a summand. One that is whole is added by rank 0, or by each rank its share."""
+    if isinstance(thing, Term):
+        return settled(thing)
+    if isinstance(thing, Tensor):
+        return thing / axis.size if thing.requires_grad else thing if axis.rank == 0 else torch.zeros_like(thing)
+    return thing if axis.rank == 0 else type(thing)(0)
+
+
+_ADD = {"__iadd__": torch.add, "add_": torch.add, "__isub__": torch.sub, "sub_": torch.sub}
+
+
+def _written(func: Func, args: Args, kwargs: Kwargs) -> Term:
+    """Run an in-place operator on a term, and return that term. Only a sum stays unsummed."""
+    target: Term = args[0]
+    made: Any = _added(_ADD[called(func)], args, kwargs) if called(func) in _ADD else NotImplemented
+    if made is NotImplemented or not torch.can_cast(made.dtype, target.dtype):  # which torch refuses below
+        written, *others = _sums(args)
+        func(written, *others, **_sums(kwargs))
+        made = term(_part(written, target.axis) + 0, target.axis)
+    root = target.known.root
+    with on_parts():
+        root.local = None if root.local is None else root.local.clone()  # of which earlier results are known
+        target.copy_(made)
+    target.known, target.assumed = made.known, 0
+    return target
+
+
+RULES: dict[str, Callable[[Func, Args, Kwargs], Any]] = {
+    **dict.fromkeys(SCALED.split(), _scaled),
+    **dict.fromkeys(KEPT.split(), _kept),
+    **dict.fromkeys(ADDED.split(), _added),
+    **dict.fromkeys(("detach", ".data"), _detached),
+    "backward": backward,
+}

@@ -1,0 +1,199 @@
+"""Compare a run with its prediction and with one device.
+
+The kind of time that differs most from the prediction is named. The time of a step on one device is measured in an
+earlier run, else estimated. The upper estimate is the work of all ranks, one after the other: one device waits for no
+other rank, and larger batches do not compute slower. Work that all ranks do alike counts once: the optimizer's step, if
+every rank steps all parameters. The lower estimate is the work of one rank, since one device has that rank's samples,
+and more.
+
+Measured against the truth in docs/measurements.md; tested in tests/reports/test_reconcile.py, test_findings.py and
+test_alone.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from meshwise.records import folder as names
+from meshwise.records.run_list import fields_of, plan_of
+from meshwise.reports.read import read_timeline
+from meshwise.reports.run_report import (
+    OUTSIDE_STEPS,
+    CollectiveReport,
+    MemoryBeside,
+    RankReport,
+    Reconciled,
+    TimeBeside,
+)
+from meshwise.reports.spans import KIND, KINDS, Timeline
+from meshwise.reports.step_table import StepTable, step_table_of
+from meshwise.spec.errors import PlanError, UsageError
+from meshwise.spec.plan_file import PREDICTED
+from meshwise.spec.prediction import Prediction, prediction_of
+from meshwise.spec.units import bytes_text, percent_text, seconds_text
+
+WORTH_SAYING = 0.01
+"""A kind of time is shown if it takes more than this share of a step, either as predicted or as measured."""
+
+
+def reconciled(
+    facts: Mapping[str, Any], table: StepTable, ranks: Sequence[RankReport]
+) -> tuple[Reconciled | None, list[str]]:
+    """Compare the time and the memory of a run's steps with the prediction of `meshwise plan`."""
+    given = facts.get(PREDICTED)
+    if given is None or not table.steady.any():
+        return None, []
+    if isinstance(given, str):
+        return None, [given]
+    try:
+        prediction = prediction_of(given)
+    except PlanError as error:
+        return None, [f"The run's prediction cannot be read: {error}"]
+    measured = float(np.median(table.step_seconds()[table.steady]))
+    kinds = _kinds(prediction, table, measured)
+    memory = _memory(prediction, ranks)
+    sentence = " ".join(part for part in (_time(prediction, measured), _most(kinds), _memory_sentence(memory)) if part)
+    told = (prediction.seconds, prediction.low, prediction.high)
+    return Reconciled(prediction.machine, prediction.origin, sentence, *told, measured, kinds, memory), []
+
+
+def _kinds(prediction: Prediction, table: StepTable, step: float) -> list[TimeBeside]:
+    if prediction.seconds is None:
+        return []
+    middle = np.median(table.kind_seconds()[table.steady], axis=0)
+    rows = [
+        TimeBeside(kind, float(prediction.kinds.get(kind, 0.0)), float(value))
+        for kind, value in zip(KINDS, middle, strict=True)
+        if kind not in OUTSIDE_STEPS
+    ]
+    return [row for row in rows if max(row.predicted, row.measured) > WORTH_SAYING * max(step, prediction.seconds)]
+
+
+def _memory(prediction: Prediction, ranks: Sequence[RankReport]) -> list[MemoryBeside]:
+    """Compare the predicted bytes of each memory counter with the most on any rank."""
+    rows = []
+    for name, value in prediction.memory.items():
+        found = [rank.memory[name] for rank in ranks if name in rank.memory]
+        rows.append(MemoryBeside(name, float(value), max(found) if found else None))
+    return rows
+
+
+def _time(prediction: Prediction, measured: float) -> str:
+    if prediction.seconds is None or prediction.low is None or prediction.high is None:
+        return f"A step takes {seconds_text(measured)}; no time was predicted on {prediction.machine}."
+    inside = prediction.low <= measured <= prediction.high
+    off = measured / prediction.seconds - 1 if prediction.seconds else 0.0
+    more = f"{percent_text(abs(off))} {'more' if off >= 0 else 'less'} than predicted on {prediction.machine}"
+    interval = f"{seconds_text(prediction.low)} to {seconds_text(prediction.high)}"
+    origin = f"; prices: {prediction.origin}" if prediction.origin else ""
+    return (
+        f"A step takes {seconds_text(measured)}, {more} ({seconds_text(prediction.seconds)}, "
+        f"{'inside' if inside else 'outside'} the 80 % interval of {interval}{origin})."
+    )
+
+
+def _most(kinds: Sequence[TimeBeside]) -> str:
+    if not kinds:
+        return ""
+    most = max(kinds, key=lambda kind: abs(kind.measured - kind.predicted))
+    return (
+        f"What differs most is {most.name}: {seconds_text(most.measured)} were measured, "
+        f"and {seconds_text(most.predicted)} were predicted."
+    )
+
+
+def _memory_sentence(memory: Sequence[MemoryBeside]) -> str:
+    known = [row for row in memory if row.measured is not None]
+    if not known:
+        return "Memory is not compared: a CPU worker measures the memory of its process." if memory else ""
+    told = ", ".join(
+        f"{row.name} {bytes_text(row.measured or 0)} of {bytes_text(row.predicted)} predicted" for row in known
+    )
+    return f"Memory: {told}."
+
+
+SAMPLES = [KIND[kind] for kind in ("forward", "backward", "data", "transfer")]
+"""The kinds of time that grow with the number of samples that a rank works on."""
+WORK = ("accumulate", "precision", "recompute", "compile", "param_dtype", "compute_dtype", "grad_dtype")
+"""Fields of the plan that change the work of one device. The others say how work is divided over devices."""
+FEWEST = 10
+"""A run with fewer steps is too short to tell how long a step takes."""
+MOST_READ, BLOCKS = 5, 40
+"""How many earlier runs are read at most, and how many blocks at the end of a log. A block covers about a second."""
+SAME_BATCH = 0.1
+"""Mean numbers of samples a step count as equal up to this relative difference. A log may end within a step."""
+
+
+@dataclass(frozen=True)
+class Alone:
+    """How long a step took in an earlier run of the same program on one device."""
+
+    run: str
+    seconds: float
+
+
+def measured_alone(timeline: Timeline, folder: Path) -> Alone | None:
+    """Find the newest earlier run of the same work on one device, and return the time of its steps."""
+    facts = timeline.facts
+    if len(timeline.ranks) < 2 or facts.get("status") == "running":
+        return None
+    mine, work = _place_and_batch(timeline), _work(facts, folder)
+    for other in islice(_of_one_device(folder, work), MOST_READ) if mine and work else ():
+        alone = read_timeline(other, last_blocks=BLOCKS)
+        table, theirs = step_table_of(alone), _place_and_batch(alone)
+        alike = mine and theirs and theirs[0] == mine[0] and abs(theirs[1] / mine[1] - 1) <= SAME_BATCH
+        if alike and table.steady.sum() >= FEWEST:
+            return Alone(str(other), float(np.median(table.step_seconds()[table.steady])))
+    return None
+
+
+def _of_one_device(folder: Path, work: Mapping[str, Any]) -> Iterator[Path]:
+    """Yield the folders of runs beside `folder` that did the same work on one device, the newest first."""
+    for run in sorted((path.parent for path in folder.parent.glob(f"*/{names.RUN}")), reverse=True):
+        try:
+            facts = names.read_run(run)
+        except UsageError:
+            continue
+        if facts.get("world") == 1 and facts.get("status") != "running" and _work(facts, run) == work:
+            yield run
+
+
+def _work(facts: Mapping[str, Any], folder: Path) -> dict[str, Any] | None:
+    """Return the facts that determine how long a step takes on one device; None if the source is unknown."""
+    request = facts.get("request")
+    asked = request if isinstance(request, dict) else {}
+    known = {name: asked.get(name) for name in ("batch_size", "args", "data", "exact_random")}
+    known |= {"source": facts.get("source"), "arguments": facts.get("arguments"), "versions": facts.get("versions")}
+    known["job"] = str(asked.get("job")).rpartition(":")[2]
+    known["devices"] = {str(device).partition(":")[0] for device in facts.get("devices") or ()}
+    known["plan"] = {name: text for name, text in fields_of(plan_of(folder)).items() if name in WORK}
+    return known if facts.get("source") else None
+
+
+def _place_and_batch(timeline: Timeline) -> tuple[set[str], float] | None:
+    """Return the hosts of a run, and the mean number of samples in its steps."""
+    counter = timeline.newest_session().counter("samples")
+    if counter is None or not counter.step[-1] or timeline.facts.get("program") == "plain":
+        return None
+    steps, samples = counter.step[-1], counter.value[-1]
+    if len(counter.step) > 1 and steps > counter.step[0]:
+        steps, samples = steps - counter.step[0], samples - counter.value[0]
+    return {rank.host for rank in timeline.ranks}, max(float(samples / steps), 1e-9)
+
+
+def one_device_seconds(table: StepTable, collectives: Sequence[CollectiveReport]) -> tuple[float, float]:
+    """Estimate how many seconds a step would take on one device."""
+    seconds = table.seconds[table.steady]  # (steps, ranks, kinds)
+    samples, optimizer = seconds[:, :, SAMPLES].sum(axis=2), seconds[:, :, KIND["optimizer"]]
+    divided = any(c.of == "parameters" or c.name == "reduce-scatter" for c in collectives)  # so are the steps
+    steps = optimizer.sum(axis=1) if divided else optimizer.min(axis=1)
+    idle = seconds[:, :, KIND["idle"]].min(axis=1)
+    most = samples.sum(axis=1) + steps + idle
+    least = samples.max(axis=1) + optimizer.max(axis=1)
+    return float(np.median(np.minimum(least, most))), float(np.median(most))

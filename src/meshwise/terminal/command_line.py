@@ -1,0 +1,147 @@
+"""Make a command line of a dataclass whose fields have `Option`.
+
+    @app.command()
+    @from_dataclass
+    def bench(options: BenchOptions, as_json: Annotated[bool, typer.Option("--json")] = False) -> None:
+
+The command has the options of BenchOptions, in their order, and `--json`.
+
+A `ScriptCommand` takes a job or a script. All words after a script's name are passed to the script: `meshwise run
+--devices 4xcpu train.py --out x` passes `--out x` to train.py, as `python` and torchrun do. The options of a job may
+stand on both sides of the job's name.
+"""
+
+from __future__ import annotations
+
+import inspect
+import types
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import MISSING, Field, fields, is_dataclass
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
+
+import typer
+from typer.core import TyperCommand
+
+from meshwise.spec.options import Option, option_name, options_of
+from meshwise.terminal.completion import OF_OPTIONS
+from meshwise.terminal.script_options import check_options_behind
+
+BEHIND = "meshwise.behind"
+"""The key in the `meta` of a click context for the words after the script's name on the command line."""
+PANELS = {
+    "Plan": ("plan", "settings", "exact_random"),
+    "Saving and failures": ("save_every", "keep", "time_limit", "restarts", "hang_limit", "on_failure", "fault"),
+    "Records": ("log", "out", "folder"),
+    "Where": ("devices", "nnodes", "node_rank", "rdzv"),
+}
+"""The fields of options dataclasses that the help lists in a panel of their own."""
+
+
+def from_dataclass(function: Callable[..., None], without: Sequence[str] = ()) -> Callable[..., None]:
+    """Convert `function` to a command for typer: each parameter that is a dataclass is replaced by one option per
+    field.
+
+    without: the names of fields for which the command has no option. They keep their defaults.
+    """
+    hints = get_type_hints(function, include_extras=True)
+    given = inspect.signature(function).parameters.values()
+    kinds: dict[str, type] = {p.name: hints[p.name] for p in given if is_dataclass(hints[p.name])}
+
+    def command(**values: Any) -> None:
+        made = {name: kind(**_taken(kind, values)) for name, kind in kinds.items()}
+        function(**made, **values)
+
+    own = {p.name: p.replace(kind=p.KEYWORD_ONLY, annotation=hints[p.name]) for p in given}
+    parameters = [
+        each for name, p in own.items() for each in (_parameters(kinds[name], without) if name in kinds else [p])
+    ]
+    command.__name__, command.__doc__, command.__module__ = function.__name__, function.__doc__, function.__module__
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return command
+
+
+def _taken(kind: type, values: dict[str, Any]) -> dict[str, Any]:
+    """Remove the fields of the dataclass `kind` from `values` and return them. A list, which a repeated option gives,
+    becomes a tuple."""
+    taken = {name: values.pop(name) for name, _, _ in options_of(kind) if name in values}
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in taken.items()}
+
+
+def _parameters(kind: Any, without: Sequence[str]) -> Iterator[inspect.Parameter]:
+    by_name: dict[str, Field[Any]] = {field.name: field for field in fields(kind)}
+    for name, annotation, option in options_of(kind):
+        if name not in without:
+            default = _default(by_name[name])
+            typed: Any = Annotated[_typed(annotation), _declared(name, option, default)]
+            yield inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=typed)
+
+
+def _default(field: Field[Any]) -> Any:
+    if field.default_factory is not MISSING:
+        return field.default_factory()
+    if field.default is MISSING:
+        return inspect.Parameter.empty
+    return list(field.default) if isinstance(field.default, tuple) else field.default
+
+
+def _declared(name: str, option: Option, default: Any) -> Any:
+    if option.argument:
+        return typer.Argument(help=option.help, metavar=option.metavar, autocompletion=OF_OPTIONS.get(name))
+    words = option_name(name, option)
+    if default is True and option.name is None:
+        words += f"/--no-{name.replace('_', '-')}"
+    panel = next(
+        (title for title, names in PANELS.items() if name in names), None if option.scripts else "Of jobs alone"
+    )
+    return typer.Option(
+        words,
+        help=option.help,
+        metavar=option.metavar,
+        autocompletion=OF_OPTIONS.get(name),
+        rich_help_panel=panel,
+    )
+
+
+def _typed(annotation: Any) -> Any:
+    """Return the type of an option for typer. A tuple becomes a list, because the option can be repeated. A union that
+    contains str becomes str."""
+    kinds = get_args(annotation)
+    for kind in (annotation, *kinds):
+        if get_origin(kind) is tuple and get_args(kind)[1:] == (...,):
+            return types.GenericAlias(list, get_args(kind)[:1])
+    if str in kinds:
+        return (str | None) if type(None) in kinds else str
+    return annotation
+
+
+def is_script(word: object) -> bool:
+    """Return whether a job argument is the path of a user's script, which is a string that ends in `.py`."""
+    return isinstance(word, str) and word.endswith(".py")
+
+
+class ScriptCommand(TyperCommand):
+    """A click command that stops reading its options at the name of a script, such as `train.py`.
+
+    The words after the name belong to the script, and are kept in `context.args`. The command must have an argument
+    `job`. The dataclass of its options must be passed to the command as `context_settings={"obj": RunOptions}`.
+    """
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the words of the command line like click, except those after a script's name."""
+        ctx.allow_interspersed_args = False
+        values, behind, _ = self.make_parser(ctx).parse_args(list(args))
+        job = values.get("job")
+        own = behind if is_script(job) else []
+        ctx.meta[BEHIND] = list(own)
+        ctx.allow_interspersed_args = not is_script(job)
+        super().parse_args(ctx, args[: len(args) - len(own)])
+        if own[:1] == ["--"]:
+            own = own[1:]
+        else:
+            of_ours = options_of(ctx.obj) if ctx.obj else ()
+            of_jobs = {option_name(name, option) for name, _, option in of_ours if not option.scripts}
+            check_options_behind(str(job), own, {name for each in self.params for name in each.opts} - of_jobs)
+        if is_script(job):
+            ctx.args = own
+        return own

@@ -1,0 +1,101 @@
+"""Wrap a program's calls into torch: batch, backward, `eval()`, process group, `.grad`.
+
+Each of them passes through one function, which is wrapped. `end` restores it, unless it was replaced again since.
+`.grad` is an attribute in C: a property of the same name stands before it on the classes of parameters, no longer than
+gradients wait on their rank, so that no other step pays for it. Our own code and autograd read what is there.
+Read in torch 2.11, 2.13 and 2.15: `utils/data/dataloader.py`, `training/autograd/__init__.py`,
+`distributed/device_mesh.py`, `_C/TensorBase.grad`.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import device_mesh
+from torch.distributed.tensor import DTensor
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+from meshwise.spec.user_code import OURS
+
+End = Callable[[], None]
+
+
+PLACES: dict[str, list[Any]] = {
+    "__next__": [_BaseDataLoaderIter],
+    "backward": [torch.autograd],
+    "init_process_group": [dist, dist.distributed_c10d, device_mesh],
+    "eval": [nn.Module],
+    "train": [nn.Module],
+}
+"""For each function that `around` can wrap, where torch keeps it. The last `__next__` of a DataLoader's iterator raises
+StopIteration, and `train` calls itself for each submodule."""
+
+
+def around(name: str, context: Callable[[], AbstractContextManager[None]]) -> End:
+    """Run each call of the function `name`, a key of PLACES, inside the context manager that `context()` returns.
+    Return a function that undoes this."""
+
+    def surrounding(plain: Any) -> Any:
+        @functools.wraps(plain)
+        def surrounded(*arguments: Any, **named: Any) -> Any:
+            with context():
+                return plain(*arguments, **named)
+
+        return surrounded
+
+    return put(PLACES[name], name, surrounding)
+
+
+def put(owners: list[Any], name: str, made_of: Callable[[Any], Any]) -> End:
+    """Replace the function `name` of each module or class in `owners` by the wrapper `made_of(function)`. The function
+    is read from the first owner. Return a function that puts the original back into all owners."""
+    plain: Any = getattr(owners[0], name)
+    put = made_of(plain)
+    for owner in owners:
+        setattr(owner, name, put)
+
+    def end() -> None:
+        for owner in owners:
+            if getattr(owner, name) is put:
+                setattr(owner, name, plain)
+
+    return end
+
+
+_GRAD: Any = Tensor.grad
+_CLASSES: tuple[Any, ...] = (nn.Parameter, DTensor)
+WATCHING: list[Callable[[Tensor], None]] = []
+
+
+def watch_gradients(settle: Callable[[Tensor], None]) -> None:
+    """Until `leave_gradients`, call `settle(p)` before the program reads, sets or deletes a parameter's gradient."""
+    WATCHING[:] = [settle]
+    for kind in _CLASSES:
+        kind.grad = _WATCHED
+
+
+def leave_gradients() -> None:
+    """Undo `watch_gradients`: accesses to gradients are no longer intercepted."""
+    if WATCHING:
+        WATCHING.clear()
+        for kind in _CLASSES:
+            del kind.grad
+
+
+def _asked(access: Callable[..., Any]) -> Callable[..., Any]:
+    def asked(p: Tensor, *gradient: Any) -> Any:
+        if WATCHING and not sys._getframe(1).f_code.co_filename.startswith(OURS):
+            WATCHING[0](p)
+        return access(p, *gradient)
+
+    return asked
+
+
+_WATCHED = property(_asked(_GRAD.__get__), _asked(_GRAD.__set__), _asked(_GRAD.__delete__))

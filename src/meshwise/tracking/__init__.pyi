@@ -1,1 +1,0 @@
-from meshwise.tracking import tracking as tracking

@@ -1,0 +1,172 @@
+"""Detect a loss that couples a batch's samples, such as dice.
+
+If a loss is a mean or sum of one separate term per sample, its second derivative with respect to two different samples
+is zero. This module computes that second derivative. It differentiates with respect to the nearest tensors below the
+loss that have one row per sample and were made by a product with a parameter or by a custom autograd function.
+Selecting the hardest samples cannot be found in this way, since a selection has no derivative: such a loss is
+recognized by its sort or top-k operator.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import GradientEdge
+from torch.utils.weak import WeakIdKeyDictionary
+
+from meshwise.training.autograd.loss_graph import KNOWN, LEAF, PRODUCTS, signed
+
+MOST_NODES, MOST_ELEMENTS = 5_000, 2**24
+FAR = 1e-5  # of the second derivatives by two samples, relative to those by one
+VIEWS = ("ViewBackward0", "UnsafeViewBackward0", "TransposeBackward0", "PermuteBackward0", "TBackward0",
+         "ToCopyBackward0", "SqueezeBackward1", "UnsqueezeBackward0")  # fmt: skip
+WITH_PARAMETERS = (*PRODUCTS, "BmmBackward0", "BaddbmmBackward0", "NativeLayerNormBackward0",
+                   "NativeGroupNormBackward0", "NativeBatchNormBackward0", "CudnnBatchNormBackward0")  # fmt: skip
+CHOICES = {"TopkBackward0", "SortBackward0", "KthvalueBackward0", "MaxBackward0", "MinBackward0", "MedianBackward1",
+           "AmaxBackward0", "AminBackward0", "MaxBackward1", "MinBackward1", "MedianBackward0"}  # fmt: skip
+"""Operators that select elements by size, along a dim (e.g. MaxBackward0) or among all elements (e.g. MaxBackward1)."""
+SEPARATE = {*KNOWN, "AddBackward0", "SubBackward0", "NegBackward0", "MeanBackward0", "SumBackward0",
+            "LogSoftmaxBackward0", *VIEWS}  # fmt: skip
+"""Operators that keep samples independent of each other, except for a LogSoftmax over the dim of the samples."""
+_seen: Any = WeakIdKeyDictionary()  # tensors of which a program has asked to see the gradients
+
+
+def couples_samples(loss: Tensor, samples: int) -> bool | None:
+    """Return True if a loss combines samples with each other, so that it is no mean or sum with one term per sample."""
+    if samples < 2 or not loss.requires_grad or loss.grad_fn is None or loss.numel() != 1:
+        return None
+    found = _between(loss.grad_fn, samples)
+    if found is None:
+        return None
+    kinds, rows, nodes, chosen = found
+    if chosen:
+        return True
+    if kinds <= SEPARATE:
+        return False
+    if not rows or sum(map(_elements, rows)) > MOST_ELEMENTS or _has_hooked(nodes):
+        return None
+    try:
+        return _are_coupled(loss, rows)
+    except RuntimeError:  # of what has no second derivative, or takes too much memory
+        return None
+
+
+def _between(first: Any, samples: int) -> tuple[set[str], list[tuple[Any, int]], set[Any], bool] | None:
+    """Walk the autograd graph of a loss, from the loss back to the outputs of the model."""
+    open_nodes, seen, rows = [(first, 0)], {(first, 0)}, []
+    kinds: set[str] = set()
+    while open_nodes:
+        node, number = open_nodes.pop()
+        kind = node.name()
+        if kind == LEAF:
+            continue
+        output, shape = _is_output(node), _shape(node, number)
+        if output and shape and shape[0] == samples:
+            rows.append((node, number))
+            continue
+        if output and kind not in VIEWS:  # rows of something else, such as tokens
+            continue
+        if _chooses_samples(node, kind, samples) or _compares(node, kind, samples):
+            return kinds, rows, set(), True
+        over_samples = kind == "LogSoftmaxBackward0" and signed(node._saved_dim) % len(shape) == 0
+        kinds.add("a softmax over samples" if over_samples else kind)
+        new = [edge for edge in node.next_functions if edge[0] is not None and edge not in seen]
+        seen.update(new)
+        open_nodes += new
+        if len(seen) > MOST_NODES:
+            return None
+    return kinds, rows, {node for node, _ in seen}, False
+
+
+def _shape(node: Any, number: int = 0) -> tuple[int, ...]:
+    return tuple(node._input_metadata[number].shape)
+
+
+def _elements(edge: tuple[Any, int]) -> int:
+    return math.prod(_shape(*edge))
+
+
+def _is_output(node: Any) -> bool:
+    """Return whether the result of a node comes from a layer of the model, or from a custom autograd function."""
+    while True:
+        kind, below = node.name(), [following for following, _ in node.next_functions if following is not None]
+        if kind == "AddBackward0" and len(below) == 2 and any(map(_is_parameter, below)):
+            node = below[0] if _is_parameter(below[1]) else below[1]
+        elif kind in VIEWS and below:
+            node = below[0]
+        else:
+            break
+    if isinstance(node, BackwardCFunction) or "Convolution" in kind or "Rnn" in kind or kind == "EmbeddingBackward0":
+        return True
+    return kind in WITH_PARAMETERS and any(map(_is_parameter, below))
+
+
+def _is_parameter(node: Any) -> bool:
+    while node.name() in VIEWS and node.next_functions[0][0] is not None:
+        node = node.next_functions[0][0]
+    return bool(node.name() == LEAF)
+
+
+def _chooses_samples(node: Any, kind: str, samples: int) -> bool:
+    """Return whether a node sorts samples, or selects the largest or smallest values among several samples."""
+    below = node.next_functions[0][0] if kind in CHOICES else None
+    if below is None:
+        return False
+    shape, dim = _shape(below, node.next_functions[0][1]), getattr(node, "_saved_dim", ())
+    dims = [signed(number) % len(shape) for number in (dim if isinstance(dim, tuple) else (dim,))] if shape else [-1]
+    return (not dims or 0 in dims) and shape[0] % samples == 0
+
+
+def _compares(node: Any, kind: str, samples: int) -> bool:
+    """Return whether a node of the graph computes the distances between samples (`torch.cdist`)."""
+    computed = [following for following, _ in node.next_functions if following is not None]
+    if "CdistBackward" not in kind or any(map(_is_parameter, computed)):
+        return False
+    return all(size % samples == 0 for size in _shape(node)[-2:])
+
+
+@functools.cache
+def notice_hooks() -> None:
+    """Record, from now on, which tensors get gradient hooks."""
+    for name in ("register_hook", "retain_grad"):
+        setattr(Tensor, name, _noticed(getattr(Tensor, name)))
+
+
+def _noticed(method: Any) -> Any:
+    @functools.wraps(method)
+    def noticed(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        _seen[tensor] = None
+        return method(tensor, *args, **kwargs)
+
+    return noticed
+
+
+def _has_hooked(nodes: set[Any]) -> bool:
+    """Return whether the program has gradient hooks on results of `nodes`."""
+    return any((t.retains_grad or t._backward_hooks) and t.grad_fn in nodes for t in list(_seen))
+
+
+def _are_coupled(loss: Tensor, rows: list[tuple[Any, int]]) -> bool:
+    """Return whether a change of the samples with even index changes the gradients of the samples with odd index."""
+    edges = [GradientEdge(node, number) for node, number in rows]
+    first = torch.autograd.grad(loss, edges, create_graph=True, allow_unused=True)
+    used = [(edge, got) for edge, got in zip(edges, first, strict=True) if got is not None and got.requires_grad]
+    if not used:
+        return False
+    changed = sum((got[::2] * _uneven(got[::2])).sum() for _, got in used)
+    second = torch.autograd.grad(changed, [edge for edge, _ in used], retain_graph=True, allow_unused=True)  # type: ignore[arg-type]
+    of_own, of_others = ([got[begin::2].abs().max().double() for got in second if got is not None] for begin in (0, 1))
+    if not of_own:
+        return False
+    own, others = (float(torch.stack(sizes).max()) for sizes in (of_own, of_others))
+    return math.isfinite(own) and math.isfinite(others) and others > FAR * own
+
+
+def _uneven(like: Tensor) -> Tensor:
+    """Return fixed weights between 1 and 2, with the shape and dtype of `like`."""
+    return 1 + (torch.arange(like.numel(), device=like.device) * 0.618034 % 1).to(like.dtype).view_as(like)

@@ -1,0 +1,289 @@
+"""Detect sums over samples and penalties in a loss's graph.
+
+The functions read the autograd graph: the operators that led to the loss, and the values that these operators saved.
+
+Autograd nodes keep operands and arguments in attributes named `_saved_…`, which are not public. The names used here are
+those of torch 2.13, in `tools/autograd/derivatives.yaml`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwise.torch_compat.dispatch import without_interception
+
+NONE, MEAN, SUM = 0, 1, 2  # aten/src/ATen/core/Reduction.h
+KNOWN = {
+    "NllLossBackward0": "cross entropy",
+    "NllLoss2DBackward0": "cross entropy",
+    "MseLossBackward0": "mean squared error",
+    "SmoothL1LossBackward0": "smooth L1",
+    "HuberLossBackward0": "Huber loss",
+    "BinaryCrossEntropyBackward0": "binary cross entropy",
+    "BinaryCrossEntropyWithLogitsBackward0": "binary cross entropy",
+}
+"""Autograd nodes of losses that store their reduction, each with the name of its loss."""
+
+SUMS = ("AddBackward0", "SubBackward0")
+FACTORS = ("MulBackward0", "DivBackward0")
+OF_ONE = {"AbsBackward0", "PowBackward0", "SqrtBackward0", "SumBackward0", "MeanBackward0", "NormBackward0",
+          "LinalgVectorNormBackward0", "CatBackward0", "StackBackward0", "ViewBackward0", "TBackward0"}  # fmt: skip
+"""Operators that a penalty on parameters, such as an L2 penalty, may consist of, in addition to SUMS and FACTORS."""
+OF_EACH = {"PowBackward0", "AbsBackward0", "NegBackward0", "LogBackward0", "SumBackward1", "ToCopyBackward0",
+           "ViewBackward0", "UnsafeViewBackward0", "SqueezeBackward0", "SqueezeBackward1", "UnsqueezeBackward0",
+           "IndexBackward0", "GatherBackward0", *SUMS}  # fmt: skip
+"""Operators that compute each sample separately. Products are not listed: a factor may be 1 / (number of samples)."""
+PICKS = ("IndexBackward0", "MaskedSelectBackward0")
+OF_ROWS = {"SigmoidBackward0", "TanhBackward0", "ReluBackward0", "SoftmaxBackward0", "LogSoftmaxBackward0",
+           "ConvolutionBackward0", "CtcLossBackward0"}  # fmt: skip
+"""Operators at the end of a model that return one row per sample. PRODUCTS with a parameter also return such rows."""
+PRODUCTS = ("AddmmBackward0", "MmBackward0", "MvBackward0")
+ROW_OF = {"AddmmBackward0": "_saved_mat1", "MmBackward0": "_saved_self", "ConvolutionBackward0": "_saved_input",
+          "EmbeddingBackward0": "_saved_indices"}  # fmt: skip
+"""For operators that multiply data by a parameter: the attribute in which the operator's node keeps the data."""
+JOINED = ("StackBackward0", "CatBackward0")
+LEAF = "torch::autograd::AccumulateGrad"
+
+
+def summed_loss(loss: Tensor) -> str:
+    """Return the name of a loss function that `loss` adds up over samples without dividing by their number."""
+    for node, following in _walk(loss.grad_fn):
+        kind, below = node.name(), _below(node)
+        if kind in KNOWN and getattr(node, "_saved_reduction", None) == SUM:
+            if not all(_is_of_leaves(each) for each in below):
+                return f"{KNOWN[kind]}, reduction='sum'"
+        elif kind in (*SUMS, "NegBackward0"):
+            following += below
+        elif kind in ("SumBackward0", "SumBackward1") and (what := _of_each(below[0])) and _reads_data(node):
+            return f"{what} of each sample, then .sum()"
+    return ""
+
+
+def adds_rows(loss: Tensor, samples: int) -> bool:
+    """Return whether `loss` is a sum of exactly `samples` terms that Python code has added up, one term for each
+    sample."""
+    terms = list[Any]()
+    for node, following in _walk(loss.grad_fn):
+        kind, below = node.name(), _below(node)
+        joined = kind == "SumBackward0" and below and below[0].name() in JOINED
+        if kind in (*SUMS, "NegBackward0", *JOINED) or joined:
+            following += below
+        elif kind in FACTORS or len(terms) == samples:
+            return False
+        else:
+            terms.append(node)
+    return len(terms) == samples > 1 and all(map(_is_of_one_row, terms))
+
+
+def _is_of_one_row(term: Any) -> bool:
+    """Return whether `term`, a node of the graph, depends on exactly one row of data."""
+    rows = set()
+    for node, following in _walk(term):
+        saved, followers = ROW_OF.get(node.name(), ""), [each for each, _ in node.next_functions]
+        if saved and (node.name() == "EmbeddingBackward0" or None in followers):
+            rows.add(len(getattr(node, saved)))
+        following += _below(node)
+    return rows == {1}
+
+
+def _walk(node: Any) -> Iterator[tuple[Any, deque[Any]]]:
+    """Walk a graph breadth-first from `node`."""
+    open_nodes, seen = deque([node]), {None}
+    while open_nodes:
+        node = open_nodes.popleft()
+        if node not in seen:
+            seen.add(node)
+            yield node, open_nodes
+
+
+def _below(node: Any) -> list[Any]:
+    return [each for each, _ in node.next_functions if each is not None]
+
+
+def _of_each(elements: Any) -> str:
+    """Return the name of the loss function with which `elements`, a node of the graph, was computed for each sample."""
+    what = "a loss"
+    for node, following in _walk(elements):
+        kind, below = node.name(), _below(node)
+        if kind in KNOWN and getattr(node, "_saved_reduction", None) in (NONE, SUM):
+            what = KNOWN[kind]
+        elif kind in OF_EACH or _is_of_each(node, kind):
+            following += below
+        elif kind not in OF_ROWS and not (kind in PRODUCTS and any(map(_is_parameter, below))):
+            return ""
+    return what
+
+
+def _is_of_each(node: Any, kind: str) -> bool:
+    """Return whether a node is a logsumexp or a product that computes each sample separately."""
+    if kind == "LogsumexpBackward0":
+        return 0 not in node._saved_dim and node._saved_self.dim() > 1
+    return kind == "MulBackward0" and _divides_not(node)
+
+
+def _divides_not(product: Any) -> bool:
+    """Return whether a product has a constant factor of whole numbers, unlike 1 / (number of samples)."""
+    (left, _), (right, _) = product.next_functions
+    factor = product._saved_self if left is None else product._saved_other if right is None else None
+    if factor is None or factor.is_complex():
+        return False
+    return bool((factor == factor.round()).all()) if factor.is_floating_point() else True
+
+
+def _is_parameter(node: Any) -> bool:
+    return bool((_below(node)[0] if node.name() == "TBackward0" else node).name() == LEAF)
+
+
+def _reads_data(term: Any) -> bool:
+    """Return whether `term`, a node of the graph, depends on data: on an embedding, or on a product of a parameter and
+    a tensor without gradient."""
+    for node, following in _walk(term):
+        kind, followers = node.name(), [each for each, _ in node.next_functions]
+        factors = (
+            followers[-2:] if kind in PRODUCTS else followers[:1] if "Convolution" in kind or "Rnn" in kind else []
+        )
+        if None in factors or kind == "EmbeddingBackward0":
+            return True
+        following += _below(node)
+    return False
+
+
+def uneven_mean(loss: Tensor, samples: int) -> str:
+    """Return the `weight` that the user must pass to `mw.backward` for a loss that is a mean over items, such as
+    tokens, if samples may have different numbers of items."""
+    for node, following in _walk(loss.grad_fn):
+        kind = node.name()
+        if kind.startswith("NllLoss") and getattr(node, "_saved_reduction", None) == MEAN:
+            weights, ignored = node._saved_weight, node._saved_ignore_index
+            if weights is not None and weights.min() != weights.max():
+                return "class_weights[y].sum()"
+            counted = float(node._saved_total_weight)
+            if weights is None and counted % max(samples, 1) and node._saved_target.numel() >= samples:  # of all rows
+                return f"(y != {signed(ignored)}).sum()" if counted < node._saved_target.numel() else "y.numel()"
+        if kind == "DivBackward0" and _is_divided_sum(node, samples):
+            return "…"
+        if (kind in KNOWN or kind == "MeanBackward0") and _is_mean_of_some(node, samples):
+            return "…"
+        if kind in SUMS or kind in FACTORS or kind == "MulBackward1":
+            following += _below(node)
+    return ""
+
+
+def cross_entropy_means(loss: Tensor) -> list[tuple[Tensor, int, bool]]:
+    """Return (total weight, number of targets, whether classes have weights) for each mean cross entropy in `loss`.
+
+    The total weight is the number by which the mean was divided. It is a tensor, and its value is not read here.
+    """
+    found = []
+    for node, following in _walk(loss.grad_fn):
+        kind = node.name()
+        if kind.startswith("NllLoss") and getattr(node, "_saved_reduction", None) == MEAN:
+            found.append((node._saved_total_weight, node._saved_target.numel(), node._saved_weight is not None))
+        elif kind in SUMS or kind in FACTORS or kind in ("MulBackward1", "ToCopyBackward0", "ViewBackward0"):
+            following += _below(node)
+    return found
+
+
+def is_of_items(loss: Tensor, rows: int) -> bool:
+    """Return whether `loss` has a mean cross entropy over something else than rows: the cross entropy has class
+    weights, or its number of targets is not `rows`."""
+    return any(targets != rows or weighed for _, targets, weighed in cross_entropy_means(loss))
+
+
+def signed(number: int) -> int:
+    """Convert a number that an autograd node stores as an unsigned 64-bit integer back to the signed integer."""
+    return number - 2**64 if number >= 2**63 else number
+
+
+def _is_divided_sum(node: Any, samples: int) -> bool:
+    """Return whether `node` divides a sum by a number of items: by a number above 1 that is no multiple of
+    `samples`."""
+    return any(float(number) > 1 and float(number) % max(samples, 1) != 0 for number in _divisor(node))
+
+
+def _divisor(node: Any) -> list[Tensor]:
+    """Return the divisor if `node` divides the sum of a tensor by a number."""
+    above, below = (each for each, _ in node.next_functions)
+    is_sum, number = above is not None and above.name() == "SumBackward0" and below is None, node._saved_other
+    return [number] if is_sum and number is not None and number.numel() == 1 else []
+
+
+def count_of_sum(loss: Tensor) -> list[Tensor]:
+    """Return the number by which `loss` was divided in its last operator, as a list of one tensor. Reads no values.
+
+    The list is empty if the last operator is not the division of a sum by a number.
+    """
+    node = loss.grad_fn
+    return _divisor(node) if node is not None and node.name() == "DivBackward0" else []
+
+
+def _is_mean_of_some(node: Any, samples: int) -> bool:
+    """Return whether `node` is a mean over indexed or masked data, with a number of elements that is not a multiple of
+    `samples`."""
+    below, number = node.next_functions[0]
+    of = () if below is None else tuple(below._input_metadata[number].shape)
+    if getattr(node, "_saved_reduction", MEAN) != MEAN or math.prod(of) % max(samples, 1) == 0:
+        return False
+    for each, following in _walk(below):
+        if each.name() in PICKS:
+            return not all(_is_of_leaves(one) for one in _below(each))
+        if each.name() in OF_EACH or each.name() in FACTORS:
+            following += _below(each)
+    return False
+
+
+def _is_of_leaves(term: Any) -> bool:
+    """Return whether `term` is a penalty, such as an L2 penalty, that depends on parameters and plain numbers alone."""
+    leaves = 0
+    for node, following in _walk(term):
+        kind, followers = node.name(), [each for each, _ in node.next_functions]
+        leaves += kind == LEAF
+        if kind in FACTORS and None in followers:
+            number = node._saved_other if followers[1] is None else node._saved_self
+            if number is None or number.numel() != 1:
+                return False
+        elif kind in SUMS and None in followers:
+            if len(node._input_metadata[0].shape):  # what is added is no number
+                return False
+        elif kind not in OF_ONE and kind not in FACTORS and kind not in SUMS and kind != LEAF:
+            return False
+        following += _below(node)
+    return leaves > 0
+
+
+def next_node() -> int:
+    """Return the sequence number of this thread's next autograd node."""
+    return int(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
+
+
+def node_under_way() -> int | None:
+    """Return the sequence number of the autograd node that runs now in a backward. Returns None outside of a
+    backward."""
+    node = torch._C._current_autograd_node()
+    return None if node is None else int(node._sequence_nr())
+
+
+def scale_of(loss: Tensor) -> float:
+    """Return the factor by which the program has scaled a loss to get `loss`, e.g. 1/16 for `loss / 4 / 4`.
+
+    Only multiplications and divisions by plain numbers at the end of the computation count.
+    """
+    node, scale = loss.grad_fn, 1.0
+    while node is not None and node.name() in FACTORS:
+        above = [each for each, _ in node.next_functions]
+        if above.count(None) != 1:
+            break
+        number = node._saved_other if above[1] is None else node._saved_self  # type: ignore[attr-defined]
+        if number is None or number.numel() != 1 or (node.name() == "DivBackward0" and above[0] is None):
+            break
+        with without_interception():  # which would be given a plain number
+            by = float(number)
+        scale = scale / by if node.name() == "DivBackward0" else scale * by
+        node = above[0] or above[1]
+    return scale

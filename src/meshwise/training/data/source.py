@@ -1,0 +1,239 @@
+"""Read batches from a data set, in memory or by DataLoader.
+
+Tensors in memory are sliced by batch. Anything else goes through torch's DataLoader.
+
+Random draws inside a data set (augmentation) are seeded by (seed, epoch, sample index). So a sample looks the same
+whichever rank and whichever worker process reads it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from itertools import chain, tee
+from operator import attrgetter, itemgetter
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
+
+from meshwise.spec.errors import DataError
+from meshwise.training.data.generators import GLOBAL, TORCH
+from meshwise.training.data.order import BatchSlice
+
+Reader = Callable[[Iterable[Tensor], int], Iterator[Any]]
+"""A function (batches of sample indices, epoch) that returns an iterator over the batches of data."""
+
+_INDICES = attrgetter("indices")
+LOOKS = 16
+"""If several ranks read the same batches, the first 16 and every 16th later batch are checked for random draws."""
+
+
+@dataclass(frozen=True)
+class LoaderSettings:
+    """Settings for a DataLoader that reads a user's data set."""
+
+    collate: Callable[[list[Any]], Any] | None = None
+    workers: int = 0
+    seed: int = 0
+    extra: Mapping[str, Any] | None = None
+    several: bool = False
+
+
+def count_samples(data: Any, what: str) -> int:
+    """Return the number of samples in `data`."""
+    if isinstance(data, (tuple, dict)):
+        tensors = list(data.values()) if isinstance(data, dict) else list(data)
+        strange = [type(t).__name__ for t in tensors if not isinstance(t, Tensor) or t.dim() == 0]
+        if strange or not tensors:
+            raise DataError(
+                f"{what} cannot be a {type(data).__name__} of {strange[0] if strange else 'nothing'}. Give tensors "
+                "with one row per sample, for instance torch.as_tensor(array), or a map-style dataset."
+            )
+        lengths = {len(tensor) for tensor in tensors}
+        if len(lengths) != 1:
+            raise DataError(f"{what} has tensors of different lengths ({sorted(lengths)}). Give tensors of one length.")
+        count = lengths.pop()
+    elif hasattr(data, "__len__"):
+        count = len(data)
+    else:
+        raise DataError(f"{what}: a {type(data).__name__} has no len(). Use a map-style dataset or a tuple of tensors.")
+    if count == 0:
+        raise DataError(f"{what} is empty. Give at least one sample.")
+    return count
+
+
+def reader(data: Any, settings: LoaderSettings) -> Reader:
+    """Return a function that reads batches of `data`, by indexing tensors in memory or with a DataLoader."""
+    read_batch = _batch_reader(data, settings)
+    if read_batch is None:
+        return _loader_reader(data, settings)
+    return lambda batches, epoch: map(read_batch, batches)
+
+
+def read_slices(read: Reader, slices: Iterable[BatchSlice], epoch: int) -> Iterator[tuple[Any, BatchSlice]]:
+    """Yield (batch, slice) for each slice.
+
+    Slices are taken from the iterable when they are needed, and no batch is kept.
+    """
+    slices, ahead = tee(slices)
+    batches = chain.from_iterable(read(map(_INDICES, ahead), epoch) for _ in range(1))  # workers start with the first
+    # Each tuple anew: one that the caller still holds at the next call, `zip` holds for two batches more.
+    return map(itemgetter(0, 1), zip(batches, slices, strict=False))
+
+
+def _batch_reader(data: Any, settings: LoaderSettings) -> Callable[[Tensor], Any] | None:
+    """Return a function that takes sample indices and returns a batch."""
+    if _gives_batches(data):
+        return data.batch  # type: ignore[no-any-return]
+    ready_made = getattr(type(data), "__getitem__", None)  # a subclass may do more to its samples
+    if ready_made is Subset.__getitem__ and settings.collate is None:
+        inner = _batch_reader(data.dataset, settings)
+        positions = torch.as_tensor(data.indices)
+        return None if inner is None else lambda indices: inner(positions[indices])
+    if ready_made is TensorDataset.__getitem__ and settings.collate is None:
+        return lambda indices: [rows_at(tensor, indices) for tensor in data.tensors]
+    if isinstance(data, tuple) and all(isinstance(t, Tensor) for t in data):
+        return lambda indices: tuple(rows_at(tensor, indices) for tensor in data)
+    if isinstance(data, dict) and all(isinstance(t, Tensor) for t in data.values()):
+        return lambda indices: {name: rows_at(tensor, indices) for name, tensor in data.items()}
+    return None
+
+
+def rows_at(tensor: Tensor, indices: Tensor) -> Tensor:
+    """Return `tensor[indices]`, the rows at these indices. Where possible, `index_select` is used, which is faster."""
+    plain = type(tensor) is Tensor and tensor.device == indices.device and tensor.layout == torch.strided
+    return tensor.index_select(0, indices) if plain and tensor.dim() > 1 else tensor[indices]
+
+
+def _gives_batches(data: Any) -> bool:
+    """Return True if `data` has the method `batch(indices)`."""
+    method = getattr(data, "batch", None)
+    return callable(method) and "indices" in inspect.signature(method).parameters
+
+
+class KeyedDataset(Dataset[Any]):
+    """A data set that is indexed by (epoch, index). Its random draws depend only on this pair and the seed."""
+
+    def __init__(self, data: Any, seed: int, several: bool = False) -> None:
+        self.data, self.seed, self.several = data, seed, several
+        self._batched = getattr(data, "__getitems__", None)
+        gives_samples = getattr(type(data), "__getitem__", Dataset.__getitem__) is not Dataset.__getitem__
+        self._alone = self._batched is not None and not gives_samples
+        self._ready: bool | None = None if self._batched else False
+        self._read = 0  # batches that may be ready
+        self._draws = False
+
+    def __getitems__(self, keys: list[tuple[int, int]]) -> Any:
+        if self._ready is not False:
+            self._read += 1
+            looks = not self.several or self._read <= LOOKS or self._read % LOOKS == 0
+            with seeded_by(self.seed, *keys[0]) if looks else nullcontext() as draws:
+                got = self._batched([index for _, index in keys])  # type: ignore[misc]
+                self._ready = not (isinstance(got, list) and len(got) == len(keys))
+                if self._ready and self.several and draws is not None and draws.has_drawn():
+                    raise DataError(
+                        f"{type(self.data).__name__}.__getitems__ returns a whole batch and draws random numbers. They "
+                        "would depend on the number of devices. Draw random numbers in the training loop, or return "
+                        "single samples from __getitem__, where meshwise seeds each sample."
+                    )
+            if self._ready:
+                return got
+        if not self._draws:
+            samples = self._unseeded([index for _, index in keys])
+            if not self._draws:
+                return samples
+        with seeded_by():
+            return [self._seeded(*key) for key in keys]
+
+    def _unseeded(self, indices: list[int]) -> list[Any]:
+        """Read samples. Note in `_draws` whether that has drawn random numbers, and undo the draws."""
+        before = _states()
+        torch.default_generator.manual_seed(self.seed)  # for a sample that asks for `torch.initial_seed()`
+        begun = [TORCH.state(), *before[1:]]
+        self._draws = True
+        try:
+            samples = [self._sample(index) for index in indices]
+            self._draws = _states() != begun
+            return samples
+        finally:
+            for handle, state in zip(GLOBAL if self._draws else (TORCH,), before, strict=False):
+                handle.set_state(state)
+
+    def _seeded(self, epoch: int, index: int) -> Any:
+        _seed(self.seed, epoch, index)
+        return self._sample(index)
+
+    def _sample(self, index: int) -> Any:
+        return self._batched([index])[0] if self._alone and self._batched else self.data[index]
+
+
+class seeded_by:
+    """Seeds torch, numpy and Python with a key for the with-body, and restores their states afterwards."""
+
+    def __init__(self, *key: int) -> None:
+        """key: the numbers from which to compute the seed, e.g."""
+        self._key = key
+
+    def __enter__(self) -> seeded_by:
+        self._states = _states()
+        if self._key:
+            _seed(*self._key)
+        return self
+
+    def has_drawn(self) -> bool:
+        """Return whether the `with` block of this object has drawn random numbers so far."""
+        now = _states()
+        _seed(*self._key)
+        return now != _states()
+
+    def __exit__(self, *_: object) -> None:
+        for handle, state in zip(GLOBAL, self._states, strict=True):
+            handle.set_state(state)
+
+
+def _states() -> list[Any]:
+    return [handle.state() for handle in GLOBAL]
+
+
+def _seed(*key: int) -> None:
+    seed = int(numpy.random.SeedSequence(key).generate_state(1)[0])
+    torch.default_generator.manual_seed(seed)
+    numpy.random.seed(seed)
+    random.seed(seed)
+
+
+class _KeyBatches:
+    """The batch sampler of a DataLoader that is used for many epochs."""
+
+    def __init__(self) -> None:
+        self.batches: Iterable[Tensor] = ()
+        self.epoch = 0
+
+    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
+        for indices in self.batches:
+            yield [(self.epoch, index) for index in indices.tolist()]
+
+
+def _loader_reader(data: Any, settings: LoaderSettings) -> Reader:
+    keys = _KeyBatches()
+    stay = {"persistent_workers": True} if settings.workers > 0 else {}  # started as torch starts them: forked on Linux
+    loader: DataLoader[Any] = DataLoader(
+        KeyedDataset(data, settings.seed, settings.several),
+        batch_sampler=keys,
+        collate_fn=settings.collate,
+        num_workers=settings.workers,
+        generator=torch.Generator().manual_seed(settings.seed),  # its iterators move no generator of the program
+        **stay | dict(settings.extra or {}),
+    )
+
+    def read(batches: Iterable[Tensor], epoch: int) -> Iterator[Any]:
+        keys.batches, keys.epoch = batches, epoch
+        yield from loader
+
+    return read

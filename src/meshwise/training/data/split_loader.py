@@ -1,0 +1,323 @@
+"""Split a user's DataLoader: each rank gets its share of batches.
+
+The order does not depend on the number of ranks.
+
+shuffle or sequential sampler    the order that torch's own sampler draws, but as a tensor, not a list
+any other sampler                runs whole on every rank, from the states of rank 0's generators; each batch is sliced
+batch_size=None                  every rank reads the ready batches, and keeps its rows of each
+iterable data set                `whole`: every rank reads the whole stream and keeps its share of each batch
+                                 `per-rank`: the data set splits itself; ranks without more samples read padding
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sized
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain, islice
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    default_collate,
+)
+
+from meshwise.spec.errors import DataError, UsageError
+from meshwise.spec.world import World
+from meshwise.torch_compat.tree import all_leaves, map_kind
+from meshwise.training.data.generators import GLOBAL, TORCH, Draws, Handle, handles_of
+from meshwise.training.data.order import BatchSlice, batch_slice, batch_slices, epoch_order, world_part
+from meshwise.training.data.source import LoaderSettings, count_samples, read_slices, reader, seeded_by
+from meshwise.transfer import collectives
+
+Pairs = Iterator[tuple[Any, BatchSlice]]
+Order = Callable[[Draws | None, int], Tensor]
+"""A function (draws, epoch) that returns the indices of an epoch's samples in the order in which they are read."""
+STREAMS = ("whole", "per-rank")
+OTHER_ITEMS = (
+    "Samples would be lost. For a data set that splits itself by rank, use mw.distribute(…, streams='per-rank'); for "
+    "any other data set, use the same random seed on every rank."
+)
+_ARRAYS = (Tensor, numpy.ndarray)
+_KEPT = ("pin_memory", "timeout")
+_OF_WORKERS = ("worker_init_fn", "prefetch_factor", "persistent_workers", "multiprocessing_context")
+
+
+@dataclass(frozen=True)
+class LoaderSpec:
+    """How the batches of a user's loader are divided among the ranks."""
+
+    length: int | None
+    batch_size: int
+    pairs: Callable[..., Pairs]
+    drawn: tuple[Handle, ...] = ()
+    own: bool = False
+    draws_base_seed: bool = False
+    note: str = ""
+
+
+def split_loader(loader: DataLoader[Any], seed: int, world: World, streams: str) -> LoaderSpec:
+    """Return how a user's loader is divided among the ranks. Raises UsageError if its batches cannot be divided."""
+    if streams not in STREAMS:
+        raise UsageError(f"streams must be 'whole' or 'per-rank', but it is {streams!r}.")
+    if loader.batch_sampler is None:
+        if streams == "whole":
+            return _ready(loader, world)
+        raise UsageError("streams='per-rank' needs a loader with a batch_size, but this loader has batch_size=None.")
+    if isinstance(loader.dataset, IterableDataset):
+        return _stream(loader, world, streams)
+    count_samples(_rows(loader.dataset), "the data set of a loader")
+    sampler = loader.sampler
+    if type(loader.batch_sampler) is not BatchSampler or loader.batch_size is None:
+        return _foreign(loader, seed, world)
+    samples = len(loader.dataset)  # type: ignore[arg-type]
+    if isinstance(sampler, DistributedSampler):
+        order = _keyed(sampler.seed, samples) if sampler.shuffle else _front_to_back(samples)
+        note = "DistributedSampler is replaced: meshwise shares out the batches itself"
+        return replace(_ordered(loader, sampler.seed, world, order), note=note)
+    if type(sampler) is SequentialSampler:
+        return _ordered(loader, seed, world, _front_to_back(samples))
+    if type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == samples:
+        order, again = _shuffled(sampler.generator, seed, samples), sampler.generator is not None
+        shuffled = _ordered(loader, seed, world, order, drawn_again=again)
+        return replace(shuffled, drawn=(TORCH, *handles_of(loader, sampler)))
+    return _foreign(loader, seed, world)
+
+
+def _rows(data: Any) -> Any:
+    """Return the samples of a tuple or dict as a list, and any other data set unchanged."""
+    return [data[index] for index in range(len(data))] if isinstance(data, (tuple, dict)) else data
+
+
+def _settings(loader: DataLoader[Any], seed: int, world: World) -> LoaderSettings:
+    collate = None if loader.collate_fn is default_collate else loader.collate_fn
+    return LoaderSettings(collate, loader.num_workers, seed, _kept(loader), several=world.size > 1)
+
+
+def _kept(loader: DataLoader[Any]) -> dict[str, Any]:
+    """Return the settings of the user's loader that are passed on to meshwise's own DataLoader, as keyword arguments.
+    Most of them concern the worker processes."""
+    names = (*_KEPT, *_OF_WORKERS) if loader.num_workers else _KEPT
+    return {name: getattr(loader, name) for name in names}
+
+
+def _front_to_back(samples: int) -> Order:
+    return lambda draws, epoch: torch.arange(samples)
+
+
+def _keyed(seed: int, samples: int) -> Order:
+    return lambda draws, epoch: epoch_order(seed, epoch, samples)
+
+
+def _shuffled(generator: torch.Generator | None, seed: int, samples: int) -> Order:
+    """Return a function that draws the order of an epoch as torch's RandomSampler does (torch/utils/data/sampler.py),
+    but as a tensor."""
+
+    def permutation() -> Tensor:
+        own = generator or torch.Generator().manual_seed(int(torch.empty((), dtype=torch.int64).random_()))
+        return torch.randperm(samples, generator=own)
+
+    return lambda draws, epoch: epoch_order(seed, epoch, samples) if draws is None else draws.begin(permutation)
+
+
+def _ordered(
+    loader: DataLoader[Any], seed: int, world: World, order_of: Order, *, drawn_again: bool = False
+) -> LoaderSpec:
+    """Split a loader whose data set has a known size."""
+    samples, size = len(loader.dataset), loader.batch_size or 1  # type: ignore[arg-type]
+    whole = samples - samples % size if loader.drop_last else samples
+    read = reader(_rows(loader.dataset), _settings(loader, seed, world))
+
+    def pairs(draws: Draws | None, epoch: int, begin: int, most: int | None = None) -> Pairs:
+        order = order_of(draws, epoch)[:whole]
+        order = order if most is None else order[: begin + min(most, size)]
+        shares = batch_slices(order, size, world, begin)
+        if drawn_again and draws is not None:
+            shares = _then(shares, partial(order_of, replace(draws, begin=draws.go_on), epoch))
+        return read_slices(read, shares, epoch)
+
+    return LoaderSpec(-(-whole // size), size, pairs)
+
+
+def _foreign(loader: DataLoader[Any], seed: int, world: World) -> LoaderSpec:
+    """Split the batches of the user's own sampler."""
+    read = reader(_rows(loader.dataset), _settings(loader, seed, world))
+    batch_sampler: Iterable[list[int]] = loader.batch_sampler  # type: ignore[assignment]
+
+    def pairs(draws: Draws | None, epoch: int, begin: int, most: int | None = None) -> Pairs:
+        left = _sampled(batch_sampler, draws, begin) if draws else _keyed_batches(batch_sampler, seed, epoch, begin)
+        left = left if most is None else (batch[:most] for batch in islice(left, 1))
+        indices = (torch.as_tensor(batch, dtype=torch.int64) for batch in left)
+        return read_slices(read, (batch_slice(batch, 0, len(batch), len(batch), world) for batch in indices), epoch)
+
+    length = len(batch_sampler) if isinstance(batch_sampler, Sized) else None
+    drawn = (*GLOBAL, *handles_of(loader, loader.sampler, loader.batch_sampler))
+    return LoaderSpec(length, loader.batch_size or 1, pairs, drawn)
+
+
+def _sampled(batches: Iterable[Any], draws: Draws, begin: int) -> Iterator[list[Any]]:
+    iterator = draws.begin(lambda: _behind(begin, map(list, batches)))
+    return iter(lambda: draws.go_on(lambda: next(iterator, None)), None)
+
+
+def _keyed_batches(batches: Iterable[Any], seed: int, epoch: int, begin: int) -> Iterator[list[Any]]:
+    with seeded_by(seed, epoch):
+        return _behind(begin, iter([list(batch) for batch in batches]))
+
+
+def _behind(begin: int, batches: Iterator[list[Any]]) -> Iterator[list[Any]]:
+    """Return an iterator over `batches` without the batches that lie within the first `begin` samples."""
+    end = 0
+    while end < begin and (batch := next(batches, None)) is not None:
+        end += len(batch)
+        if end > begin:
+            return chain([batch], batches)
+    return batches
+
+
+def _then(shares: Iterator[BatchSlice], end: Callable[[], object]) -> Iterator[BatchSlice]:
+    yield from shares
+    end()
+
+
+def _stream(loader: DataLoader[Any], world: World, streams: str) -> LoaderSpec:
+    """Split an iterable data set: read its items one by one, group them into batches, divide these, and collate."""
+    size, collate = loader.batch_size or 1, loader.collate_fn
+    items: DataLoader[Any] = DataLoader(
+        loader.dataset,
+        batch_size=None,
+        collate_fn=_as_it_is,
+        num_workers=loader.num_workers,
+        generator=loader.generator,
+        **_kept(loader),
+    )
+    own = _whole_share if streams == "whole" else _own_share
+
+    def pairs(draws: Draws | None, epoch: int, begin: int, most: int | None = None) -> Pairs:
+        whole, go_on = streams == "whole", draws.go_on if draws else _call
+        compared = whole and world.size > 1
+        first, end = (0, size) if whole else world_part(0, size, world)
+        behind = begin if whole else begin // size * (end - first)
+        stream, last = (draws.begin if draws else _call)(lambda: _skipped(iter(items), behind))
+        while True:
+            got = go_on(lambda: list(islice(stream, end - first)))
+            counts = _compared(len(got), _checksum(got) if compared else 0)
+            chosen, share = own(got, last, counts, world)
+            if share.total == 0 or (loader.drop_last and share.total < size):
+                return
+            last = chosen[-1]
+            yield collate(chosen), share
+
+    drawn = (*GLOBAL, *handles_of(loader))
+    return LoaderSpec(None, size, pairs, drawn, own=streams != "whole", draws_base_seed=True)
+
+
+def _skipped(items: Iterator[Any], count: int) -> tuple[Iterator[Any], Any]:
+    """Skip the first `count` items. Returns the other items, and the last item that was skipped, or None."""
+    skipped = deque(islice(items, count), maxlen=1)
+    return items, skipped[0] if skipped else None
+
+
+def _ready(loader: DataLoader[Any], world: World) -> LoaderSpec:
+    """Split a loader with `batch_size=None`, whose data set returns complete batches."""
+
+    def pairs(draws: Draws | None, epoch: int, begin: int, most: int | None = None) -> Pairs:
+        go_on = draws.go_on if draws else _call
+        batches = (draws.begin if draws else _call)(lambda: _rows_behind(begin, iter(loader)))
+        while True:
+            batch = go_on(lambda: next(batches, None))
+            rows = 0 if batch is None else _rows_of(batch)
+            if world.size > 1 and len(set(counts := _compared(rows, _checksum(batch)))) != 1:
+                raise DataError(f"the ranks' batches have unequal sizes: {', '.join(map(str, counts))}. {OTHER_ITEMS}")
+            if batch is None:
+                return
+            share = batch_slice(torch.arange(rows), 0, rows, rows, world)
+            yield _cut(batch, int(share.indices[0]), len(share.indices)), share
+
+    drawn = (*GLOBAL, *handles_of(loader, loader.sampler))
+    return LoaderSpec(len(loader) if isinstance(loader.dataset, Sized) else None, 1, pairs, drawn, draws_base_seed=True)
+
+
+def _rows_behind(begin: int, batches: Iterator[Any]) -> Iterator[Any]:
+    while begin > 0 and (batch := next(batches, None)) is not None:
+        begin -= _rows_of(batch)
+    return batches
+
+
+def _rows_of(batch: Any) -> int:
+    leaves = [leaf for leaf in all_leaves(batch) if leaf is not None]
+    rows = {len(leaf) if isinstance(leaf, _ARRAYS) and leaf.ndim else type(leaf).__name__ for leaf in leaves}
+    if len(rows) == 1 and isinstance(count := next(iter(rows)), int) and count > 0:
+        return count
+    raise UsageError(
+        "a loader with batch_size=None must return batches that can be split by rows, but this loader returns "
+        f"{', '.join(f'{row} rows' if isinstance(row, int) else f'a {row}' for row in sorted(rows, key=str))}. Return "
+        "tensors or arrays with equally many rows, or return single samples and set batch_size."
+    )
+
+
+def _cut(batch: Any, first: int, count: int) -> Any:
+    return map_kind(_ARRAYS, lambda array: array[first : first + count], batch)
+
+
+def _compared(count: int, checksum: int) -> list[int]:
+    """Return how many items each rank has read."""
+    counts, sums = collectives.all_gather(torch.tensor([count, checksum])).T.tolist()
+    if len(set(sums)) != 1 and len(set(counts)) == 1:
+        raise DataError(
+            f"every rank must load the same batches, but their values differ between the ranks. {OTHER_ITEMS}"
+        )
+    return counts  # type: ignore[no-any-return]
+
+
+def _checksum(items: Any) -> int:
+    """Return a cheap checksum of samples, by which ranks notice that they have loaded different samples."""
+    told = []
+    for leaf in all_leaves(items):
+        if isinstance(leaf, numpy.ndarray) and leaf.dtype.kind in "biuf":
+            told.append(leaf.reshape(-1)[:: leaf.size // 64 + 1].tolist())
+        elif isinstance(leaf, Tensor) and not leaf.is_complex():
+            told.append(leaf.detach().reshape(-1)[:: leaf.numel() // 64 + 1].tolist())
+        elif isinstance(leaf, bool | int | float | str | bytes):
+            told.append(leaf)
+    return zlib.crc32(repr(told).encode())
+
+
+def _whole_share(got: list[Any], last: Any, counts: list[int], world: World) -> tuple[list[Any], BatchSlice]:
+    if len(set(counts)) != 1:
+        raise DataError(
+            "every rank must load the same samples, but the ranks' last batches have different numbers of samples "
+            f"({', '.join(f'rank {r}: {n}' for r, n in enumerate(counts))}). For a data set that splits itself by "
+            "rank, use mw.distribute(…, streams='per-rank')."
+        )
+    share = batch_slice(torch.arange(max(len(got), 1)), 0, len(got), len(got), world)
+    return [got[i] for i in share.indices.tolist()] if got else [], share
+
+
+def _own_share(got: list[Any], last: Any, counts: list[int], world: World) -> tuple[list[Any], BatchSlice]:
+    total = sum(counts)
+    if got or total == 0:
+        return got, BatchSlice(torch.arange(len(got)), len(got), total)
+    if last is None:
+        raise DataError(
+            f"the loader of rank {world.rank} returned no sample. Give each rank a sample, or pass streams='whole'."
+        )
+    return [last], BatchSlice(torch.zeros(1, dtype=torch.int64), 0, total)
+
+
+def _as_it_is(item: Any) -> Any:
+    return item
+
+
+def _call(function: Callable[[], Any]) -> Any:
+    return function()

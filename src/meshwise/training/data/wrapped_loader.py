@@ -1,0 +1,80 @@
+"""Read through a wrapper around a DataLoader, such as timm's PrefetchLoader.
+
+Each batch that the wrapper yields is paired with the rank's share of the DataLoader's batch from which it was made.
+
+A wrapper may read ahead, so that the batch that it yields need not be the last batch that it has read. But it yields
+one batch for each batch that it reads, in the same order, which is how its batches are paired with shares.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+from torch.utils.data import DataLoader
+
+from meshwise.spec.errors import UsageError
+from meshwise.training.data.order import BatchSlice
+
+
+class _Loader(Protocol):
+    def begin_loop(self) -> Iterator[Any]: ...
+
+
+class Wrapper:
+    """Runs a loader that wraps a DataLoader, such as timm's PrefetchLoader. Each batch of the wrapping loader is made
+    from a batch of the DataLoader, and gets the `BatchSlice` of that batch."""
+
+    def __init__(self, name: str, begin: Callable[[], Iterator[Any]]) -> None:
+        """name: the name of the wrapping loader's class.
+        begin: the wrapping loader's original `__iter__`, which reads batches from the DataLoader."""
+        self._name, self._begin = name, begin
+        self._fed: Iterator[Any] | None = None
+
+    def take(self) -> Iterator[Any] | None:
+        """Return the DataLoader's batches if the wrapping loader asks for them, which is the first call in a loop."""
+        fed, self._fed = self._fed, None
+        return fed
+
+    def pairs(self, inner: Iterator[tuple[Any, BatchSlice]]) -> Iterator[tuple[Any, BatchSlice]]:
+        """Yield each batch of the wrapping loader with its `BatchSlice`."""
+        read: deque[BatchSlice] = deque()
+
+        def feed() -> Iterator[Any]:
+            for batch, part in inner:
+                read.append(part)
+                yield batch
+
+        self._fed = feed()
+        for batch in self._begin():
+            if not read:
+                raise self._other_batches()
+            yield batch, read.popleft()
+        if read:
+            raise self._other_batches()
+
+    def _other_batches(self) -> UsageError:
+        return UsageError(
+            f"mw.distribute: {self._name} yields more or fewer batches than it reads from its DataLoader. The samples "
+            "of a batch are therefore unknown. Pass the DataLoader itself, and join or drop batches in the loop."
+        )
+
+
+def loader_inside(thing: Any) -> str | None:
+    """Return the name of the attribute in which `thing`, an iterable such as a wrapping loader, holds a DataLoader.
+
+    Returns None if `thing` cannot be iterated, or if it holds no DataLoader or several.
+    """
+    held = [name for name, value in getattr(thing, "__dict__", {}).items() if isinstance(value, DataLoader)]
+    return held[0] if len(held) == 1 and hasattr(type(thing), "__iter__") else None
+
+
+def read_through(outer: Any, name: str, inner: _Loader) -> Wrapper:
+    """Make the loader `outer` read from `inner`, which is assigned to its attribute `name`."""
+    kind = type(outer)
+    setattr(outer, name, inner)
+    wrapper = Wrapper(kind.__name__, lambda: kind.__iter__(outer))
+    members = {"__iter__": lambda self: inner.begin_loop(), "__module__": kind.__module__, "__doc__": kind.__doc__}
+    outer.__class__ = type(kind.__name__, (kind,), members)
+    return wrapper

@@ -1,0 +1,1 @@
+from meshwise.training.engine import seeds as seeds

@@ -1,0 +1,180 @@
+"""Seed a rank's random numbers, alike or keyed by step and rank.
+
+A loop over a distributed loader keys all draws in its body, which come from one stream. A program by rank that calls
+`mw.split` has two (`ModelStream`): it draws its batches alike on all ranks, while draws in a model's forward (dropout)
+are for this rank's samples, whose number differs between ranks. So they must not move the program's stream.
+"""
+
+from __future__ import annotations
+
+import random
+import weakref
+import zlib
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor, nn
+
+from meshwise.spec.devices import has_streams
+from meshwise.spec.world import World
+from meshwise.training.data.generators import GLOBAL
+from meshwise.transfer import collectives
+from meshwise.transfer.splitmix import mixed
+
+
+def seed_alike(text: str) -> Callable[[], None]:
+    """Seed Python and NumPy from `text`, so that a program that sets no seeds draws the same numbers on every rank.
+    (The initial seed of torch is the same on all ranks anyway.) Return a function that undoes the seeding, unless the
+    program has drawn or seeded since.
+
+    text: a text that is equal on all ranks of this run, and different in every other run."""
+    before = [handle.state() for handle in GLOBAL[1:]]
+    seed = zlib.crc32(text.encode())
+    random.seed(seed)
+    numpy.random.seed(seed)
+    seeded = [handle.state() for handle in GLOBAL[1:]]
+
+    def take_back() -> None:
+        for handle, old, new in zip(GLOBAL[1:], before, seeded, strict=True):
+            if handle.state() == new:
+                handle.set_state(old)
+
+    return take_back
+
+
+def seed_all(seed: int) -> None:
+    """Seed torch, Python and NumPy with `seed`, so that every rank builds the same model."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    numpy.random.seed(seed % 2**32)
+
+
+def draw_alike() -> int:
+    """Copy the generator states of torch, NumPy and Python from rank 0 to every rank, so that all ranks draw the same
+    numbers from now on. Return torch's initial seed on rank 0, modulo 2**31. Collective."""
+    mine = torch.initial_seed(), tuple(handle.state() for handle in GLOBAL)
+    seed, states = collectives.broadcast_object(mine)
+    if collectives.get_rank() != 0:
+        for handle, state in zip(GLOBAL, states, strict=True):
+            handle.set_state(state)
+    return int(seed) % 2**31
+
+
+def seed_draws(world: World, *key: int) -> None:
+    """Seed this rank's random draws (dropout) by its rank and by `key`, such as (seed, step)."""
+    seed_generators(world.device, mixed(*key, world.rank))
+
+
+def seed_generators(device: str, seed: int) -> None:
+    """Seed torch's CPU generator and, if `device` is an accelerator, the generator of the accelerator."""
+    torch.default_generator.manual_seed(seed)
+    if has_streams(device):
+        torch.get_device_module(device).manual_seed(seed)
+
+
+def states(device: str) -> list[Tensor]:
+    """Return the states of the generators from which models draw: torch's CPU generator and, if `device` is an
+    accelerator, the generator of the accelerator."""
+    return [torch.get_rng_state(), *([torch.get_device_module(device).get_rng_state()] if has_streams(device) else [])]
+
+
+def set_states(device: str, kept: list[Tensor]) -> None:
+    """Restore the generators to states that `states` returned."""
+    torch.set_rng_state(kept[0])
+    for state in kept[1:]:
+        torch.get_device_module(device).set_rng_state(state)
+
+
+class StepDraws:
+    """Makes the random draws in an optimizer's step equal on all ranks, while draws outside of the step differ by
+    rank."""
+
+    def __init__(self, world: World) -> None:
+        self._world = replace(world, rank=0)
+        self._last: tuple[int, int] | None = None
+        self._steps = 0  # of this batch
+        self._before: list[Tensor] = []
+
+    def begins(self, key: tuple[int, int] | None) -> None:
+        """Seed the generators for the random draws of an optimizer's step."""
+        if key is None:
+            return
+        self._last, self._steps = key, self._steps + 1 if key == self._last else 0
+        self._before = states(self._world.device)
+        seed_draws(self._world, *key, 2**20 + self._steps)
+
+    def ends(self) -> None:
+        """Give the generators back the states that they had before the optimizer's step."""
+        if self._before:
+            set_states(self._world.device, self._before)
+            self._before = []
+
+
+class ModelStream:
+    """Gives models the random numbers of their forward, once the program has called `mw.split`. They are keyed by the
+    state of the program's stream, the batches since it moved, and the rank."""
+
+    def __init__(self, world: World, paused: Callable[[], bool]) -> None:
+        self._world, self._paused = world, paused
+        self._known: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._handles: list[Any] = []
+        self._depth = self._key = self._batches = 0  # batches since the program's stream moved
+        self._before: Tensor | None = None  # the program's state when the last batch began
+        self._program: list[Tensor] = []  # the program's states, while a model runs
+        self._states: list[Tensor] | None = None  # of this stream, between two forwards of a batch
+
+    def begin(self, models: Iterable[nn.Module]) -> None:
+        """Begin a batch for these models."""
+        for model in models:
+            if model not in self._known:
+                self._known.add(model)
+                self._handles.append(model.register_forward_pre_hook(_Hook(self._enter)))
+                self._handles.append(model.register_forward_hook(_Hook(self._leave), always_call=True))
+        state = torch.get_rng_state()
+        moved = self._before is None or not torch.equal(state, self._before)
+        self._before, self._batches = state, 0 if moved else self._batches + 1
+        self._key = mixed(zlib.crc32(state.numpy().tobytes()), self._batches, self._world.rank)
+        self._states = None
+
+    def close(self) -> None:
+        """Remove the hooks from the models."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _enter(self) -> None:
+        self._depth += 1
+        if self._depth > 1 or self._paused():
+            return
+        self._program = states(self._world.device)
+        if self._states is None:
+            seed_generators(self._world.device, self._key)
+        else:
+            set_states(self._world.device, self._states)
+
+    def _leave(self) -> None:
+        self._depth -= 1
+        if self._depth == 0 and self._program:
+            self._states = states(self._world.device)
+            set_states(self._world.device, self._program)
+            self._program = []
+
+
+class _Hook:
+    """A hook on a model that works only in this process. A copy of the model keeps it, but after unpickling it does
+    nothing."""
+
+    def __init__(self, call: Callable[[], None] | None = None) -> None:
+        self._call = call
+
+    def __call__(self, *_: object) -> None:
+        if self._call is not None:
+            self._call()
+
+    def __deepcopy__(self, memo: object) -> _Hook:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Hook, ()

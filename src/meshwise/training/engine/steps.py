@@ -1,0 +1,245 @@
+"""Define a training loop's step: its batch, backward and optimizer.
+
+    batch       asked for, and given while all ranks go on
+    forward     the program's own, on this rank's part of the batch
+    weigh       a mean over this rank's samples becomes its share of the mean over the batch
+    backward    gradients are averaged over the ranks while it runs, or behind it where they fit one bucket
+                (parallel/data.py); the loss travels with them, or has a sum of its own (under shard, with a
+                weight)
+    optimizer   the program's own: every rank makes the same step
+
+A job runs the forwards and backwards of its microbatches itself (training/job/step.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Generator, Iterator
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from meshwise.parallel.step_hooks import Order, is_by_numbers, subscribe
+from meshwise.torch_compat import program_calls
+from meshwise.torch_compat.compiling import pass_by
+from meshwise.torch_compat.loss_scale import SCALED, unscaled
+from meshwise.torch_compat.program_calls import WATCHING
+from meshwise.training.data.order import BatchSlice
+from meshwise.training.engine.engine import Engine
+from meshwise.training.engine.loops import LoopRead
+from meshwise.training.engine.program import Program
+from meshwise.training.engine.weighing import (
+    StepWeights,
+    as_weight,
+    check_said,
+    mean_of_sum,
+    refuse_joined_sum,
+    refuse_loss,
+    unpadded,
+)
+from meshwise.transfer.reading import look_out, meet
+from meshwise.workers.verb_log import came_to, in_progress
+
+Batch = TypeVar("Batch")
+AS_WRITTEN = [
+    f"meshwise.{name}"
+    for name in (
+        *("engine", "guards", "slips", "autograd", "script", "job", "process", "data", "recording", "tracking"),
+        *("transfer", "timeline", "workers", "parallel.data", "parallel.step_hooks", "compat"),
+    )
+]
+"""Modules that torch.compile must not trace, in case a program compiles a function that contains a whole step."""
+ALONE = (
+    "{here}: rank {rank} reads a gradient that mw.accumulate() has not added up over the ranks yet, and {other}. All "
+    "ranks must read this gradient together. Read it outside of code that only some ranks run, or run the last batch "
+    "before it outside of mw.accumulate()."
+)
+
+
+def batches(
+    engine: Engine,
+    name: str,
+    source: Iterator[Batch],
+    size: int,
+    *,
+    limited: Callable[[int], Iterator[Batch]] | None = None,
+    loop: LoopRead | None = None,
+) -> Generator[Batch, None, None]:
+    """Yield batches from `source` while all ranks continue."""
+    now = loop or LoopRead()
+    pass_by(AS_WRITTEN)  # not what hooks of models call, which is compiled with them
+    if engine.script and engine.world.size > 1 and engine.reads.is_elsewhere(now):
+        engine.events.begins()
+    heard = engine.events.of_loop(0)
+    with engine.generator.loop():
+        in_progress.add(name)
+        engine.stopped = False
+        try:
+            while True:
+                if now.given >= heard.due or heard.state is not engine.events.state:
+                    heard = engine.events.of_loop(now.given)
+                for hear in heard.asked:
+                    hear(now)
+                if engine.watcher is not None and limited is not None:
+                    limit = engine.watcher.batch_limit(size)
+                    source = source if limit is None else limited(limit)
+                batch = next(source, None)
+                if batch is None:
+                    break
+                if not engine.gate.begin() and not engine.given.finishes_epoch():
+                    engine.stopped = True
+                    break
+                now.given += 1
+                for hear in heard.given:
+                    hear(now, batch)
+                yield batch
+            now.over = True
+        finally:
+            for hear in engine.events.loop_ends:
+                hear(now)
+            engine.part = engine.reads.end(now) if engine.script else None
+            in_progress.discard(name)
+
+
+def backward(
+    engine: Engine, loss: Tensor, weight: Tensor | float | None = None, reduction: str | None = None
+) -> Tensor:
+    """Add to `.grad` what one device would add for the whole batch, and return the global loss. See `mw.backward`."""
+    if reduction is not None:
+        check_said(reduction, weight)
+    part, before, events = engine.part, unscaled(loss) if SCALED else loss, engine.events
+    for hear in events.backward_begins:
+        hear(before, part, weight, reduction, "")
+    engine.program.begin_backward()
+    mean, summed = None, reduction == "sum"
+    try:
+        if engine.watcher is None and engine.reduce and not WATCHING:
+            mean = _run_backward(engine, loss, before, weight, part, summed)
+        else:
+            with watched(engine):
+                mean = _run_backward(engine, loss, before, weight, part, summed)
+    finally:
+        for hear in events.backward_ends:
+            hear(mean, before)
+    engine.reads.backward(weighed=summed or weight is not None)
+    if engine.program.backwards >= events.due:
+        events.tell()
+    if engine.watcher is not None:
+        engine.watcher.loss_known(mean)
+    return mean
+
+
+def _run_backward(
+    engine: Engine, loss: Tensor, before: Tensor, weight: Tensor | float | None, part: BatchSlice | None, summed: bool
+) -> Tensor:
+    """Run the backward of this rank's loss, and return the loss of the global batch."""
+    reduction, reads = engine.program.reduction, engine.reads
+    if reduction is None:
+        return _alone(engine, loss, before, weight)
+    if len(reads.round) > 1 or (reads.round and reads.round[0].earlier is not None):
+        reads.check_one_share("mw.backward", weighed=summed or weight is not None)
+    if part is None or loss.numel() != 1:
+        refuse_loss(loss, part)
+    own = reduction.plain(loss)
+    before = own if before is loss else reduction.plain(before.detach())
+    if summed:
+        own, before = _means_of_sums(engine, own, before, part)
+    if weight is not None:
+        return _weighted(engine, own, before, weight, part)
+    ratio, own, seen = part.ratio(engine.world.size), own.reshape(()) if own.ndim else own, before.detach().reshape(1)
+    scaled, value = (own, seen) if ratio == 1 else (own * ratio, seen * ratio)
+    signs = engine.carried.signs(value)
+    value = torch.cat([value if value.dtype is signs.dtype else value.to(signs), signs])
+    means = reduction.backward(scaled, reduce=engine.reduce, value=value)
+    assert means is not None
+    engine.carried.compare(means, (engine.program.backwards, engine.phases.number, part, seen))
+    return means[0] if means.dtype is before.dtype else means[0].to(before.dtype)
+
+
+def _weighted(engine: Engine, own: Tensor, before: Tensor, weight: Tensor | float, part: BatchSlice) -> Tensor:
+    """Run the backward of a loss that is a mean over items such as tokens, and return the global loss. weight: the
+    number of this rank's items. The ranks add up their weights while the backward runs."""
+    program, weights = engine.program, StepWeights(engine.world.size, engine.program.coupled_gradients)
+    assert program.reduction is not None
+    value, _ = unpadded(before.reshape(()), weight, part.samples)
+    scaled = weights.scale(*unpadded(own.reshape(()), weight, part.samples), part, before=value)
+    factor = weights.begin_sum(engine.carried.signs(scaled))
+    program.reduction.backward(scaled, reduce=engine.reduce, factor=factor)
+    engine.carried.compare(weights.means(), (program.backwards, engine.phases.number, part, weights.losses[-1][0]))
+    return weights.global_mean().to(own.dtype)
+
+
+def _means_of_sums(engine: Engine, own: Tensor, before: Tensor, part: BatchSlice) -> tuple[Tensor, Tensor]:
+    if engine.program.joined_at == engine.program.backwards - 1:
+        refuse_joined_sum()
+    return mean_of_sum(own, part, part.total), mean_of_sum(before, part, part.total)
+
+
+def _alone(engine: Engine, loss: Tensor, before: Tensor, weight: Tensor | float | None) -> Tensor:
+    """Run the backward on one device, without reducing gradients. Raise UsageError if there are several ranks."""
+    if weight is not None:
+        as_weight(weight, before)  # refuses what counts nothing
+    program = engine.program
+    program.check_has_models()
+    program.plain(loss).backward()
+    whole: Tensor = program.plain(before.detach())
+    return whole
+
+
+def watched(engine: Engine) -> contextlib.AbstractContextManager[None]:
+    """Return a context manager for a backward, which reduces gradients or leaves them on their ranks."""
+    watch = engine.watched_backward(engine.reduce)
+    return watch if engine.reduce and not WATCHING else _keeping(engine.program, engine.reduce, watch)
+
+
+@contextlib.contextmanager
+def _keeping(program: Program, reduce: bool, watched: contextlib.AbstractContextManager[None]) -> Iterator[None]:
+    """Return a context manager for a backward under `mw.accumulate`, or for the first backward after it: gradients stay
+    on their rank inside."""
+    program_calls.leave_gradients()
+    with watched:
+        yield
+    if program.reduction is not None and not reduce:
+        look_out()
+        program_calls.watch_gradients(functools.partial(_read, program))
+
+
+def _read(program: Program, p: Tensor) -> None:
+    reduction = program.reduction
+    if reduction is None or not reduction.unreduced:
+        program_calls.leave_gradients()
+    elif any(p is own for own in program.named_parameters().values()):
+        meet("a gradient", ALONE)
+        program_calls.leave_gradients()
+        with torch.inference_mode(False), torch.enable_grad():  # who clips reads without
+            reduction.reduce_now()
+
+
+def follow_optimizers(engine: Engine) -> None:
+    """From now on, check each step of the program's optimizers."""
+    program, events, stepping = engine.program, engine.events, set[int]()  # by id
+
+    def begins(optimizer: Optimizer, *_: object) -> None:
+        stepping.discard(id(optimizer))
+        if not program.check_step(optimizer):
+            return
+        stepping.add(id(optimizer))
+        if engine.script:
+            came_to("optimizer.step")
+        if program.may_draw and not is_by_numbers(optimizer):
+            engine.step_draws.begins(engine.draw_key)
+        for hear in events.step_begins:
+            hear(optimizer)
+
+    def ends(optimizer: Optimizer) -> None:
+        if id(optimizer) not in stepping:
+            return
+        for hear in events.step_ends:
+            hear(optimizer)
+        if program.may_draw:
+            engine.step_draws.ends()
+
+    engine.ends.callback(subscribe(Order.GUARD, begins, ends).remove)

@@ -1,0 +1,42 @@
+"""Attach the guards, each looking for one mistake.
+
+Each guard has a file. The engine imports none of them; only `agreed` sends values along with the loss.
+
+If several guards would raise in one event, the first in this order does, the same on every rank.
+"""
+
+from __future__ import annotations
+
+import functools
+
+from meshwise.training.engine.engine import Engine
+from meshwise.training.engine.steps import follow_optimizers
+from meshwise.training.guards.agreed import Agreed, held_alike
+from meshwise.training.guards.finite_losses import FiniteLosses
+from meshwise.training.guards.loss_looks import BACKWARDS, LossLooks
+from meshwise.training.guards.replicas import LastLook
+from meshwise.training.guards.same_data import SameData
+from meshwise.training.guards.unsummed import UnsummedLoops
+
+
+def attach(engine: Engine) -> Engine:
+    """Add all guards to a new engine, and return the engine. A guard, such as `FiniteLosses`, looks for one kind of
+    mistake in the program. The engine also gets hooks by which it notices each optimizer step."""
+    follow_optimizers(engine)
+    listen, several, losses = engine.events.listen, engine.world.size > 1, None
+    listen(SameData(engine))
+    if several:
+        looks = LossLooks(engine)
+        listen(looks, backwards=BACKWARDS, anew=looks.begins, whole=())
+        engine.ends.callback(looks.close)
+    if several and engine.script:
+        listen(UnsummedLoops(engine), batches=2, whole=())
+        listen(LastLook(engine), batches=1)
+    if engine.script:
+        losses = FiniteLosses(engine)
+        engine.phases.look = losses.look
+        ends = ("backward_ends", "loop_ends")
+        listen(losses, only=ends[1:] if several else ends, whole=ends)  # of several, Agreed tells the mean losses
+    settings = functools.partial(held_alike, engine.program, engine.given.fed)
+    engine.carried = Agreed(engine.world, settings, engine.notify, losses)
+    return engine

@@ -1,0 +1,91 @@
+"""Evaluate: count every sample once, on any number of devices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshwise.reports.recorder import current
+from meshwise.training.data.order import BatchSlice
+from meshwise.training.engine.engine import Engine, Microbatch
+from meshwise.training.engine.weighing import as_weight, split_weight
+from meshwise.training.job.job import Job
+from meshwise.training.job.step import shapes_of
+from meshwise.transfer import collectives
+
+Sum = tuple[Tensor, Tensor]
+"""For one metric: (mean, weight) of a batch, or (sum of mean * weight, sum of weights) of several batches."""
+
+
+def evaluate(engine: Engine, job: Job, model: nn.Module, batches: Iterable[Microbatch]) -> dict[str, float]:
+    """Return the job's metrics over the whole test set, or only the loss if the job has no metrics. Collective.
+
+    Padding samples have weight 0. First, rank 0 sends its buffers of the model, such as running statistics, to all
+    ranks.
+    """
+    collectives.broadcast_tensors(list(model.buffers()))
+    sums: dict[str, Sum] = {}
+    training = model.training
+    model.eval()
+    with torch.no_grad(), current().span("evaluate"):
+        for batch, part in batches:
+            engine.part = part
+            current().come_to("evaluate")
+            with engine.computing():
+                measured = on_batch(engine, batch, partial(_measure, job, model, part))
+            for name, (value, weight) in measured.items():
+                total, weights = sums.get(name, (0.0, 0.0))
+                sums[name] = (total + value * weight, weights + weight)
+        engine.part = None
+        result = _over_ranks(_of_last_stage(engine, sums))
+    model.train(training)
+    return result
+
+
+def on_batch(engine: Engine, batch: Any, call: Callable[[Any], dict[Any, Any]]) -> dict[Any, Any]:
+    """Return what `call` returns for a batch in the dtype of the plan."""
+    pipeline, cast = engine.program.pipeline, engine.cast(batch)
+    if pipeline is None:
+        return call(cast)
+    found: dict[Any, Any] = {}
+    for action in pipeline.begin_forward(shapes_of(batch)):
+        _, result = pipeline.run(action, lambda: call(cast))
+        found = result or found
+    pipeline.finish_forward()
+    return found
+
+
+def _of_last_stage(engine: Engine, sums: dict[str, Sum]) -> dict[str, Sum]:
+    """Send `sums` of the last pipeline stage to the ranks of all stages, and return them there."""
+    pipeline, device = engine.program.pipeline, engine.program.device
+    if pipeline is None:
+        return sums
+    held = {name: (float(value), float(weight)) for name, (value, weight) in sums.items()}
+    told = collectives.gather_objects(held, pipeline.pipe.group)[pipeline.last_rank]
+    dtype = torch.float32 if device.startswith("mps") else torch.float64
+    pairs = {name: torch.tensor(pair, dtype=dtype, device=device) for name, pair in told.items()}
+    return {name: (pair[0], pair[1]) for name, pair in pairs.items()}
+
+
+def _measure(job: Job, model: nn.Module, part: BatchSlice, batch: Any) -> dict[str, Sum]:
+    named = job.metrics(model, batch) if job.metrics else {"loss": job.loss(model, batch)}
+    summed = 1 if job.reduction == "sum" and not job.metrics else None
+    measured = {}
+    for name, result in named.items():
+        mean, weight = split_weight(result, part, f"metric '{name}' of job '{job.name}'", summed=summed)
+        known = as_weight(float(part.samples) if weight is None else weight, mean)
+        measured[name] = (mean.to(known.dtype), known)
+    return measured
+
+
+def _over_ranks(sums: dict[str, Sum]) -> dict[str, float]:
+    if not sums:
+        return {}
+    table = collectives.all_reduce(
+        torch.stack([torch.stack(pair) for pair in sums.values()]), of="metrics"
+    )  # (metrics, 2)
+    return {name: total / weight for name, (total, weight) in zip(sums, table.tolist(), strict=True)}

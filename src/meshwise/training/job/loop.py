@@ -1,0 +1,337 @@
+"""Run a job from its first or resumed step to the end.
+
+The loop runs on every rank.
+
+Its steps: read the microbatches of a step, compute gradients, update; evaluate after epochs.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import chain, islice, tee
+from pathlib import Path
+from typing import Any
+
+from meshwise.hardware.memory import peak_bytes
+from meshwise.parallel.fits import check_fits
+from meshwise.parallel.splits.rules import said
+from meshwise.records import folder as names
+from meshwise.records.checkpoints import run_and_checkpoint
+from meshwise.reports.recorder import current
+from meshwise.spec.errors import SaveError
+from meshwise.spec.plan import Plan
+from meshwise.training.data.order import batch_bounds, epoch_order, epoch_slices, sequential_slices
+from meshwise.training.engine.engine import Engine, Microbatch
+from meshwise.training.engine.loops import LoopRead
+from meshwise.training.engine.steps import batches as read_batches
+from meshwise.training.job.best import BestEpoch
+from meshwise.training.job.evaluate import evaluate
+from meshwise.training.job.job import EpochEnd, Job
+from meshwise.training.job.not_finite import NotFinite
+from meshwise.training.job.options import LOG_EVERY, SKIP, RunOptions
+from meshwise.training.job.replica_check import ReplicaCheck
+from meshwise.training.job.run import Data, begun, make_engine, open_data, read_parts
+from meshwise.training.job.step import train_step
+from meshwise.training.process.explain import explain, smaller_plan
+from meshwise.training.recording.recording import Recording
+from meshwise.training.recovery.clock import SaveClock
+from meshwise.training.recovery.loading import load
+from meshwise.training.recovery.resume_changes import honour, made_with
+from meshwise.training.recovery.saving import BACKGROUND, Saver
+from meshwise.training.recovery.state import RunState, tree_of, unpack
+from meshwise.training.recovery.weights import save_weights
+from meshwise.training.tracking.metrics_log import MetricsLog, Send
+from meshwise.training.tracking.tracking import log_into
+from meshwise.transfer.collectives import barrier
+from meshwise.workers.heartbeat import watched_loop
+from meshwise.workers.join import RankContext, join
+
+
+class Pace:
+    """The current speed of a run, and the time that the run still needs."""
+
+    def __init__(self, samples: int, done: int) -> None:
+        self._all = samples
+        self._since, self._samples = time.perf_counter(), done
+
+    def facts(self, done_now: int, behind: int) -> dict[str, float | None]:
+        now = time.perf_counter()
+        rate = (done_now - self._samples) / max(now - self._since, 1e-9)
+        if now - self._since > 1.0:
+            self._since, self._samples = now, done_now
+        return {"samples_per_second": rate, "seconds_left": (self._all - behind) / rate if rate > 0 else None}
+
+
+@dataclass
+class JobRun:
+    """One rank's run of a job: the objects that the training loop works with, and the results."""
+
+    job: Job
+    session: RankContext
+    options: RunOptions
+    plan: Plan
+    folder: Path | None
+    engine: Engine
+    state: RunState
+    log: MetricsLog
+    best: BestEpoch
+    clock: SaveClock
+    train: Data
+    test: Data | None
+    replicas: ReplicaCheck
+    not_finite: NotFinite
+    metrics: dict[str, float] = field(default_factory=dict)
+    stopped: bool = False
+    saver: Saver | None = None
+    evaluated: tuple[int, bool] = (-1, False)
+    """The step of the last evaluation, and whether this evaluation was better than all before it."""
+    began: dict[str, int] = field(default_factory=dict)
+    """The epoch and the step at which training began in this process. They are not 0 if the run was resumed."""
+
+
+def run_job(job: Job, options: RunOptions, folder: Path | None, send: Send | None = None) -> dict[str, Any]:
+    """Run `job` on this rank until it ends. Return a dict that describes the finished run on this rank. Collective.
+
+    folder: the run folder, which must exist. With None, nothing is recorded or saved.
+    send: a function that takes the run's messages. By default, messages go to the launcher.
+
+    Raises UsageError if the job cannot be run with these options, and LossError if the loss is not finite.
+    """
+    session = join()
+    plan = options.plan_on(session.world.size)
+    check_fits(plan, session.world)
+    if send is None and session.channel is not None:
+        send = session.channel.send
+    trackers = (*options.log, *job.trackers)
+    log = MetricsLog(folder, send, session.world, trackers, scaled=plan.dtypes.scaled or options.on_nan == SKIP)
+    recording = Recording(session.world, folder, log.note)
+    status, run = "failed", None
+    engine = make_engine(session, plan, log.note, exact_random=options.exact_random)
+    try:
+        run = _prepare(job, options, folder, session, log, engine)
+        with log_into(log.tracking, lambda: current().step), watched_loop(compiles=plan.compile):
+            _train(run)
+        _finish(run)
+        status = "stopped" if run.stopped else "finished"
+    except BaseException as error:
+        given, apart = (job.batch_size, engine.world), bool(engine.program.apart and engine.program.joined_at is None)
+        less = partial(smaller_plan, plan, run.state.model, *given, apart=apart) if run else lambda: None
+        explain(error, session.world, None if run is None else run.state.step, recording.recorder, less)
+        raise
+    finally:
+        if run is not None and run.saver is not None and status == "failed":
+            run.saver.close()
+        engine.close()
+        recording.close(status)
+        log.close()
+    notes = [
+        run.best.why_over(run.state),
+        run.not_finite.note(),
+        *engine.notes,
+    ]
+    notes += [*(said() if plan.split else ()), engine.draws.note() if engine.draws else ""]
+    return {
+        "job": job.name,
+        "status": status,
+        "began": run.began,
+        "epochs": run.state.epoch,
+        "steps": run.state.step,
+        "samples": recording.recorder.samples,
+        "metrics": run.metrics,
+        "best": run.best.found,
+        "losses": log.losses,
+        "memory": peak_bytes(session.world.device),
+        "notes": tuple(filter(None, notes)),
+    }
+
+
+def _prepare(
+    job: Job, options: RunOptions, folder: Path | None, session: RankContext, log: MetricsLog, engine: Engine
+) -> JobRun:
+    train = open_data(job, job.data(), "training set", engine)
+    test = open_data(job, job.test(), "test set", engine) if job.test else None
+    plan = options.plan_on(session.world.size)
+    state = begun(job, plan, engine)
+    now, resumed = made_with({"": state.optimizer}, job.batch_size, train.samples, job.seed), None
+    if options.resume is not None and folder is not None:
+        _, only = run_and_checkpoint(Path(options.resume))
+        resumed = load(folder / names.CHECKPOINTS, session.world, log.note, only)
+        unpack(state, resumed.tree)
+        scheduled = state.scheduler is not None
+        honour({"": state.optimizer}, state.made_with, now, log.note, index=state.index, scheduled=scheduled)
+    state.made_with = now
+    log.begin(state.step)
+    best = BestEpoch(job, folder, resumed=options.resume is not None)
+    check, saver = ReplicaCheck(plan), None
+    if folder is not None:
+        saved = None if resumed is None else resumed.saved
+        saver = Saver(folder / names.CHECKPOINTS, session.world, log.note, saves=options.saves, resumed=saved)
+    clock = SaveClock(options.saves, saver, partial(tree_of, state))
+    nan = NotFinite(options.on_nan, state, folder, log.tell, scaled=plan.dtypes.scaled)
+    run = JobRun(job, session, options, plan, folder, engine, state, log, best, clock, train, test, check, nan)
+    run.began = {"epoch": state.epoch, "step": state.step}
+    run.saver = saver
+    if test is not None and job.best:  # one batch, since a wrong name is to be known before an epoch is over
+        best.check(evaluate(engine, job, state.model, _test_batches(run, min(test.samples, job.batch_size))))
+    log.send("began", job=job.name, epochs=job.epochs, steps=-(-train.samples // job.batch_size), step=state.step)
+    return run
+
+
+def _train(run: JobRun) -> None:
+    state, job = run.state, run.job
+    state.model.train()
+    while state.epoch < job.epochs and not run.best.is_over(state):
+        run.stopped = _train_epoch(run)
+        if run.stopped or (state.index < run.train.samples and run.best.is_over(state)):
+            break
+        state.epoch, state.index = state.epoch + 1, 0
+        _end_epoch(run)
+
+
+def _end_epoch(run: JobRun) -> None:
+    """Evaluate, if an evaluation is due, and call the job's callbacks."""
+    state, job = run.state, run.job
+    if run.evaluated[0] != state.step and any(_evaluation_is_due(run, unit) for unit in ("steps", "epochs")):
+        _evaluate(run, state.epoch)
+    here = run.evaluated[0] == state.step
+    metrics, best = run.metrics if here else {}, here and run.evaluated[1]
+    facts = (state.epoch, job.epochs, state.step, run.log.last_loss, metrics, best, state.model, state.optimizer)
+    for callback in job.callbacks:
+        callback(EpochEnd(*facts))
+        state.model.train()
+
+
+def _evaluation_is_due(run: JobRun, unit: str) -> bool:
+    """Return whether to evaluate after this step or epoch (see `unit`). The last epoch is always evaluated."""
+    every, of = run.job.evaluates
+    done = run.state.step if unit == "steps" else run.state.epoch
+    last = unit == "epochs" and run.state.epoch == run.job.epochs
+    return run.test is not None and (last or (of == unit and done % every == 0))
+
+
+def _evaluate(run: JobRun, epoch: int) -> None:
+    """Evaluate the model, and save its weights if they are the best so far. epoch: counted from 1. Collective."""
+    state, job = run.state, run.job
+    assert run.test is not None
+    run.metrics = evaluate(run.engine, job, state.model, _test_batches(run, run.test.samples))
+    run.evaluated = state.step, run.best.take(run.metrics, epoch, state.step, state.model)
+    if run.log.evaluated != state.step:  # an earlier attempt may have written it, and ended before its next step
+        facts = {"best": run.evaluated[1], "inside": epoch > state.epoch}
+        run.log.add_evaluation(epoch - 1, job.epochs, state.step, run.metrics, **facts)
+
+
+def _train_epoch(run: JobRun) -> bool:
+    """Train from the current position to the end of the epoch. Return True if the run is asked to stop before that."""
+    state, job, log = run.state, run.job, run.log
+    in_epoch = -(-state.index // job.batch_size)
+    gaps, nan = run.not_finite.ranges(state.epoch, state.index), run.not_finite if run.not_finite.checks else None
+    steps = in_epoch + -(-(run.train.samples - state.index) // job.batch_size) - len(gaps)
+    bounds = batch_bounds(run.train.samples, job.batch_size, state.index, gaps)
+    pace = Pace(run.train.samples * job.epochs, current().samples)
+    log_every = run.options.log_every or LOG_EVERY
+    in_steps = job.evaluates[1] == "steps"
+    # Held by this frame: a rank that leaves inside the loop is still in the middle of an epoch when it is asked.
+    loop = LoopRead(step=state.step + 1)
+    batches = read_batches(run.engine, "an epoch", _train_batches(run), job.batch_size, loop=loop)
+    if 0 < state.index < run.train.samples and _evaluation_is_due(run, "steps") and log.evaluated != state.step:
+        _evaluate(run, state.epoch + 1)  # an earlier attempt has ended before
+        if run.best.is_over(state):
+            return False
+    for parts, (first, stop) in zip(batches, bounds, strict=False):
+        run.not_finite.last.append((state.epoch, first, stop))
+        done = state.step
+        losses = train_step(run.engine, job, state, parts, nan)
+        state.index, loop.step = stop, state.step + 1
+        if state.step == done:  # the batch is left out
+            steps -= 1
+            continue
+        in_epoch += 1
+        log.pending.append((state.epoch, state.step, losses))
+        due = in_steps and _evaluation_is_due(run, "steps")
+        if due or in_epoch % log_every == 0 or in_epoch == steps:
+            log.sync()
+            log.send_memory()
+            _send_progress(run, "log", pace, in_epoch, steps)
+            if due:
+                _evaluate(run, state.epoch + 1)
+            if due and run.best.is_over(state):
+                break
+        elif time.monotonic() >= log.live_due and log.live_is_due():
+            _send_progress(run, "progress", pace, in_epoch, steps)
+        if state.step >= run.clock.look and run.clock.is_due(state.step):
+            _save(run, background=run.options.saves.in_background)
+        if state.step % run.replicas.every == 0:
+            run.replicas.compare(state)
+    log.sync()
+    if run.engine.stopped:
+        run.session.gate.stopped_after = state.step, state.epoch + 1
+        log.send("stopping", step=state.step, epoch=state.epoch + 1)
+    return run.engine.stopped
+
+
+def _train_batches(run: JobRun) -> Iterator[Sequence[Microbatch]]:
+    """Yield the microbatches of each step, on the device. The next microbatches are loaded in the meantime."""
+    state, world, accumulate = run.state, run.engine.world, run.plan.accumulate
+    order = epoch_order(state.seed, state.epoch, run.train.samples)
+    gaps = run.not_finite.ranges(state.epoch)
+    slices, ahead = tee(epoch_slices(order, run.job.batch_size, world, accumulate, state.index, gaps))
+    pairs = read_parts(run.train, chain.from_iterable(ahead), state.epoch, world.device)
+    # Lists, not the tuples of `zip`: see training/data/source.py.
+    return map(list, zip(pairs, strict=False)) if accumulate == 1 else (list(islice(pairs, len(s))) for s in slices)
+
+
+def _test_batches(run: JobRun, samples: int) -> Iterator[Microbatch]:
+    """Yield batches of the first `samples` samples of the test set."""
+    assert run.test is not None
+    slices = sequential_slices(samples, run.job.batch_size, run.engine.world)
+    return read_parts(run.test, slices, 0, run.engine.world.device)
+
+
+def _send_progress(run: JobRun, kind: str, pace: Pace, in_epoch: int, steps: int) -> None:
+    if run.session.world.rank != 0:
+        return
+    state = run.state
+    behind = state.epoch * run.train.samples + state.index
+    facts = {"epoch": state.epoch + 1, "epochs": run.job.epochs, "step": in_epoch, "steps": steps}
+    run.log.send(kind, **facts, loss=run.log.last_loss, **pace.facts(current().samples, behind))
+
+
+def _save(run: JobRun, *, wait: bool = False, background: bool = False) -> None:
+    """Save the state."""
+    state, began = run.state, time.monotonic()
+    run.log.sync()  # what a restart goes on after is in the records too
+    run.replicas.compare(state)
+    if run.not_finite.back:
+        run.not_finite.refuse_spoiled(state.step)
+    if run.saver is not None:
+        facts = {name: getattr(state, name) for name in ("step", "epoch", "index", "seed")}
+        facts |= {"plan": str(run.plan), BACKGROUND: background}
+        run.saver.save(partial(tree_of, state), facts, wait=wait, began=began)
+
+
+def _save_weights(run: JobRun, path: Path) -> None:
+    try:
+        save_weights(run.state.model, path)
+    except OSError as error:
+        raise SaveError(f"the run is done, but its weights could not be written to {path}: {error.strerror}.") from None
+
+
+def _finish(run: JobRun) -> None:
+    """Save the state and, after a complete run, the weights. Raise SaveError if they cannot be written."""
+    saver = run.saver
+    if saver is not None:
+        saver.settle()
+        newest = -1 if run.options.saves.in_background else saver.saved  # saved once more, in place of those
+        if run.state.step not in (newest, run.began["step"] if run.options.resume is not None else -1):
+            _save(run, wait=True)
+    if run.folder is not None and not run.stopped:
+        _save_weights(run, run.folder / names.WEIGHTS)
+    if saver is not None:
+        saver.settle()
+        if saver.wrong:
+            raise SaveError(f"the last state of the run, at step {run.state.step}, could not be saved: {saver.wrong}.")
+    if run.session.channel is None:
+        barrier()  # without a launcher nobody waits for rank 0's files

@@ -1,0 +1,189 @@
+"""Find a job by the user's word: a name or `file.py:name`.
+
+A built-in name may be followed by a size.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn, optim
+
+from meshwise.spec.arguments import read_arguments
+from meshwise.spec.errors import MeshwiseError, UsageError, WorkerFailed, nearest
+from meshwise.spec.words import error_text
+from meshwise.training.job.job import Job
+from meshwise.training.jobs.gpt import gpt
+from meshwise.training.jobs.mnist import Batch, accuracy, cross_entropy, mnist_cnn, mnist_mlp
+from meshwise.workers.failure import user_traceback
+
+FEATURES, CLASSES = 1000, 10
+TRAIN_SAMPLES, TEST_SAMPLES = 10_000, 2_000
+CENTRE_SCALE = 0.2  # against noise of 1: with SGD at 1e-3, 10 epochs go from 10 % to about 97 % of the test set
+
+
+def mlp(*, seed: int = 0) -> Job:
+    """Return the job of tutorial 2: three linear layers, SGD with a learning rate of 1e-3, 10 epochs."""
+
+    return Job(
+        name="mlp",
+        model=build_model,
+        loss=cross_entropy,
+        optimizer=partial(optim.SGD, lr=1e-3),
+        data=lambda: draw_samples(seed)[0],
+        test=lambda: draw_samples(seed)[1],
+        metrics=accuracy,
+        batch_size=32,
+        epochs=10,
+        seed=seed,
+    )
+
+
+def build_model() -> nn.Module:
+    """Build the network 1000-1000-1000-10, with ReLU between layers."""
+    return nn.Sequential(
+        nn.Linear(FEATURES, 1000),
+        nn.ReLU(),
+        nn.Linear(1000, 1000),
+        nn.ReLU(),
+        nn.Linear(1000, CLASSES),
+    )
+
+
+def draw_samples(seed: int) -> tuple[Batch, Batch]:
+    """Draw the training and the test set for a seed: float32 features (samples, 1000) and int64 labels (samples,)
+    each."""
+    generator = torch.Generator().manual_seed(seed)
+    centres = CENTRE_SCALE * torch.randn(CLASSES, FEATURES, generator=generator)
+
+    def draw(count: int) -> Batch:
+        labels = torch.randint(CLASSES, (count,), generator=generator)
+        return centres[labels] + torch.randn(count, FEATURES, generator=generator), labels
+
+    return draw(TRAIN_SAMPLES), draw(TEST_SAMPLES)
+
+
+BUILT_IN: dict[str, Callable[..., Job]] = {"gpt": gpt, "mlp": mlp, "mnist-cnn": mnist_cnn, "mnist-mlp": mnist_mlp}
+
+
+def find_job(word: str | Job, *, seed: int | None = None, args: Iterable[str] = ()) -> Job:
+    """Return the job that a word names, or `word` itself if it is a Job.
+
+    word: the name of a built-in job, with a size if it has several (`gpt:small`), or `file.py:name`.
+    seed: passed to the job's function if it has a parameter `seed`.
+    args: texts `NAME=VALUE` for other parameters of the job's function.
+
+    Raises UsageError if there is no such job, or if its function does not take the given arguments.
+    """
+    texts = tuple(args)
+    if isinstance(word, Job):
+        return _call(word.name or "the job", word, texts)
+    name, _, size = word.partition(":")
+    if name.endswith(".py"):
+        bound, found = _from_file(Path(name), size)
+        return _call(word, found, texts, seed=seed).named(bound)
+    factory = BUILT_IN.get(name)
+    if factory is None:
+        hint = nearest(name, BUILT_IN)
+        raise UsageError(f"there is no job '{word}'.{hint} Use {', '.join(BUILT_IN)}, or file.py:name for your own.")
+    if size and "size" not in inspect.signature(factory).parameters:
+        raise UsageError(f"job '{name}' exists in one size only, so leave out the part after the colon. Use {name}.")
+    return _call(word, factory, texts, size=size or None, seed=seed)
+
+
+def _call(word: str, found: Any, texts: Sequence[str], **given: Any) -> Job:
+    if isinstance(found, Job):
+        if texts:
+            name = texts[0].partition("=")[0]
+            raise UsageError(f"--arg {texts[0]}: {word} is a Job. Replace it by a function that takes `{name}`.")
+        return found
+    if not callable(found):
+        raise UsageError(f"{word} must be a meshwise.Job or a function returning one, but is a {type(found).__name__}.")
+    signature = inspect.signature(found)
+    arguments = {name: value for name, value in given.items() if value is not None and name in signature.parameters}
+    typed = read_arguments(found, texts, word)
+    if twice := arguments.keys() & typed.keys():
+        raise UsageError(f"{min(twice)} is passed to {word} twice, by an option and by --arg. Pass it once.")
+    arguments |= typed
+    try:
+        signature.bind(**arguments)
+    except TypeError as error:
+        raise UsageError(f"{word}: {error}. Give the argument with --arg NAME=VALUE, or a default.") from None
+    try:
+        job = found(**arguments)
+    except MeshwiseError:
+        raise
+    except Exception as error:
+        raise WorkerFailed(f"{user_traceback(error).rstrip()}\n{word} failed: {error_text(error)}") from None
+    if not isinstance(job, Job):
+        raise UsageError(f"{word} must return a meshwise.Job, but it returned a {type(job).__name__}.")
+    return job
+
+
+def _from_file(path: Path, name: str) -> tuple[str, Any]:
+    """Return the name and value of the variable `name` in a Python file."""
+    module = import_file(path)
+    jobs = [key for key, value in vars(module).items() if isinstance(value, Job)]
+    if not name:
+        if len(jobs) == 1:
+            return jobs[0], getattr(module, jobs[0])
+        raise UsageError(f"{path}: the name of the job is missing. Use {path}:{jobs[0] if jobs else 'job'}.")
+    return name, find_in_file(path, name, "Define a meshwise.Job with that name.")
+
+
+def find_in_file(path: Path, name: str, instead: str = "Name a data set or a function returning one.") -> Any:
+    """Return the object called `name` in a Python file. Raises UsageError if there is none."""
+    module = import_file(path)
+    if not hasattr(module, name):
+        public = [key for key in vars(module) if not key.startswith("_")]
+        raise UsageError(f"{path} has no '{name}'.{nearest(name, public)} {instead}")
+    return getattr(module, name)
+
+
+def import_file(path: Path) -> ModuleType:
+    """Import a Python file as a module named like the file."""
+    if not path.is_file():
+        raise UsageError(f"{path}: no such file. Name a Python file, for instance train.py:job.")
+    folder = str(path.resolve().parent)
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    name = path.stem
+    loaded = sys.modules.get(name)
+    if loaded is not None and getattr(loaded, "__file__", None) == str(path.resolve()):
+        return loaded
+    spec = importlib.util.spec_from_file_location(name, path.resolve())
+    assert spec is not None and spec.loader is not None  # it ends in .py
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except SystemExit as error:
+        sys.modules.pop(name, None)
+        raise UsageError(
+            f"{path} exits while it is imported (exit code {error.code}). Parse the command line and train under `if "
+            f"__name__ == '__main__':`, or run it as a script: meshwise run {path}."
+        ) from None
+    except BaseException as error:
+        sys.modules.pop(name, None)
+        if isinstance(error, UsageError | KeyboardInterrupt):
+            raise
+        raise UsageError(f"{path} cannot be imported. {_where(error, path)}{error_text(error)}") from None
+    return module
+
+
+def _where(error: BaseException, path: Path) -> str:
+    if isinstance(error, SyntaxError):
+        return ""
+    lines = [
+        frame.lineno for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename) == path.resolve()
+    ]
+    return f"Line {lines[-1]}: " if lines else ""

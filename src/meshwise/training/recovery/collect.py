@@ -1,0 +1,100 @@
+"""Collect a sharded state on rank 0's host, as one device would.
+
+Sharded tensors become whole tensors.
+
+Parts of tensors are gathered in buckets. If an optimizer is divided over ranks, each rank holds the optimizer state of
+some parameters only. The ranks that hold the other entries send these to rank 0.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshwise.torch_compat.tree import map_leaves, map_tensors, tensors_in
+from meshwise.transfer import collectives, stages
+from meshwise.transfer.sharded import full_tensor, full_tensors
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """The shape, dtype and device type of a tensor that another rank holds."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: str
+
+
+def collected(thing: Any) -> Any:
+    """Gather `thing` on rank 0: a state_dict, or dicts and lists of state_dicts. Collective.
+
+    Rank 0 gets the same structure with whole tensors on the CPU in place of sharded tensors. Other ranks get None.
+    Every rank must pass the same structure. Only the state_dict of an optimizer may lack entries, because each rank may
+    hold the state of some parameters only.
+    """
+    first, tree = collectives.get_rank(collectives.everyone()) == 0, map_leaves(_joined, thing, _is_state_of_optimizer)
+    parts = {id(tensor): tensor for tensor in tensors_in(tree)}  # tied tensors stay tied
+    whole: dict[int, Tensor] = {}
+    for key, full in zip(parts, full_tensors(list(parts.values())), strict=True):
+        whole[key] = full.detach().cpu() if first else torch.empty(0)
+    return map_tensors(lambda tensor: whole[id(tensor)], tree) if first else None
+
+
+def held_of(model: nn.Module) -> dict[str, Any]:
+    """Return the entries of the model's state_dict that this rank's pipeline stage holds."""
+    lacking = stages.lacks(model)
+    return {name: value for name, value in model.state_dict(keep_vars=True).items() if name not in lacking}
+
+
+def state_of(model: nn.Module) -> dict[str, Any]:
+    """Return the model's state_dict."""
+    state, pipe = model.state_dict(keep_vars=True), stages.pipe()
+    if pipe is None:
+        return state
+    return state | _joined_over({n: t for n, t in held_of(model).items() if isinstance(t, Tensor)}, pipe.group)
+
+
+def _is_state_of_optimizer(thing: Any) -> bool:
+    facts = thing if isinstance(thing, dict) else {}
+    return isinstance(facts.get("state"), dict) and isinstance(facts.get("param_groups"), list)
+
+
+def _joined(optimizer: dict[str, Any]) -> dict[str, Any]:
+    """Return an optimizer's state_dict that is complete on rank 0."""
+    pipe, state = stages.pipe(), optimizer["state"]
+    if pipe is not None:
+        state = _joined_over(state, pipe.group)
+    return {**optimizer, "state": dict(sorted(_joined_over(state).items()))}
+
+
+def _joined_over(own: dict[Any, Any], group: collectives.Group = None) -> dict[Any, Any]:
+    """Return the entries of all ranks on rank 0 of the group, each sent by the first rank that has it."""
+    rank, ranks = collectives.get_rank(group), collectives.gather_objects(map_tensors(_shape_of, own), group)
+    joined = {key: entry for key, entry in own.items() if key in ranks[0]}
+    for key in sorted({key for forms in ranks for key in forms} - ranks[0].keys()):
+        owner = next(rank for rank, forms in enumerate(ranks) if key in forms)
+        if rank == 0:
+            joined[key] = _received(ranks[owner][key], owner, group)
+        elif rank == owner:
+            map_tensors(lambda tensor: _sent(tensor, group), own[key])
+    return joined
+
+
+def _shape_of(tensor: Tensor) -> Any:
+    return _Shape(tuple(tensor.shape), tensor.dtype, tensor.device.type)
+
+
+def _received(form: Any, owner: int, group: collectives.Group) -> Any:
+    def receive(shape: _Shape) -> Tensor:
+        into = torch.empty(shape.shape, dtype=shape.dtype, device=shape.device)
+        return collectives.receive(into, owner, group).cpu()
+
+    return map_leaves(receive, form, lambda leaf: isinstance(leaf, _Shape))
+
+
+def _sent(tensor: Tensor, group: collectives.Group) -> Tensor:
+    collectives.send(full_tensor(tensor.detach()).contiguous(), 0, group)
+    return tensor

@@ -1,0 +1,118 @@
+"""Check that a user's state is finite before save, after restore.
+
+Values that are not finite on purpose do not count, such as a parameter that is initialized to -inf, or inf in the state
+of an optimizer that does not come from torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
+from torch.optim import Optimizer
+
+from meshwise.spec.words import ranks_text
+from meshwise.torch_compat.sharding import local_of
+from meshwise.transfer import collectives, stages
+
+_OWN = "torch.optim"  # what torch's own optimizers keep is never inf
+
+GO_ON_BEFORE = "Remove this folder to continue from the state that was saved before it, or use another folder."
+
+
+def not_finite_names(models: Mapping[str, nn.Module]) -> frozenset[str]:
+    """Return the names of the parameters that contain NaN or infinity on this rank."""
+    return frozenset(name for name, _ in _bad([(n, t, True) for n, t in _parameters(models)]))
+
+
+def not_finite_in(
+    models: Mapping[str, nn.Module], optimizers: Mapping[str, Optimizer], known: frozenset[str]
+) -> tuple[str, str]:
+    """Return the name of the first entry of the state that contains NaN or infinity, and the ranks that have such
+    entries."""
+    every = collectives.gather_objects(not_finite_here(models, optimizers, known), collectives.everyone())
+    ranks = [rank for rank, name in enumerate(every) if name]
+    return (every[ranks[0]], ranks_text(ranks)) if ranks else ("", "")
+
+
+def not_finite_here(models: Mapping[str, nn.Module], optimizers: Mapping[str, Optimizer], known: frozenset[str]) -> str:
+    """Return the name of the first entry of this rank's state that contains NaN or infinity."""
+    parameters = [(name, tensor, True) for name, tensor in _parameters(models) if name not in known]
+    return next(_bad([*parameters, *_kept(models, optimizers)]), ("", None))[0]
+
+
+def not_finite_in_tree(tree: Any, models: Mapping[str, nn.Module], known: frozenset[str]) -> str:
+    """Return the name of the first entry of `tree` that contains NaN or infinity, or "" if there is none."""
+    held = {
+        name for of, model in models.items() for name, _ in model.named_parameters() if _name(name, of) not in known
+    }
+    named = [(name, local_of(each.detach()), True) for name, each in _entries(tree) if name in held]
+    return next(_bad(named), ("", None))[0]
+
+
+def _entries(tree: Any) -> Iterator[tuple[str, Tensor]]:
+    for name, each in tree.items() if isinstance(tree, Mapping) else ():
+        if isinstance(each, Tensor):
+            yield name, each
+    for each in tree.values() if isinstance(tree, Mapping) else tree if isinstance(tree, list | tuple) else ():
+        yield from _entries(each.state_dict() if isinstance(each, nn.Module) else each)
+
+
+def _name(name: str, of: str) -> str:
+    return f"the parameter {name}" + (f" of model {of}" if of else "")
+
+
+def not_saved(what: str, newest: int | None, folder: Path) -> str:
+    """Return the message that a state is not saved."""
+    before = "No state was saved before."
+    if newest is not None:
+        before = f"The newest saved state is of step {newest}, in {folder}. The same command continues from it."
+    advice = "Skip updates whose loss is not finite, or lower the learning rate"
+    return f"{what}, so the state is not saved. {before} {advice}."
+
+
+def _parameters(models: Mapping[str, nn.Module]) -> Iterator[tuple[str, Tensor]]:
+    for of, model in models.items():
+        lacking = stages.absent_parameters(model)  # another rank's of a pipeline, which are NaN here
+        for name, p in model.named_parameters():
+            if p not in lacking and not p.is_meta and not isinstance(p, UninitializedParameter):
+                yield _name(name, of), local_of(p.detach())
+
+
+def _kept(models: Mapping[str, nn.Module], optimizers: Mapping[str, Optimizer]) -> Iterator[tuple[str, Tensor, bool]]:
+    """Yield (name, tensor, strict) for each tensor of optimizer state that belongs to this rank's parameters."""
+    names: dict[Tensor, str] = {p: name for model in models.values() for name, p in model.named_parameters()}
+    lacking = {p for model in models.values() for p in stages.absent_parameters(model)}
+    for optimizer in optimizers.values():
+        kind, strict = type(optimizer).__name__, type(optimizer).__module__.startswith(_OWN)
+        for p, entry in optimizer.state.items():
+            if p in lacking or not isinstance(entry, Mapping):
+                continue
+            for key, value in entry.items():
+                if isinstance(value, Tensor):
+                    yield f"{key} of {kind} for {names.get(p, 'a parameter')}", local_of(value.detach()), strict
+
+
+def _bad(named: list[tuple[str, Tensor, bool]]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the floating-point tensors that contain NaN."""
+    floats = [
+        each
+        for each in named
+        if each[1].numel() and (each[1].is_floating_point() or each[1].is_complex()) and each[1].itemsize > 1
+    ]
+    if not floats:
+        return
+    sums = [_sum(tensor).isfinite() for _, tensor, _ in floats]
+    device = sums[0].device
+    fine = torch.stack([each.to(device) for each in sums]).tolist()
+    for (name, tensor, strict), whole in zip(floats, fine, strict=True):
+        if not whole and bool((~tensor.isfinite() if strict else tensor.isnan()).any()):
+            yield name, tensor
+
+
+def _sum(tensor: Tensor) -> Tensor:
+    return tensor.sum(dtype=torch.float32) if tensor.itemsize == 2 else tensor.sum()

@@ -1,0 +1,1 @@
+from meshwise.training.tracking import tracking as tracking

@@ -1,0 +1,233 @@
+"""Run the program's own backwards: `loss.backward()` and `torch.autograd.grad`.
+
+Gradients are averaged over the ranks in the buckets of the plan (parallel/data.py). A loss that is a term travels with
+them, and so does the number of its targets, if the loss comes from calls of distributed models alone. Otherwise that
+number went ahead, where the loss was made.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from meshwise.parallel.splits.crossing import averaged
+from meshwise.parallel.splits.hooks import ParameterHooks
+from meshwise.parallel.splits.rows_axis import DataAxis
+from meshwise.parallel.splits.sums import own_gradient
+from meshwise.parallel.splits.tensor import SplitTensor
+from meshwise.parallel.splits.term import Term, over_count, plain, settled, value_of
+from meshwise.parallel.technique import CARRIED
+from meshwise.spec.errors import UsageError
+from meshwise.torch_compat.beside_dispatch import transforming
+from meshwise.torch_compat.program_calls import put
+from meshwise.torch_compat.reducer import in_backward, multiply_each
+from meshwise.torch_compat.sharding import locals_of
+from meshwise.torch_compat.torch_function import on_parts
+from meshwise.training.engine import steps
+from meshwise.training.engine.engine import Engine
+from meshwise.workers.verb_log import came_to
+
+
+class Backwards:
+    """Stands for `torch.autograd.backward` and `torch.autograd.grad` while a program sees whole batches."""
+
+    def __init__(self, engine: Engine, axis: DataAxis | None, third: Callable[[], None] = lambda: None) -> None:
+        """axis: the ranks over which batches are divided; None on one device. third: is called in the third backward
+        of a program."""
+        self._engine, self._axis, self._third = engine, axis, third
+        self._options: dict[str, Any] | None = None  # of the backward that runs now
+        self._scale: Tensor | None = None  # the gradient that its loss begins with
+        self._in_grad = False
+        self._parameters: list[weakref.ref[nn.Parameter]] = []
+        self._hooks = ParameterHooks(self._parameters)
+
+    def add(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Let a plan's reduction reach these parameters."""
+        self._parameters += map(weakref.ref, parameters)
+
+    def begin(self) -> Callable[[], None]:
+        """Replace torch's functions wherever a module holds them. Return a function that puts them back."""
+        ends = contextlib.ExitStack()
+        self._backward, self._grad = torch.autograd.backward, torch.autograd.grad
+        for name, theirs, ours in (("backward", self._backward, self.backward), ("grad", self._grad, self.grad)):
+            holders = [each for each in list(sys.modules.values()) if getattr(each, "__dict__", {}).get(name) is theirs]
+            ends.callback(put(holders, name, functools.partial(lambda made, _: made, ours)))
+        return ends.close
+
+    def backward(
+        self,
+        tensors: Any,
+        grad_tensors: Any = None,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        grad_variables: Any = None,
+        inputs: Any = None,
+    ) -> None:
+        """Add the gradients of one device to `.grad`. See `torch.autograd.backward`."""
+        given = grad_tensors if grad_tensors is not None else grad_variables
+        inner = self._options is not None or in_backward()  # the reduction's own, or a block's that is computed anew
+        if inner or (self._axis is None and create_graph):
+            options = {"retain_graph": retain_graph, "create_graph": create_graph, "inputs": inputs}
+            if self._scale is not None and not in_backward():
+                given, self._scale = (self._scale, *(given or ())[1:]), None  # the loss's comes first
+            self._backward(tensors, given, **(options if self._options is None else self._options))
+            return
+        if create_graph:
+            raise UsageError(
+                'loss.backward(create_graph=True) is not possible with view="whole": gradients in .grad are averaged '
+                "over the ranks in place. Write gradients = torch.autograd.grad(loss, parameters, create_graph=True)."
+            )
+        loss = _one(tensors, given)
+        self._options = {"retain_graph": retain_graph} | ({} if inputs is None else {"inputs": inputs})
+        try:
+            self._run(loss)
+        finally:
+            self._options = self._scale = None
+
+    def _run(self, loss: Tensor) -> None:
+        came_to("backward")
+        engine = self._engine
+        program = engine.program
+        for hear in engine.events.backward_begins:
+            hear(loss, engine.part, None, None, "")
+        program.begin_backward()
+        if program.backwards == program.began + 3:
+            self._third()
+        value = None
+        try:
+            with steps.watched(engine), self._hooks.behind_the_reduction():
+                value = self._reduced(loss)
+        finally:
+            for hear in engine.events.backward_ends:
+                hear(value, value)
+        if program.backwards >= engine.events.due:
+            engine.events.tell()
+        if engine.watcher is not None:
+            engine.watcher.loss_known(loss.detach() if value is None else value)
+
+    def _reduced(self, loss: Tensor) -> Tensor | None:
+        """Run the backward of a loss, and return the loss if all ranks know it."""
+        reduction, reduce = self._engine.program.reduction, self._engine.reduce
+        if reduction is None:
+            self._backward(_local(loss), **self._options or {})
+            return None
+        if not isinstance(loss, Term):
+            value = None if self._axis is not None else loss.detach()  # of a rehearsal
+            reduction.backward(loss, reduce=reduce, value=value)
+            return loss.detach()
+        if not reduce or reduction.unreduced:  # gradients of several losses are averaged together
+            value_of(loss)
+        root, size, kept = loss.known.root, loss.axis.size, list[tuple[nn.Parameter, Tensor]]()
+        local, waits = plain(loss), loss.assumed and root.value is None
+        self._scale = torch.full_like(local, size / loss.assumed if waits else size)
+        if root.value is not None:
+            reduction.backward(over_count(local, loss) if loss.assumed else local, reduce=reduce)
+            return value_of(loss)
+        if waits:
+            kept = self._gradients()
+            for p, _ in kept:
+                p.grad = None
+        sent = root.sent(CARRIED)
+        means = reduction.backward(local, value=sent.reshape(-1))
+        assert means is not None
+        root.set(means if sent.dim() == 1 else means.reshape(sent.shape), size)
+        if waits:
+            self._divide(loss.assumed / (root.total or 1), kept)
+        return value_of(loss)
+
+    def _gradients(self) -> list[tuple[nn.Parameter, Tensor]]:
+        held = [p for ref in self._parameters if (p := ref()) is not None]
+        return [(p, p.grad) for p in held if p.grad is not None]
+
+    def _divide(self, factor: Tensor | float, kept: list[tuple[nn.Parameter, Tensor]]) -> None:
+        """Give the gradients of this backward the factor that their loss lacked, and add those of earlier backwards."""
+        differs = isinstance(factor, Tensor) or abs(factor - 1) > 1e-12
+        if differs and (gradients := [gradient for _, gradient in self._gradients()]):
+            with torch.no_grad():
+                multiply_each(locals_of(gradients), factor)
+        for p, gradient in kept:
+            p.grad = gradient if p.grad is None else gradient.add_(p.grad)
+
+    def grad(self, outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """Return the gradients of one device. See `torch.autograd.grad`."""
+        batched = kwargs.get("is_grads_batched") or (len(args) > 4 and args[4])
+        inside = self._in_grad or transforming or in_backward()
+        if inside or batched or self._axis is None:
+            return self._grad(outputs, inputs, grad_outputs, *args, **kwargs)
+        asked = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
+        twice = kwargs.get("create_graph") or any(args[1:2])
+        tensor = twice and self._engine.plan.tensor > 1 and any(isinstance(x, nn.Parameter) for x in asked)
+        if tensor or any(isinstance(x, DTensor) for x in asked):
+            return self._grad_of_shards(_one(outputs, grad_outputs), asked, *args, **kwargs)
+        local = _local(_one(outputs, grad_outputs))
+        self._in_grad = True  # under a default device, torch calls its function anew
+        try:
+            with on_parts():
+                found = self._grad(local, asked, None, *args, **kwargs)
+        finally:
+            self._in_grad = False
+        pairs, axis = zip(found, asked, strict=True), self._axis
+        return tuple(None if gradient is None else _of_whole(gradient, x, axis) for gradient, x in pairs)
+
+    def _grad_of_shards(
+        self,
+        loss: Tensor,
+        asked: tuple[Tensor, ...],
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        only_inputs: bool = True,
+        allow_unused: bool | None = None,
+        **_: Any,
+    ) -> tuple[Tensor | None, ...]:
+        """Return gradients of sharded parameters, which `fully_shard` gathers for the graph: those of a backward."""
+        held = [p for ref in self._parameters if (p := ref()) is not None]
+        if create_graph or any(all(x is not p for p in held) for x in asked):
+            raise UsageError(
+                "torch.autograd.grad of divided parameters takes parameters alone, and no create_graph: a rank holds "
+                "its part of them. Run this script without shard and tensor."
+            )
+        kept = [(p, p.grad) for p in held]
+        for p in held:
+            p.grad = None
+        try:
+            self.backward(loss, retain_graph=retain_graph)
+            found = tuple(x.grad for x in asked)
+        finally:
+            for p, gradient in kept:
+                p.grad = gradient
+        if not allow_unused and any(gradient is None for gradient in found):
+            raise RuntimeError("One of the differentiated Tensors appears to not have been used in the graph.")
+        return found
+
+
+def _of_whole(gradient: Tensor, x: Tensor, axis: DataAxis) -> Tensor:
+    """Return the gradient of a tensor of the program."""
+    if isinstance(x, SplitTensor) and 0 in x.parts:
+        return own_gradient(gradient, x)
+    return averaged(gradient, axis) if axis.averages(x) else gradient
+
+
+def _local(loss: Tensor) -> Tensor:
+    """Return what a backward of this rank begins at."""
+    return plain(settled(loss)) * loss.axis.gradient_scale if isinstance(loss, Term) else loss
+
+
+def _one(tensors: Any, gradients: Any) -> Tensor:
+    """Return one scalar whose gradient is that of all these tensors, given the gradients of each."""
+    each: tuple[Tensor, ...] = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
+    given = (gradients,) if gradients is None or isinstance(gradients, Tensor) else tuple(gradients)
+    given = given if len(given) == len(each) else given * len(each)
+    if len(each) == 1 and given[0] is None:
+        if each[0].numel() != 1:
+            raise RuntimeError("grad can be implicitly created only for scalar outputs")
+        return each[0] if each[0].dim() == 0 or isinstance(each[0], Term) else each[0].sum()
+    first, *others = [x if g is None else (x * g).sum() for x, g in zip(each, given, strict=True)]
+    return functools.reduce(torch.add, others, first)

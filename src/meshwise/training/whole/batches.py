@@ -1,0 +1,86 @@
+"""Make batches whole, of which each rank holds its rows."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, default_collate
+
+from meshwise.parallel.splits.axis import SplitPart
+from meshwise.parallel.splits.crossing import gather, scatter
+from meshwise.parallel.splits.rows_axis import DataAxis
+from meshwise.parallel.splits.tensor import split
+from meshwise.parallel.splits.term import Term, heard, resolved
+from meshwise.torch_compat.reducer import version
+from meshwise.torch_compat.torch_function import on_parts
+from meshwise.torch_compat.tree import all_leaves, map_tensors
+from meshwise.training.data.generators import GLOBAL
+from meshwise.training.data.order import BatchSlice
+
+
+def reads_own_rows(loader: DataLoader[Any]) -> bool:
+    """Return whether each rank can read its rows of a batch alone."""
+    if loader.collate_fn is not default_collate or loader.batch_sampler is None or _draws_alone(loader.dataset):
+        return False
+    before = [handle.state() for handle in GLOBAL]
+    try:
+        sample = loader.dataset[0]
+    except Exception:
+        return False
+    finally:
+        for handle, state in zip(GLOBAL, before, strict=True):
+            handle.set_state(state)
+    return all(isinstance(leaf, (Tensor, int, float)) or hasattr(leaf, "__array__") for leaf in all_leaves(sample))
+
+
+GENERATORS = (torch.Generator, numpy.random.Generator, numpy.random.RandomState, random.Random)
+
+
+def _draws_alone(thing: Any, depth: int = 4) -> bool:
+    """Return whether a data set holds a random generator of its own, which draws for the rows in their order."""
+    if isinstance(thing, GENERATORS):
+        return True
+    inner = list(thing[:16]) if isinstance(thing, (list, tuple)) else list(getattr(thing, "__dict__", {}).values())
+    return depth > 0 and not isinstance(thing, (Tensor, type)) and any(_draws_alone(each, depth - 1) for each in inner)
+
+
+def whole_batch(batch: Any, own: BatchSlice, axis: DataAxis, *, read_own: bool) -> Any:
+    """Return a batch as the program sees it."""
+    if heard and not read_own:
+        heard[0]("a batch", list(all_leaves(batch)), {})
+
+    def divided(leaf: Tensor) -> Tensor:
+        if read_own:
+            rows = leaf if own.samples else leaf[:0]
+            return split(rows, SplitPart(axis, 0, own.micro))
+        if leaf.dim() == 0 or leaf.shape[0] != own.total:
+            return leaf
+        return scatter(leaf, SplitPart(axis, 0, own.total))
+
+    return map_tensors(divided, batch)
+
+
+def with_rows(leaf: Tensor, part: SplitPart, divided: list[tuple[Tensor, Tensor, int]]) -> Tensor:
+    """Divide a whole tensor that has as many rows as the batch, which is exact whatever its rows mean."""
+    if isinstance(leaf, Term):
+        return resolved(leaf)
+    if type(leaf) is not Tensor or leaf.dim() <= part.dim or leaf.shape[part.dim] != part.length:
+        return leaf
+    own = scatter(leaf, part)
+    with on_parts():
+        divided.append((leaf, own, version(own)))
+    return own
+
+
+def write_back(divided: list[tuple[Tensor, Tensor, int]]) -> None:
+    """Write what a model has written into its rows of whole tensors to these tensors."""
+    for whole, own, before in divided:
+        with on_parts():
+            written = version(own) != before
+        if written and 0 not in whole.stride():  # torch refuses to write into expanded memory
+            with torch.no_grad():
+                whole.copy_(gather(own))

@@ -1,0 +1,108 @@
+"""Notice code that runs for the first time inside a call.
+
+Python 3.12 and newer call back before an instruction of the model runs, and no more once it has run in a proof or
+outside of calls that run apart, so a call without new code costs nothing. Instructions and not lines, since one line
+may hold both branches. Not noticed: code that torch.compile has made, and old code that gets other values.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import CodeType
+from typing import Any
+
+import torch
+
+from meshwise.spec.user_code import OURS, is_users
+from meshwise.training.engine.seeds import seed_generators
+from meshwise.training.whole.proof import Verdict
+from meshwise.transfer.splitmix import mixed
+
+TORCH = str(Path(torch.__file__).parent) + os.sep
+TOOLS = (3, 4)  # numbers that Python keeps for no debugger, profiler or coverage
+Instructions = set[tuple[CodeType, int]]
+
+
+class _Heard(threading.local):
+    new: Instructions | None = None
+
+
+_heard, _known, _codes = _Heard(), Instructions(), list[CodeType]()
+
+
+@contextmanager
+def new_code() -> Iterator[Instructions]:
+    """Yield the set of the instructions that run for the first time in the `with` block, in this thread."""
+    before, _heard.new = _heard.new, Instructions()
+    try:
+        yield _heard.new
+    finally:
+        _heard.new = before
+
+
+def look_again(
+    new: Instructions, verdict: Verdict, before: Any, prove: Callable[[Any], Verdict], device: str
+) -> tuple[str | None, bool]:
+    """Prove a call that has run new code as it began."""
+    after, answers = verdict.attributes(), iter([answer for op, answer in verdict.answers if op])
+    verdict.set_attributes(before)
+    with new_code() as again:
+        found = prove(lambda own, _: next(answers, own))
+    verdict.set_attributes(after)
+    _known.update(new, again)
+    if found.draws and not verdict.draws:  # it drew from the loop's stream, of which ranks took more or less
+        verdict.draws = True
+        seed_generators(device, mixed(torch.initial_seed(), verdict.calls, 0))
+    return found.why or ("returns other tensors" if found.dims != verdict.dims else None), new <= again
+
+
+def listen() -> None:
+    """Begin to notice new code, if Python can and a number for a tool is free. All code is new again."""
+    _known.clear()
+    hear = _start()
+    for code in _codes:
+        hear(code, False)
+        hear(code, True)
+
+
+@functools.cache
+def _start() -> Callable[..., None]:
+    """Have Python call back. Return a function that lets the instructions of some code be heard, or no more."""
+    monitoring: Any = getattr(sys, "monitoring", None)
+    tool = next((n for n in TOOLS if monitoring.get_tool(n) is None), None) if monitoring else None
+    if tool is None:
+        return lambda *_: None
+    events = monitoring.events
+
+    def hear(code: CodeType, on: bool) -> None:
+        monitoring.set_local_events(tool, code, events.INSTRUCTION if on else 0)
+
+    def begins(code: CodeType, _: int) -> Any:
+        if _is_of_model(code.co_filename):
+            _codes.append(code)
+            hear(code, True)
+        return monitoring.DISABLE
+
+    def runs(code: CodeType, offset: int) -> Any:
+        if _heard.new is None or (code, offset) in _known:
+            return monitoring.DISABLE
+        _heard.new.add((code, offset))
+        return None
+
+    monitoring.use_tool_id(tool, "meshwise")
+    monitoring.register_callback(tool, events.PY_START, begins)
+    monitoring.register_callback(tool, events.INSTRUCTION, runs)
+    monitoring.set_events(tool, events.PY_START)
+    return hear
+
+
+@functools.cache
+def _is_of_model(file: str) -> bool:
+    """Return whether a file may hold code of a model: the user's, or a package's such as transformers."""
+    return is_users(file) or (f"-packages{os.sep}" in file and not file.startswith((TORCH, OURS)))

@@ -1,0 +1,97 @@
+"""Answer the reads of a call that runs on one rank's rows."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+
+from meshwise.parallel.splits.rows_axis import DataAxis
+from meshwise.torch_compat.modules import parameters_in
+from meshwise.torch_compat.torch_function import is_asked
+from meshwise.training.whole.proof import ASKED, Verdict
+
+looked_at = weakref.WeakSet[nn.Module]()
+"""The modules in which registrations are counted. A slice of a ModuleList is a new module at each call."""
+registered = [0]
+"""How often one of them got a submodule or a parameter."""
+
+
+class Otherwise(Exception):
+    """Raised in a call that runs apart, where it does something else than when it was proven."""
+
+
+class Reads:
+    """Answers the reads of a call that runs apart, as they were when it was proven."""
+
+    def __init__(self, verdict: Verdict, axis: DataAxis) -> None:
+        self._verdict, self._axis, self._at = verdict, axis, 0
+
+    def read(self, name: str, tensor: Tensor, original: Callable[[], Any]) -> Any:
+        """Return the value of a tensor."""
+        answers = self._verdict.answers
+        if not answers or name not in ASKED or tensor.dtype is not torch.bool:
+            if self._verdict.reads:
+                return original()
+            raise Otherwise(f"it reads a value ({name})")
+        if self._at == len(answers):
+            raise Otherwise(f"it reads a value ({name})")
+        op, expected = answers[self._at]
+        apart.reads = None
+        try:
+            answer = original() if op is None else self._axis.agreed(original(), op)
+        finally:
+            apart.reads = self
+        if answer != expected:
+            raise Otherwise((*answers[: self._at], (op, answer)))
+        self._at += 1
+        return answer
+
+
+class _Apart(threading.local):
+    reads: Reads | None = None
+
+
+apart = _Apart()
+"""`reads` answers the reads of the call that runs apart in this thread."""
+
+
+@functools.cache
+def watch_reads() -> None:
+    """Let calls that run apart have their reads answered, from now on. Count what modules register."""
+
+    def registers(module: nn.Module, name: str, _: Any) -> None:
+        is_new = parameters_in(module).get(name) is None  # FSDP puts gathered ones in the place of shards
+        registered[0] += is_new and module in looked_at
+
+    register_module_module_registration_hook(registers)
+    register_module_parameter_registration_hook(registers)
+    for name in ("item", "__bool__", "__float__", "__int__", "__index__", "tolist", "numpy"):
+        setattr(Tensor, name, _answered(getattr(Tensor, name), name))
+
+
+def ask_all_of_masks() -> None:
+    """Let transformers ask of a mask's rows `all`, and not whether their sum is that of the whole."""
+    masks: Any = sys.modules.get("transformers.masking_utils")
+    if masks is not None and hasattr(masks, "fast_all"):
+        masks.fast_all = Tensor.all
+
+
+def _answered(original: Callable[..., Any], name: str) -> Callable[..., Any]:
+    def read(self: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if apart.reads is not None and is_asked():  # not where a check looks below autograd
+            return apart.reads.read(name, self, lambda: original(self, *args, **kwargs))
+        return original(self, *args, **kwargs)
+
+    read.__name__ = name
+    return read

@@ -1,0 +1,65 @@
+"""A check cuts the loops of a script short, and never inside a step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from meshwise.checker.short_loops import ShortLoops
+from tests.checker.script_sides import as_it_was, proof  # noqa: F401
+
+WINDOW = 4
+ACCUMULATES = f"""
+import torch
+from torch import nn
+import meshwise as mw
+
+torch.manual_seed(0)
+x = torch.randn(96, 4)
+data = torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True))
+loader = torch.utils.data.DataLoader(data, batch_size=8, shuffle=True)
+model = nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model, optimizer, loader = mw.distribute(model, optimizer, loader, view="rank")
+for epoch in range(3):
+    for number, (x, y) in enumerate(loader, 1):
+        loss = nn.functional.mse_loss(model(x), y) / {WINDOW}
+        if number % {WINDOW}:
+            with mw.accumulate():
+                mw.backward(loss)
+            continue
+        loss = mw.backward(loss)  # the last one of a step, and of an epoch
+        optimizer.step()
+        optimizer.zero_grad()
+    mw.print(f"epoch {{epoch}} loss {{loss.item():.6f}}")
+"""
+
+
+def batches_of_a_loop(loops: ShortLoops, window: int, most: int = 20) -> int:
+    """Trains on each batch that a loop gives, and steps after each `window`."""
+    loops.loop_begins()
+    for number in range(1, most + 1):
+        if loops.limit(8) == 0:
+            return number - 1
+        loops.batch_given()
+        loops.backward()
+        if number % window == 0:
+            loops.step_made()
+    return most
+
+
+def test_later_epochs_have_the_batches_of_one_step() -> None:
+    for window in (1, 2, 4):
+        loops = ShortLoops(3, 5)
+        assert [batches_of_a_loop(loops, window) for _ in range(3)] == [3 * window, window, window]
+
+
+def test_a_loop_that_makes_no_step_any_more_ends_all_the_same() -> None:
+    loops = ShortLoops(1, 5)
+    batches_of_a_loop(loops, 2)
+    assert batches_of_a_loop(loops, 100) == 2
+
+
+def test_a_loss_that_is_global_where_a_step_ends_is_no_doubt(pool: Any) -> None:
+    found = proof(ACCUMULATES, pool)
+    assert found.equal and found.batches == (32, 32, 29)
+    assert found.doubts == ()

@@ -1,0 +1,223 @@
+"""What parts replicas is noticed: noise on gradients, buffers of a rank's samples; an optimizer's own noise is alike.
+
+Of the draws of an optimizer's step (training/engine/seeds.py) and of training/guards/replicas.py.
+"""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Subset, TensorDataset
+
+import meshwise as mw
+from meshwise.spec.errors import DataError, UsageError
+from meshwise.spec.plan import Plan
+from meshwise.torch_compat.loaders import fingerprint
+from meshwise.training.guards.replicas import BUFFER, PARAMETERS, diverged, sums_of
+from meshwise.training.process.session import default_engine, end_sessions, program_ends
+from tests.pool import CaseFailed
+
+F = nn.functional
+
+
+class Sgld(torch.optim.SGD):
+    """Adds noise to what it steps."""
+
+    def step(self, closure: Any = None) -> Any:
+        for p in (p for group in self.param_groups for p in group["params"]):
+            p.data.add_(torch.randn_like(p), alpha=1e-2)
+        return super().step(closure)
+
+
+class Centered(nn.Module):
+    """Keeps a mean of what it has seen, of the batch in front of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 2)
+        self.register_buffer("center", torch.zeros(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.inner(x)
+        if self.training:
+            self.center: Tensor = 0.9 * self.center + 0.1 * made.detach().mean(0)
+        return made - self.center
+
+
+def train(kind: str) -> tuple[str, list[str], list[Tensor]]:
+    """What was raised and said, and the parameters, after two epochs of three batches."""
+    torch.manual_seed(0)
+    model: nn.Module = Centered() if kind == "buffer" else nn.Sequential(nn.Linear(4, 2), nn.Dropout(0.0))
+    model = model.double()
+    x = torch.randn(24, 4, generator=torch.Generator().manual_seed(1)).double()
+    optimizer = (Sgld if kind == "optimizer" else torch.optim.SGD)(model.parameters(), lr=0.1)
+    loader = DataLoader(TensorDataset(x, x.argmax(1) % 2), batch_size=8)
+    model, optimizer, loader = mw.distribute(model, optimizer, loader, view="rank")
+    raised = ""
+    try:
+        for a, b in (pair for _ in range(2) for pair in loader):
+            mw.backward(F.cross_entropy(model(a), b))
+            for p in model.parameters() if kind == "gradients" else ():
+                assert p.grad is not None
+                p.grad.add_(torch.randn_like(p), alpha=0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+    except UsageError as error:
+        raised = str(error)
+    said = list(default_engine().notes)
+    end_sessions()
+    return raised, said, [p.detach() for p in model.parameters()]
+
+
+def cases() -> dict[str, Any]:
+    return {kind: train(kind) for kind in ("optimizer", "gradients", "buffer")}
+
+
+@pytest.fixture(scope="module")
+def ranks(pool: Any) -> Any:
+    return pool(2).run(cases)
+
+
+def test_noise_on_gradients_of_each_rank_alone_ends_the_run(ranks: Any) -> None:
+    for rank in ranks:
+        raised = rank["gradients"][0]
+        assert "test_replicas.py:" in raised and "the ranks' parameters have diverged" in raised
+
+
+def test_what_an_optimizer_draws_is_that_of_one_device(ranks: Any) -> None:
+    alone = train("optimizer")
+    for rank in ranks:
+        raised, said, parameters = rank["optimizer"]
+        assert raised == "" and said == []
+        torch.testing.assert_close(parameters, alone[2], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("rank_0", "rank_1", "is_told"),
+    [
+        (1.0, math.nan, True),
+        (math.nan, 1.0, True),
+        (math.inf, 1.0, True),
+        (math.nan, math.nan, False),
+        (1.0, 1 + 1e-9, False),
+    ],
+)
+def test_a_rank_that_alone_came_to_no_number_is_told(rank_0: float, rank_1: float, is_told: bool) -> None:
+    ranks = [((PARAMETERS, "", value),) for value in (rank_0, rank_1)]
+    assert bool(diverged(ranks, PARAMETERS)) == is_told
+
+
+def test_a_buffer_of_this_ranks_samples_is_said_once(ranks: Any) -> None:
+    for rank in ranks:
+        raised, said, _ = rank["buffer"]
+        assert raised == "" and len(said) == 1
+        assert "the ranks' buffers center differ" in said[0] and "test_replicas.py:" in said[0]
+
+
+@pytest.mark.parametrize(("plan", "kinds"), [(Plan(data=2), [PARAMETERS, BUFFER]), (Plan(shard=2), [BUFFER])], ids=repr)
+def test_buffers_are_compared_under_shard_too(plan: Plan, kinds: list[str]) -> None:
+    model = nn.Linear(2, 2)
+    model.register_buffer("center", torch.ones(2))
+    program: Any = SimpleNamespace(
+        backwards=2, began=0, plan=plan, models=[model], named_parameters=lambda: dict(model.named_parameters())
+    )
+    assert {kind for kind, _, _ in sums_of(program)} == set(kinds)
+
+
+def other_data() -> list[str]:
+    said = []
+    every = TensorDataset(torch.arange(8.0))
+    ready: Any = TensorDataset(torch.arange(4.0))
+    ready._fingerprint = str(mw.rank())
+    assert [fingerprint(data) for data in (every, ready)] == [None, str(mw.rank())]
+    mine = range(mw.rank() * 4, mw.rank() * 4 + 4)
+    for data in (Subset(every, list(mine)), Subset(every, range(3 + mw.rank())), ready):
+        with pytest.raises(DataError) as refused:
+            mw.distribute(DataLoader(data, batch_size=2), view="rank")
+        said.append(str(refused.value))
+    return said
+
+
+def test_data_that_was_split_by_rank_already_is_refused(pool: Any) -> None:
+    for equal, unequal, of_others in pool(2).run(other_data):
+        assert "different data sets (rank 0: 4, rank 1: 4 samples). Pass the whole data set on" in equal
+        assert "the ranks pass different data sets" in of_others
+        assert "(rank 0: 3, rank 1: 4 samples)" in unequal
+
+
+def train_late(parts: str) -> list[str]:
+    """What is said of a program of six backwards, of which the fifth, or a rank alone behind the loop, parts ranks."""
+    end_sessions()
+    x = torch.randn(24, 4, generator=torch.Generator().manual_seed(1))
+    model: Any = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer, loader = mw.distribute(
+        model, optimizer, DataLoader(TensorDataset(x, x.argmax(1) % 2), 4), view="rank"
+    )
+    for step, (a, b) in enumerate(loader, 1):
+        mw.backward(F.cross_entropy(model(a), b))
+        if parts == "late" and step == 5:
+            model.weight.grad += torch.randn_like(model.weight)
+        optimizer.step()
+        optimizer.zero_grad()
+    if parts == "behind" and mw.is_main():
+        nn.init.zeros_(model.weight)
+    for _ in range(2):  # as a worker does, and its process
+        program_ends()
+    said = list(default_engine().notes)
+    end_sessions()
+    return said
+
+
+def test_what_parts_replicas_after_the_last_look_is_said_at_the_end(pool: Any) -> None:
+    said = [text for rank in pool(2).run(train_late, "late") for text in rank]
+    assert len(said) == 1 and "the ranks' parameters have diverged: the sum of their absolute values is" in said[0]
+
+
+@pytest.mark.parametrize("parts", ["never", "behind"])
+def test_what_a_rank_writes_behind_its_last_loop_is_its_own(parts: str, pool: Any) -> None:
+    assert pool(2).run(train_late, parts) == [[], []]
+
+
+def train_by_hand() -> list[str]:
+    end_sessions()
+    x = torch.randn(8, 4, generator=torch.Generator().manual_seed(1))
+    model, loader = mw.distribute(nn.Linear(4, 2), DataLoader(TensorDataset(x), 4), view="rank")
+    for (rows,) in loader:  # here
+        model(rows).square().mean().backward()
+        with torch.no_grad():
+            for p in model.parameters():
+                p -= 0.1 * p.grad
+                p.grad = None
+    program_ends()
+    said = list(default_engine().notes)
+    end_sessions()
+    return said
+
+
+def test_an_update_by_hand_of_a_ranks_own_gradients_is_said_at_the_end(pool: Any) -> None:
+    said = [text for rank in pool(2).run(train_by_hand) for text in rank if "have diverged" in text]
+    assert len(said) == 1 and "test_replicas.py:" in said[0] and "loss.backward() instead of mw.backward" in said[0]
+
+
+class Lazy(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.head: nn.Module = getattr(self, "head", None) or nn.Linear(2, 2)
+        return self.head(super().forward(x))
+
+
+def train_lazily() -> None:
+    x = torch.randn(16, 4, generator=torch.Generator().manual_seed(1))
+    model, loader = mw.distribute(Lazy(4, 2), DataLoader(TensorDataset(x), 4), view="rank")
+    for (rows,) in loader:
+        mw.backward(model(rows).square().mean())
+
+
+def test_a_layer_that_a_forward_makes_on_each_rank_is_refused(pool: Any) -> None:
+    with pytest.raises(CaseFailed, match=r"parameters have diverged: .* or a forward that creates parameters"):
+        pool(2).run(train_lazily)

@@ -1,0 +1,77 @@
+"""Programs that a stranger wrote: counts as integers, indices of one place, rows that are squeezed away."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from tests.training.whole.shared import Distribute
+
+
+def _batches(distribute: Distribute, rows: int = 13) -> Any:
+    torch.manual_seed(3)
+    data = TensorDataset(torch.randn(rows, 4), torch.randint(0, 3, (rows,)))
+    return distribute(DataLoader(data, 6))
+
+
+def counts_as_integers(distribute: Distribute) -> list[Any]:
+    """A sum over rows that is used as a length, an end or a place."""
+    left: list[Any] = []
+    for x, y in _batches(distribute, 12):
+        n = (y == 0).sum()
+        left += [x[:n].sum().item(), x[n:].sum().item(), x[:, :n].sum().item(), x.narrow(0, 0, n).sum().item()]
+        left += [torch.arange(n).sum().item(), torch.eye(n).sum().item(), len(torch.randperm(n))]
+        left += [x[n].sum().item(), x[:, 0].topk(n)[0].sum().item(), x.new_zeros(n, 2).numel()]
+        left += [
+            torch.maximum(y, n).sum().item(),
+            [len(each) for each in x.split([n, 6 - n])],
+            x.tensor_split((n,))[0].sum().item(),
+        ]
+        plain = torch.arange(9.0)
+        left += [plain.topk(n)[0].sum().item(), len(torch.multinomial(plain, n)), len(plain.narrow(0, 1, n))]
+        left += [int(torch.randint(n, (50,)).max()), plain.roll(n).tolist()]
+        left += [(y > 0).nonzero()[:n].sum().item(), x.sort(0)[0][: 2 * n].sum().item()]
+    return left
+
+
+def a_sum_that_is_written(distribute: Distribute) -> list[float]:
+    """The value that is written into a row keeps its gradient."""
+    left = []
+    w = torch.linspace(0, 1, 4, requires_grad=True)
+    for x, _ in _batches(distribute, 12):
+        rows = x * 1
+        rows[0] = (x * w).sum()
+        rows[1, 1:] = (x > 0).sum()
+        (slope,) = torch.autograd.grad(rows.square().mean(), w)
+        left += [rows.sum().item(), *slope.tolist()]
+    return left
+
+
+def places_of_no_dim(distribute: Distribute) -> list[float]:
+    """Rows at an index that is a tensor of no dim."""
+    left = []
+    for x, y in _batches(distribute):
+        norms = x.square().sum(1)
+        left += [x[norms.argmax()].sum().item(), x[norms.argmin(), 1].item(), x[torch.tensor(0)].sum().item()]
+        left += [x[i].sum().item() for i in torch.randperm(len(x))] + [x[y.argmax(), y.argmin()].item()]
+    return left
+
+
+def one_row_squeezed(distribute: Distribute) -> list[Any]:
+    """The dim of the rows goes where there is one row, as in the last batch."""
+    left: list[Any] = []
+    w = torch.linspace(0, 1, 4, requires_grad=True)
+    for x, _ in _batches(distribute):
+        out = (x * w).sum(1, keepdim=True).squeeze()
+        loss = torch.nn.functional.mse_loss(out, torch.zeros_like(out))
+        (slope,) = torch.autograd.grad(loss, w)
+        left += [
+            tuple(out.shape),
+            loss.item(),
+            slope.tolist(),
+            tuple(x[:1].squeeze(0).shape),
+            tuple(x[:1].squeeze().shape),
+        ]
+    return left
