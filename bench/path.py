@@ -73,7 +73,7 @@ def steady_step(processes: list[dict[str, Any]]) -> dict[str, Any]:
     step = min(
         worker["steps"][STEADY], key=lambda step: len(step["library"]) + sum(row[2] for row in step["functions"])
     )
-    functions = [row for row in step["functions"] if not row[0].startswith("jobs/")]  # the program's own
+    functions = [row for row in step["functions"] if not row[0].startswith("training/jobs/")]  # the program's own
     numbers = (
         len({file for file, *_ in functions}),
         len(functions),

@@ -49,40 +49,28 @@ hypothesis.settings.load_profile("ci")  # --hypothesis-profile names another
 
 BUDGET = {
     "arrays": 60,
+    "checker": 75,
     "cli": 30,
     "cuda": 600,  # of `make cuda`
-    "data": 5,
     "docs": 10,
-    "engine": 8,
-    "equivalence": 60,
     "examples": 30,
     "faults": 30,
-    "guards": 15,
-    "job": 8,
-    "jobs": 10,
-    "machine": 30,
+    "hardware": 30,
+    "launcher": 5,
     "old": 25,
-    "parallel": 40,
-    "prediction": 5,
-    "process": 20,
-    "races": 10,
-    "recording": 5,
+    "parallel": 50,
+    "planner": 60,
     "records": 5,
-    "recovery": 10,
-    "rehearsal": 60,
-    "script": 10,
-    "slips": 5,
+    "reports": 30,
     "spec": 5,
-    "splits": 10,
     "terminal": 5,
-    "timeline": 30,
-    "tracking": 3,
+    "training": 130,
     "transfer": 30,
-    "whole": 40,
     "workers": 80,  # of which a Slurm takes 60, where it is installed
-    "": 35,  # the files of no room
+    "": 35,  # the files of no house
 }
-"""Seconds of each room in `make test` on two quiet cores. A room over its budget is shown, and fails nothing."""
+"""Seconds of the tests of each house in `make test` on two quiet cores. A house over its budget is shown, and fails
+nothing."""
 NIGHT = frozenset(Path(__file__).with_name("night.txt").read_text(encoding="utf-8").splitlines())
 """Tests of processes that `make test` leaves to `make suite`: bench/night_tests.py chose them."""
 
@@ -220,7 +208,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.write_line(line)
     if len(_seconds) < 2:
         return
-    terminalreporter.section("seconds of each room, of its budget in `make test`")
+    terminalreporter.section("seconds of each house, of its budget in `make test`")
     for room, seconds in _seconds.most_common():
         budget = BUDGET.get(room, 0)
         over = "  over its budget" if seconds > budget else ""

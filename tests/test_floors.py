@@ -27,7 +27,7 @@ HOUSES = (
 )
 """The folders of the package, from the ground: each imports only those before it."""
 ROOMS = {
-    "reports": ("reports", "reports/views", "reports/report", "reports/command"),
+    "reports": ("reports", "reports/views", "reports/report", "reports/commands"),
     "parallel": ("parallel/splits", "parallel"),
     "hardware": (
         *("hardware", "hardware/measure", "hardware/views", "hardware/machines", "hardware/bench"),
@@ -39,8 +39,8 @@ ROOMS = {
         *("training/process", "training/tracking training/whole", "training/job training/script"),
         *("training/prediction", "training/jobs", "training/commands"),
     ),
-    "checker": ("checker/races", "checker", "checker/plain checker/views", "checker/check", "checker/command"),
-    "planner": ("planner/fakes", "planner", "planner/views", "planner/plan", "planner/command"),
+    "checker": ("checker/races", "checker", "checker/plain checker/views", "checker/check", "checker/commands"),
+    "planner": ("planner/fakes", "planner", "planner/views", "planner/plan", "planner/commands"),
     "launcher": ("launcher/schedulers", "launcher", "launcher/commands"),
 }
 """The rooms of a house, from its ground: folders, files that stand above the others, and all its other files under the
@@ -50,10 +50,8 @@ FLOORS = {room: number for number, floor in enumerate(ORDER) for room in floor.s
 WITHOUT_TORCH = {"spec", "records", "launcher/schedulers", "terminal"}
 # What starts without torch: its imports at the top of a file, and what those import in turn. A command waits for torch,
 # which takes a second or more, where it is used: in a function, or in a file of a house imported on its first use.
-STARTS_WITHOUT_TORCH = (
-    *("cli.py", "checker/command.py", "planner/command.py", "reports/command.py", "hardware/commands/"),
-    *("launcher/commands/", "training/commands/", "reports/report.py", "launcher/script.py", "reports/views/"),
-)
+STARTS_WITHOUT_TORCH = ("cli.py", "reports/report.py", "launcher/script.py", "reports/views/")
+STARTS_WITHOUT_TORCH += tuple(f"{house}/commands/" for house in HOUSES)
 WITH_PRIVATE_TORCH = ("torch_compat/", "training/autograd/", "planner/fakes/", "integrations/private_parts.py")
 PRIVATE_OF_THE_STANDARD_LIBRARY = {"_exit", "_getframe", "_current_frames", "_fields", "_asdict", "_replace"}
 ASKED_FOR_BY_NOTEBOOKS = {"_repr_html_"}

@@ -27,27 +27,14 @@ from meshwise.spec.words import printable
 from meshwise.terminal import last_words
 from meshwise.workers import leave
 
-HOUSES = {
-    "devices": "hardware.commands.devices",
-    "bench": "hardware.commands.bench",
-    "plan": "planner.command",
-    "run": "launcher.commands.run",
-    "submit": "launcher.commands.submit",
-    "predict": "launcher.commands.predict",
-    "check": "checker.command",
-    "report": "reports.command",
-    "runs": "launcher.commands.runs",
-    "logs": "launcher.commands.logs",
-    "stop": "launcher.commands.stop",
-    "checkpoints": "training.commands.checkpoints",
-    "weights": "training.commands.weights",
-}
+ROOMS = (
+    *(("hardware", "devices bench"), ("planner", "plan"), ("launcher", "run submit predict"), ("checker", "check")),
+    *(("reports", "report"), ("launcher", "runs logs stop"), ("training", "checkpoints weights")),
+)
+"""Which house has the file of a command, in the order in which commands are used. A house may be left out."""
 HERE = Path(__file__).parent
-COMMANDS = {
-    name: f"{__package__}.{module}"
-    for name, module in HOUSES.items()
-    if (HERE / module.replace(".", "/")).with_suffix(".py").exists()  # a house may be left out
-}
+FILES = [HERE / house / "commands" / f"{name}.py" for house, names in ROOMS for name in names.split()]
+COMMANDS = {file.stem: f"{__package__}.{file.parts[-3]}.commands.{file.stem}" for file in FILES if file.exists()}
 EXIT_CODES = {
     **MEANINGS,
     str(FAILED): f"{MEANINGS[str(FAILED)]}. bench: a path corrupts data. check: the plan differs. "

@@ -118,8 +118,8 @@ def test_a_check_imports_torch_in_its_fork_server_beside_its_own_process(
     begun: list[object] = []
     monkeypatch.chdir(tmp_path)
     Path("train.py").touch()
-    monkeypatch.setattr("meshwise.checker.command.sys", SimpleNamespace(modules={}))
-    monkeypatch.setattr("meshwise.checker.command.Forks.server", lambda forks, variables: begun.append(forks))
+    monkeypatch.setattr("meshwise.checker.commands.check.sys", SimpleNamespace(modules={}))
+    monkeypatch.setattr("meshwise.checker.commands.check.Forks.server", lambda forks, variables: begun.append(forks))
 
     def ends(options: object, forks: object) -> None:
         assert begun == [forks]

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import tomli_w
+from hardware.machines import machines
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from machine.machines import machines
 
 from meshwise.hardware.catalog import part
 from meshwise.hardware.machine_file import FROM_FILE, machine_from_toml, machine_to_toml

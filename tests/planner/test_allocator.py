@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from rehearsal.works import computes, gathers, receives, sends, work
+from planner.works import computes, gathers, receives, sends, work
 
 from meshwise.planner.allocator import Replayed, device_total, replay, reserved_on, rounded, segment_size, workspace
 from meshwise.planner.work import Allocate, Event, Free

@@ -4,7 +4,7 @@ Of planner/views/explain_text.py too.
 """
 
 import pytest
-from rehearsal.works import FREE, Given, computes, gathers, work
+from planner.works import FREE, Given, computes, gathers, work
 
 from meshwise.hardware.machines import find_machine
 from meshwise.planner.estimate import Estimate, MemoryEstimate, Range

@@ -14,7 +14,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from rehearsal.works import work
+from planner.works import work
 
 from meshwise.hardware.allowance import allowed_cores
 from meshwise.hardware.words import machine_from_words

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from rehearsal.works import computes, work
+from planner.works import computes, work
 
 from meshwise.planner.memory import memory_curve
 from meshwise.planner.work import Allocate, Event, Free, Work

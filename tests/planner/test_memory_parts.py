@@ -3,7 +3,7 @@
 Of planner/views/explain_text.py too.
 """
 
-from rehearsal.works import computes, work
+from planner.works import computes, work
 
 from meshwise.hardware.machines import find_machine
 from meshwise.planner.estimator import rehearser

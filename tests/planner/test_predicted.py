@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from rehearsal.works import FREE, Given, computes, gathers, receives, sends, work
+from planner.works import FREE, Given, computes, gathers, receives, sends, work
 
 from meshwise.planner.prediction import predicted_timeline
 from meshwise.planner.simulate import simulate

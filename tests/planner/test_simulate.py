@@ -9,7 +9,7 @@ import math
 from dataclasses import replace
 
 import pytest
-from rehearsal.works import FREE, Given, computes, gathers, receives, sends, work
+from planner.works import FREE, Given, computes, gathers, receives, sends, work
 
 from meshwise.hardware.words import machine_from_words
 from meshwise.planner.explain import KINDS, breakdown

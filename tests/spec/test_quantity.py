@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from meshwise.hardware.quantity import EXAMPLES, UNITS, read_quantity, write_quantity
 from meshwise.spec.errors import UsageError
-from meshwise.spec.quantity import EXAMPLES, UNITS, read_quantity, write_quantity
 
 kinds = st.sampled_from(sorted(UNITS))
 

@@ -15,8 +15,8 @@ from importlib import resources
 from typing import Any
 
 from meshwise.hardware.file_keys import FIGURES, read_table
+from meshwise.hardware.quantity import read_quantity
 from meshwise.spec.machine import DEVICE, HOST, NODE, Link, Machine
-from meshwise.spec.quantity import read_quantity
 
 NOT_CONFIRMED = " (from memory, not confirmed)"
 """Appended to the origin of a figure that nobody has looked up in a source yet."""

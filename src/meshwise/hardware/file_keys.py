@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping
 from itertools import pairwise
 from typing import Any
 
+from meshwise.hardware.quantity import read_quantity, value_text
 from meshwise.spec.errors import UsageError, check_known
 from meshwise.spec.machine import MOST_DEVICES, Collective, Matmul
-from meshwise.spec.quantity import read_quantity, value_text
 from meshwise.spec.timings import Timings, fitted
 
 UNKNOWN = "unknown"

@@ -32,12 +32,12 @@ from meshwise.hardware.file_keys import (
     collective,
     read_table,
 )
+from meshwise.hardware.quantity import write_quantity
 from meshwise.hardware.words import class_links, device_of
 from meshwise.spec.errors import UsageError, nearest
 from meshwise.spec.machine import DEVICE as ANY_DEVICE
 from meshwise.spec.machine import HOST as ANY_HOST
 from meshwise.spec.machine import MOST_DEVICES, NODE, Device, Host, Link, Machine, Matmul
-from meshwise.spec.quantity import write_quantity
 from meshwise.spec.timings import Timings
 
 FROM_FILE = "the machine file"

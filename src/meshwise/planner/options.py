@@ -10,12 +10,12 @@ from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
+from meshwise.hardware.quantity import read_quantity
 from meshwise.spec.arguments import Plain
 from meshwise.spec.errors import UsageError, check_known
 from meshwise.spec.machine import Machine
 from meshwise.spec.options import OfJobs, OfThePlan, Option
 from meshwise.spec.plan import Plan
-from meshwise.spec.quantity import read_quantity
 from meshwise.training.job.job import Job
 from meshwise.training.job.options import ARGUMENT, JOB, settle
 

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from meshwise.parallel.module_state import NUMBERS, VALUES, ModuleState
 from meshwise.parallel.splits.axis import SplitPart
 from meshwise.parallel.splits.rows_axis import Crossing, ProofAxis
 from meshwise.parallel.splits.tensor import SplitTensor, split
@@ -31,7 +32,6 @@ from meshwise.torch_compat.compiling import without_compiling
 from meshwise.torch_compat.torch_function import called, on_parts
 from meshwise.torch_compat.tree import all_leaves, map_kind
 from meshwise.training.engine.engine import Engine
-from meshwise.training.engine.module_state import NUMBERS, VALUES, ModuleState
 from meshwise.training.engine.seeds import set_states, states
 
 PROOF = ProofAxis()
