@@ -102,7 +102,7 @@ def test_a_loop_that_counts_on_from_loader_start_keeps_its_windows_and_breaks(tm
         end_sessions()
 
 
-def test_enumerate_from_0_inside_an_epoch_is_said_once(tmp_path: Path) -> None:
+def test_a_loop_that_goes_on_inside_an_epoch_is_told_once(tmp_path: Path) -> None:
     cut(tmp_path, evaluates="never", fails_after=3)
     end_sessions()
     model, loader = nn.Linear(6, 1).double(), DataLoader(TensorDataset(torch.randn(43, 6).double()), 8, shuffle=True)

@@ -183,10 +183,9 @@ def test_a_resumed_program_that_counts_its_epochs_anew_is_told(asks: bool, tmp_p
     train(model, optimizer, loader)
     end_sessions()
     model, optimizer, loader, saved = begun(tmp_path)
-    print(saved.epoch, saved.step)  # a line that only shows it does not count
     epochs = range(saved.epoch, 3) if asks else range(3)
     for _ in epochs:
         train(model, optimizer, loader)
-    told = "epochs 1 to 2 are over in the restored state, but the program has not read saved.epoch"
+    told = "the restored state has 2 finished epochs, but the program has not read saved.epoch"
     assert (told in said()) is not asks
     assert said().count("range(saved.epoch") == int(not asks)

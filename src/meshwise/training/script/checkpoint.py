@@ -38,7 +38,7 @@ from meshwise.training.script import saved_loop
 from meshwise.training.script.distributed_loader import DistributedLoader, kept_by
 from meshwise.training.script.saved_loop import Loaders, LoopParts, Things
 from meshwise.training.script.state_folder import HeldFolder, hold
-from meshwise.training.slips.in_a_run import Asked
+from meshwise.training.slips.in_a_run import says_unread
 from meshwise.workers.environment import SAVES
 from meshwise.workers.join import rank_context
 from meshwise.workers.verb_log import came_to
@@ -100,7 +100,7 @@ class LoopState:
     restored: whether a saved state was found and restored."""
 
     def __init__(self, parts: LoopParts, folder: Path, saves: Saves) -> None:
-        self.restored, self._epoch, self._step, self._asked = False, 0, 0, Asked()
+        self.restored, self._epoch, self._step, self._read = False, 0, 0, False
         self._parts, self._engine, self._folder = parts, parts.engine, folder
         self._loader = parts.loaders[0] if parts.loaders else None
         self._saves, self._clock = saves, SaveClock(saves)
@@ -116,13 +116,13 @@ class LoopState:
     @property
     def epoch(self) -> int:
         """How many epochs of the loader were finished in the restored state. 0 if no state was restored."""
-        self._asked.note()
+        self._read = True
         return self._epoch
 
     @property
     def step(self) -> int:
         """How many optimizer steps have been made so far, over all restarts."""
-        self._asked.note()
+        self._read = True
         return self._step
 
     def begin(self) -> None:
@@ -261,8 +261,8 @@ class LoopState:
         last = [each._parts.things for each in engine.given.loop_states if isinstance(each, LoopState)][-1]
         kept = [*kept_by(engine.given.loop_states), *engine.given.earlier]
         say(saved_loop.forgotten(kept, last, program.models, program.optimizers, engine.given.schedulers))
-        if self.restored:
-            say(self._asked.unread(self._epoch, self._parts.extra))
+        if self.restored and not self._read:
+            say(says_unread(self._epoch, self._parts.extra))
 
     def finishes_epoch(self) -> bool:
         """Return whether a run that was asked to stop should go on until its next epoch begins or the program ends.

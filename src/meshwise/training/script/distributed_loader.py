@@ -24,7 +24,7 @@ from meshwise.training.engine.engine import Engine
 from meshwise.training.engine.loops import LoopRead
 from meshwise.training.engine.seeds import seed_generators
 from meshwise.training.engine.steps import batches as read_batches
-from meshwise.training.slips.in_a_run import says_counted
+from meshwise.training.slips.in_a_run import says_resumed
 from meshwise.transfer.prefetch import prefetch
 from meshwise.transfer.splitmix import mixed
 from meshwise.workers.verb_log import BATCH, came_to, left_loop
@@ -154,8 +154,7 @@ class DistributedLoader(OverLoader):
             state.epoch_begins(self)
         self._running = True
         if self.start:
-            for line in says_counted(self.start, kept_by(self._engine.given.loop_states)):
-                self._engine.notify(line)
+            self._engine.notify(says_resumed(self.start))
         came_to(BATCH, self._number, self._epoch, 1)
         loader = self._loader
         if self._order is None and not (loader.persistent_workers and self._epoch) and not self._spec.draws_base_seed:
