@@ -25,7 +25,7 @@ import pytest
 import rich.progress
 import torch
 
-from meshwise.training.jobs.mnist import MNIST, read_digits
+from meshwise.training.jobs.mnist import MNIST, read_images
 
 FOLDER = Path(__file__).parents[2] / "examples" / "journey"
 STATIONS = ("download", "clean", "design", "implement", "train", "watch", "evaluate", "optimise")
@@ -136,7 +136,7 @@ def test_without_any_mirror_the_digits_are_those_of_the_package(
         "the MNIST that meshwise ships"
         in json.loads((tmp_path / "journey" / "rows" / "download.json").read_text())["done"]
     )
-    assert len(read_digits(tmp_path / "journey" / "download", "test")) == len(read_digits(MNIST, "test"))
+    assert len(read_images(tmp_path / "journey" / "download", "test")) == len(read_images(MNIST, "test"))
 
 
 # Station 2
@@ -207,7 +207,7 @@ def cleaned(tmp_path: Path) -> Path:
     (tmp_path / "journey" / "clean").mkdir(parents=True)
     (tmp_path / "journey" / ".made-by-meshwise").touch()
     for part, count in ("train", 300), ("test", 200):
-        digits = read_digits(MNIST, part)
+        digits = read_images(MNIST, part)
         torch.save((digits.pixels[:count], digits.labels[:count]), tmp_path / "journey" / "clean" / f"{part}.pt")
     (tmp_path / "journey" / "design.json").write_text('{"width": 4, "epochs": 3, "milliseconds": [1.0, 2.0]}')
     return tmp_path
@@ -324,7 +324,7 @@ def test_the_widths_are_planned_here_and_elsewhere(cleaned: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("processes")
 def test_the_late_rank_is_named_in_the_page_of_the_report(cleaned: Path) -> None:
-    digits = read_digits(MNIST, "train")
+    digits = read_images(MNIST, "train")
     torch.save((digits.pixels[:3000], digits.labels[:3000]), cleaned / "journey" / "clean" / "train.pt")
     assert "Rank 1 is a straggler in forward" in typed("watch.py", folder=cleaned)
     link = re.search(r'href="([^"]+)"', row(cleaned, "watch")["pictures"][1])

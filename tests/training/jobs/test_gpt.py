@@ -90,7 +90,7 @@ def test_bfloat16_runs_and_float64_stays_float64() -> None:
 
 
 def test_a_missing_folder_is_refused_when_the_data_are_asked_for(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="does not exist"):
+    with pytest.raises(DataError, match="missing must have at least two text files"):
         gpt(data=tmp_path / "missing").data()
 
 

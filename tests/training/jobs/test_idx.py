@@ -91,11 +91,10 @@ def test_emnist_names_are_found_by_their_ending(tmp_path: Path) -> None:
     assert count_classes(tmp_path) == 27
 
 
-def test_one_of_several_sets_is_read_by_its_name(tmp_path: Path) -> None:
+def test_several_sets_in_one_folder_are_refused(tmp_path: Path) -> None:
     write_set(tmp_path, start="emnist-letters-train", count=3)
     write_set(tmp_path, start="emnist-digits-train", count=4)
-    assert len(read_images(tmp_path / "emnist-letters", "train")) == 3
-    with pytest.raises(DataError, match=r"several data sets \(emnist-digits, emnist-letters\).*/emnist-letters"):
+    with pytest.raises(DataError, match=r"must have one file .* but has 2\. Name a folder with the IDX files of one"):
         read_images(tmp_path, "train")
 
 
@@ -106,10 +105,8 @@ def test_classes_follow_the_labels_of_both_parts(tmp_path: Path) -> None:
 
 
 def test_a_missing_folder_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"nowhere does not exist"):
+    with pytest.raises(DataError, match=r"nowhere must have one file .* but has 0"):
         read_images(tmp_path / "nowhere", "train")
-    with pytest.raises(DataError, match=r"none/nowhere does not exist"):
-        read_images(tmp_path / "none" / "nowhere", "train")
 
 
 @pytest.mark.parametrize(("part", "starts"), [("train", ["train"]), ("test", ["t10k", "test"])])
@@ -119,28 +116,28 @@ def test_a_missing_file_is_refused_with_the_names_that_were_looked_for(
     with pytest.raises(DataError) as refusal:
         read_images(tmp_path, part)
     for start in starts:
-        assert f"*{start}-images-idx3-ubyte[.gz]" in str(refusal.value)
+        assert f"*{start}-images-idx3-ubyte" in str(refusal.value)
 
 
 def test_a_file_with_another_magic_is_refused(tmp_path: Path) -> None:
     write_set(tmp_path)
     (tmp_path / LABELS).write_bytes((tmp_path / LABELS).read_bytes().replace(b"\0\0\x08\x01", b"\0\0\x0d\x01", 1))
-    with pytest.raises(DataError, match="not an IDX file of labels: it begins with 00000d01, not 00000801"):
+    with pytest.raises(DataError, match=r"not an IDX file of labels.* begins with 00000d01.* after 00000801"):
         read_images(tmp_path, "train")
 
 
 def test_images_given_as_labels_are_refused(tmp_path: Path) -> None:
     write_set(tmp_path)
     (tmp_path / LABELS).write_bytes(gzip.decompress((tmp_path / f"{IMAGES}.gz").read_bytes()))
-    with pytest.raises(DataError, match="begins with 00000803, not 00000801"):
+    with pytest.raises(DataError, match=r"begins with 00000803.* after 00000801"):
         read_images(tmp_path, "train")
 
 
-@pytest.mark.parametrize(("kept", "found"), [(40, "76 bytes expected, 40 found"), (10, "16 bytes expected, 10 found")])
+@pytest.mark.parametrize(("kept", "found"), [(40, "has 40 bytes .* 76 bytes are expected"), (10, "has 10 bytes")])
 def test_a_cut_off_plain_file_is_refused_with_both_lengths(tmp_path: Path, kept: int, found: str) -> None:
     whole = idx_bytes(write_set(tmp_path).pixels)
     (tmp_path / IMAGES).write_bytes(whole[:kept])
-    with pytest.raises(DataError, match=f"cut off: {found}"):
+    with pytest.raises(DataError, match=found):
         read_images(tmp_path, "train")
 
 
@@ -148,15 +145,15 @@ def test_a_cut_off_plain_file_is_refused_with_both_lengths(tmp_path: Path, kept:
 def test_a_file_that_ends_in_its_magic_is_refused(tmp_path: Path, kept: int) -> None:
     write_set(tmp_path)
     (tmp_path / IMAGES).write_bytes(b"\0\0\x08\x03"[:kept])
-    with pytest.raises(DataError, match=f"cut off: 16 bytes expected, {kept} found"):
+    with pytest.raises(DataError, match=f"has {kept} bytes"):
         read_images(tmp_path, "train")
 
 
-def test_a_cut_off_archive_is_refused_with_both_lengths(tmp_path: Path) -> None:
+def test_a_cut_off_archive_is_refused(tmp_path: Path) -> None:
     archive = (MNIST / f"{IMAGES}.gz").read_bytes()
     write_set(tmp_path)
     (tmp_path / f"{IMAGES}.gz").write_bytes(archive[: len(archive) // 2])
-    with pytest.raises(DataError, match=r"cut off: 47,040,016 bytes expected, 2\d,\d{3},\d{3} found"):
+    with pytest.raises(DataError, match=r"cannot be read: .*Copy or download it again"):
         read_images(tmp_path, "train")
 
 
@@ -165,7 +162,7 @@ def test_an_archive_without_its_checksum_is_refused(tmp_path: Path, missing: int
     write_set(tmp_path)
     file = tmp_path / f"{IMAGES}.gz"
     file.write_bytes(file.read_bytes()[:-missing])
-    with pytest.raises(DataError, match="cut off at its very end"):
+    with pytest.raises(DataError, match="cannot be read"):
         read_images(tmp_path, "train")
 
 
@@ -176,14 +173,14 @@ def test_a_corrupt_archive_is_refused(tmp_path: Path, where: int) -> None:
     damaged = bytearray(file.read_bytes())
     damaged[where] ^= 0xFF
     file.write_bytes(damaged)
-    with pytest.raises(DataError, match=r"train-images-idx3-ubyte.gz is damaged \(.+\)\. Copy or download it again\."):
+    with pytest.raises(DataError, match=r"train-images-idx3-ubyte.gz cannot be read: .+\. Copy or download it again\."):
         read_images(tmp_path, "train")
 
 
 def test_bytes_after_the_last_image_are_refused(tmp_path: Path) -> None:
     whole = idx_bytes(write_set(tmp_path).pixels)
     (tmp_path / IMAGES).write_bytes(whole + b"\0\0\0")
-    with pytest.raises(DataError, match="too long: 76 bytes expected, 79 found"):
+    with pytest.raises(DataError, match=r"has 79 bytes .* 76 bytes are expected"):
         read_images(tmp_path, "train")
 
 
@@ -195,12 +192,12 @@ def test_a_different_number_of_images_and_labels_is_refused(tmp_path: Path) -> N
 
 def test_an_empty_set_is_refused(tmp_path: Path) -> None:
     write_set(tmp_path, count=0)
-    with pytest.raises(DataError, match=r"is empty: its shape is \(0, 4, 3\)"):
+    with pytest.raises(DataError, match=r"for the shape \(0, 4, 3\)"):
         read_images(tmp_path, "train")
 
 
 def test_a_folder_in_place_of_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / IMAGES).mkdir()
     (tmp_path / LABELS).mkdir()
-    with pytest.raises(DataError, match="cannot be read: Is a directory"):
+    with pytest.raises(DataError, match=r"cannot be read: .*Is a directory"):
         read_images(tmp_path, "train")

@@ -120,13 +120,6 @@ def test_another_set_brings_its_own_number_of_classes(tmp_path: Path, make: Any)
     assert torch.isfinite(job.loss(job.model(), job.data().batch(torch.arange(26))))
 
 
-def test_images_of_another_size_are_refused(tmp_path: Path) -> None:
-    for start in ("train", "t10k"):
-        write_images(tmp_path, start, torch.zeros(2, 32, 30), torch.arange(2))
-    with pytest.raises(DataError, match="images of 32 x 30 pixels, but the mnist jobs need 28 x 28"):
-        mnist_mlp(data=tmp_path).data()
-
-
 def test_a_missing_data_folder_is_refused_when_the_job_is_made(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="does not exist"):
+    with pytest.raises(DataError, match="nowhere must have one file"):
         mnist_cnn(data=tmp_path / "nowhere")

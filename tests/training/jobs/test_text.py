@@ -37,7 +37,7 @@ def test_a_batch_pads_with_targets_that_do_not_count() -> None:
 
 
 def test_a_folder_without_text_is_refused_in_a_sentence(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="does not exist"):
+    with pytest.raises(DataError, match="missing must have at least two text files"):
         read_files(tmp_path / "missing")
     with pytest.raises(DataError, match="at least two text files, one of them for the test set, but it has 0"):
         read_files(tmp_path)

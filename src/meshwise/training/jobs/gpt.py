@@ -4,16 +4,16 @@ RMSNorm, rotary positions, grouped-query attention and SwiGLU, as in Llama 3 (ar
 Shapes: B documents, T tokens, D width, H heads, K key-value heads, E width of a head.
 
 Documents have unequal lengths; the loss is a mean over tokens. A document is a sequence of whole paragraphs (separated
-by blank lines) of at most `longest` bytes in total. A hash of a file's name decides whether the file is held out. So
-the split is the same everywhere, and no file is in both parts.
+by blank lines) of at most `longest` bytes in total. Of the files, sorted by name, every 16th is held out, so that no
+file is in both parts.
 """
 
 from __future__ import annotations
 
-import hashlib
 import math
+import re
 import sysconfig
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn, optim
-from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+from torch.optim.lr_scheduler import LambdaLR
 
 from meshwise.spec.errors import DataError, UsageError, nearest
 from meshwise.training.job.job import Job
@@ -58,23 +58,23 @@ class Documents:
 
 def read_files(folder: Path | None = None) -> tuple[list[bytes], list[bytes]]:
     """Read the contents of training files and of held-out files, each sorted by file name."""
-    if folder is None:
-        root, pattern, skipped, asked = Path(sysconfig.get_paths()["stdlib"]), "*.py", SKIPPED, "this Python's library"
-    else:
-        root, pattern, skipped, asked = folder, "*", set[str](), "--data"
-    if not root.is_dir():
-        raise DataError(f"{asked} {root} does not exist. Give --data a folder of text files.")
-    names = sorted(_text_files(root, pattern, skipped))
-    train = [(root / name).read_bytes() for name in names if not _held_out(name)]
-    held_out = [(root / name).read_bytes() for name in names if _held_out(name)]
-    if len(names) > 1:  # so few files that the hash put them all on one side
-        train, held_out = train or [held_out.pop()], held_out or [train.pop()]
-    if not train or not held_out:
+    root, pattern, skipped = Path(sysconfig.get_paths()["stdlib"]), "*.py", SKIPPED
+    if folder is not None:
+        root, pattern, skipped = folder, "*", set()
+
+    def is_text(path: Path) -> bool:
+        parts = path.relative_to(root).parts
+        hidden = any(part.startswith((".", "__pycache__")) for part in parts)
+        return path.is_file() and not hidden and skipped.isdisjoint(parts)
+
+    texts = [path.read_bytes() for path in sorted(root.rglob(pattern)) if is_text(path)]
+    if len(texts) < 2:
         raise DataError(
-            f"{asked} {root} must have at least two text files, one of them for the test set, but it has {len(names)}. "
-            "Give --data a folder with more text files."
+            f"{root} must have at least two text files, one of them for the test set, but it has {len(texts)}. Give "
+            "--arg data= a folder with more text files."
         )
-    return train, held_out
+    train = [text for place, text in enumerate(texts) if place % ONE_IN]
+    return train, texts[::ONE_IN]
 
 
 def make_documents(files: Sequence[bytes], longest: int, most: int) -> Documents:
@@ -89,32 +89,10 @@ def make_documents(files: Sequence[bytes], longest: int, most: int) -> Documents
     return Documents(data, lengths.cumsum(0) - lengths, lengths)
 
 
-def cut(text: bytes, longest: int) -> Iterator[bytes]:
-    """Split a file into documents."""
-    held = b""
-    for paragraph in text.split(b"\n\n"):
-        paragraph += b"\n\n"
-        if held and len(held) + len(paragraph) > longest:
-            yield from (held,) if len(held) >= SHORTEST else ()
-            held = b""
-        held += paragraph
-        while len(held) > longest:
-            yield held[:longest]
-            held = held[longest:]
-    if len(held) >= SHORTEST:
-        yield held
-
-
-def _text_files(root: Path, pattern: str, skipped: Set[str]) -> Iterator[str]:
-    for path in root.rglob(pattern):
-        name = path.relative_to(root)
-        hidden = any(part.startswith((".", "__pycache__")) for part in name.parts)
-        if path.is_file() and not hidden and skipped.isdisjoint(name.parts):
-            yield name.as_posix()
-
-
-def _held_out(name: str) -> bool:
-    return hashlib.sha256(name.encode()).digest()[0] % ONE_IN == 0
+def cut(text: bytes, longest: int) -> list[bytes]:
+    """Split a file into documents: as many whole paragraphs as fit into `longest` bytes, or a part of a longer one."""
+    paragraphs = rb".{%d,%d}\n\n" % (SHORTEST - 2, longest - 2)
+    return re.findall(rb"(?s)%b|.{%d,%d}" % (paragraphs, SHORTEST, longest), text)
 
 
 BYTES = START + 1  # every byte, and the token before a document
@@ -143,6 +121,7 @@ SIZES = {
     "llama3-70b": GptSize(80, 8192, 64, 8, 28672, 128_256, 8192, 500_000.0),
 }
 TRAINED, HELD_OUT = 8_000, 512  # documents of an epoch, documents of an evaluation
+WARM_UP = 50  # steps
 
 
 class Attention(nn.Module):
@@ -194,8 +173,7 @@ class Block(nn.Module):
     def forward(self, x: Tensor, turns: tuple[Tensor, Tensor]) -> Tensor:
         """Apply this transformer block to the hidden vectors `x`."""
         x = x + self.attention(self.attention_norm(x), turns)
-        out: Tensor = x + self.feed(self.feed_norm(x))
-        return out
+        return x + self.feed(self.feed_norm(x))
 
 
 class Gpt(nn.Module):
@@ -256,8 +234,10 @@ def gpt(size: str = "tiny", *, seed: int = 0, data: Path | None = None) -> Job:
     batch_size, epochs = 32, 2
     steps = epochs * math.ceil(TRAINED / batch_size)
 
-    def scheduler(optimizer: optim.Optimizer) -> LRScheduler:
-        return LambdaLR(optimizer, lambda step: warm_up_and_decay(step, steps))
+    def rate(step: int) -> float:
+        """A linear warm-up, then a cosine decay to 0.1."""
+        progress = min(max(step - WARM_UP, 0) / (steps - WARM_UP), 1.0)
+        return min((step + 1) / WARM_UP, 0.1 + 0.45 * (1 + math.cos(math.pi * progress)))
 
     return Job(
         name=f"gpt:{size}",
@@ -267,7 +247,7 @@ def gpt(size: str = "tiny", *, seed: int = 0, data: Path | None = None) -> Job:
         data=lambda: documents(chosen.context, data)[0],
         test=lambda: documents(chosen.context, data)[1],
         metrics=lambda model, batch: {"loss": token_loss(model, batch)},
-        scheduler=scheduler,
+        scheduler=lambda optimizer: LambdaLR(optimizer, rate),
         clip_norm=1.0,
         batch_size=batch_size,
         epochs=epochs,
@@ -280,11 +260,3 @@ def documents(context: int, data: Path | None) -> tuple[Documents, Documents]:
     """Return the documents to train on, and the held-out documents for tests."""
     train, held_out = read_files(data)
     return make_documents(train, context, TRAINED), make_documents(held_out, context, HELD_OUT)
-
-
-def warm_up_and_decay(step: int, steps: int, warm_up: int = 50) -> float:
-    """Return the factor of the learning rate at a step: a linear warm-up, then a cosine decay to 0.1."""
-    if step < warm_up:
-        return (step + 1) / warm_up
-    progress = min((step - warm_up) / max(steps - warm_up, 1), 1.0)
-    return 0.1 + 0.45 * (1 + math.cos(math.pi * progress))

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import gzip
 import math
-import re
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,7 +27,6 @@ from meshwise.spec.errors import DataError
 from meshwise.training.job.job import Job
 
 UNSIGNED_BYTE = 8
-CHUNK = 1 << 20  # bytes asked for at a time
 
 # Part of a set -> how its files begin, after the name of the set if any. EMNIST writes `test` where MNIST has `t10k`.
 PARTS = {"train": ("train",), "test": ("t10k", "test")}
@@ -78,65 +76,34 @@ def count_classes(where: Path) -> int:
 
 
 def find_file(where: Path, part: str, kind: str) -> Path:
-    """Return the file with the `images` or `labels` (`kind`) of one part of a data set."""
-    folder, name = (where, "") if where.is_dir() else (where.parent, where.name)
-    names = sorted(file.name for file in folder.iterdir()) if folder.is_dir() else []
-    if not any(other.startswith(name) for other in names) and not where.is_dir():
-        raise DataError(f"{where} does not exist. Name a folder with the IDX files of a data set.")
-    ending = f"{kind}-idx{DIMS[kind]}-ubyte"
-    wanted = re.compile(rf"(.*?)-?(?:{'|'.join(PARTS[part])})-{ending}(?:\.gz)?")
-    # Sorted, a plain file stands before its archive, as where torchvision unpacked it; it is the faster one to read.
-    matches = [found for found in map(wanted.fullmatch, names) if found and found[1].startswith(name)]
-    sets = sorted({found[1] for found in matches})
-    if not matches:
-        looked_for = " or ".join(f"*{start}-{ending}[.gz]" for start in PARTS[part])
-        raise DataError(f"{where} has no file {looked_for} with the {part} {kind}. Name a folder of IDX files.")
-    if len(sets) > 1:
+    """Return the file with the `images` or `labels` (`kind`) of one part of the data set in the folder `where`."""
+    wanted = [f"*{start}-{kind}-idx{DIMS[kind]}-ubyte" for start in PARTS[part]]
+    plain, packed = ([file for name in wanted for file in where.glob(name + end)] for end in ("", ".gz"))
+    if len({file.name.removesuffix(".gz") for file in plain + packed}) != 1:
         raise DataError(
-            f"{where} contains several data sets ({', '.join(one or 'one without a name' for one in sets)}). Name one "
-            f"of these, such as {folder / sets[-1]}, or put each in a separate folder."
+            f"{where} must have one file {' or '.join(wanted)}[.gz] with the {part} {kind}, but has "
+            f"{len(plain + packed)}. Name a folder with the IDX files of one data set."
         )
-    return folder / matches[0][0]
+    return (plain + packed)[0]  # the plain one, which torchvision unpacks, is the faster one to read
 
 
 def read_idx(path: Path, kind: str) -> Tensor:
     """Read the images or labels (`kind`) of a plain or gzipped IDX file as uint8."""
-    content, complete = _unpack(path)
-    dims = DIMS[kind]
-    magic = bytes((0, 0, UNSIGNED_BYTE, dims))
-    if content and content[:4] != magic[: len(content)]:
-        raise DataError(f"{path} is not an IDX file of {kind}: it begins with {content[:4].hex()}, not {magic.hex()}.")
-    header = 4 + 4 * dims
-    shape = [int.from_bytes(content[4 * i : 4 * i + 4], "big") for i in range(1, dims + 1)]
-    expected = header + (math.prod(shape) if len(content) >= header else 0)
-    if len(content) < expected or not complete:
-        fault = "cut off" if len(content) < expected else "cut off at its very end"
-        raise _damaged(path, f"{fault}: {expected:,} bytes expected, {len(content):,} found")
-    if len(content) > expected:
-        raise _damaged(path, f"too long: {expected:,} bytes expected, {len(content):,} found")
-    if expected == header:
-        raise DataError(f"{path} is empty: its shape is {tuple(shape)}. Name a data set with at least one sample.")
-    return torch.frombuffer(content, dtype=torch.uint8, offset=header).view(shape)
-
-
-def _unpack(path: Path) -> tuple[bytearray, bool]:
-    """Return the content of a plain or gzipped file, and whether the file was complete."""
-    content = bytearray()
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
-            while chunk := file.read1(CHUNK):
-                content += chunk
-    except EOFError:
-        return content, False
-    except (zlib.error, gzip.BadGzipFile) as error:
-        raise _damaged(path, f"damaged ({error})") from None
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror or error}.") from None
-    return content, True
-
-
-def _damaged(path: Path, fault: str) -> DataError:
-    return DataError(f"{path} is {fault}. Copy or download it again.")
+            content = bytearray(file.read())
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(f"{path} cannot be read: {error}. Copy or download it again.") from None
+    dims = DIMS[kind]
+    magic, header = bytes((0, 0, UNSIGNED_BYTE, dims)), 4 + 4 * dims
+    shape = [int.from_bytes(content[4 * i : 4 * i + 4], "big") for i in range(1, dims + 1)]
+    expected = header + math.prod(shape)
+    if content[:4] != magic or len(content) != expected or expected == header:
+        raise DataError(
+            f"{path} is not an IDX file of {kind}, or is damaged: it has {len(content):,} bytes and begins with "
+            f"{content[:4].hex()}. {expected:,} bytes are expected for the shape {tuple(shape)}, after {magic.hex()}."
+        )
+    return torch.frombuffer(content, dtype=torch.uint8, offset=header).view(shape)
 
 
 MNIST = Path(__file__).parent / "data" / "mnist"
@@ -186,8 +153,8 @@ def _digits_job(where: Path, model: Callable[[int], nn.Module], **settings: Any)
     return Job(
         model=lambda: model(classes),
         loss=cross_entropy,
-        data=lambda: read_digits(where, "train"),
-        test=lambda: read_digits(where, "test"),
+        data=lambda: read_images(where, "train"),
+        test=lambda: read_images(where, "test"),
         metrics=accuracy,
         **settings,
     )
@@ -203,12 +170,3 @@ def accuracy(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
     """Return the fraction of a batch's samples for which the most likely class is the correct one."""
     inputs, labels = batch
     return {"accuracy": (model(inputs).argmax(dim=1) == labels).float().mean()}
-
-
-def read_digits(where: Path, part: str) -> Images:
-    """Read one part, `train` or `test`, of a set of 28 x 28 images. Raises DataError for images of another size."""
-    images = read_images(where, part)
-    height, width = images.pixels.shape[1:]
-    if (height, width) != (SIDE, SIDE):
-        raise DataError(f"{where} has images of {height} x {width} pixels, but the mnist jobs need {SIDE} x {SIDE}.")
-    return images
