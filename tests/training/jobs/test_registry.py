@@ -62,7 +62,10 @@ def test_an_unknown_name_is_told_with_the_nearest() -> None:
 
 
 def test_a_size_for_a_job_without_sizes_is_told() -> None:
-    assert refusal("mlp:large") == "job 'mlp' exists in one size only, so leave out the part after the colon. Use mlp."
+    assert (
+        refusal("mlp:large")
+        == "--arg size=large: mlp:large has no parameter 'size'. Did you mean 'seed'? mlp:large takes seed."
+    )
 
 
 def test_a_job_or_a_function_that_makes_one_is_found_in_a_file(write: Callable[..., Path]) -> None:
@@ -78,7 +81,7 @@ def test_the_only_job_of_a_file_needs_no_name(write: Callable[..., Path]) -> Non
 
 def test_a_file_with_several_jobs_asks_which(write: Callable[..., Path]) -> None:
     path = write("first, second = make(), make()")
-    assert refusal(f"{path}") == f"{path}: the name of the job is missing. Use {path}:first."
+    assert refusal(f"{path}") == f"{path} has no 'job'. Write {path}:NAME, with the name of a meshwise.Job."
 
 
 def test_a_folder_with_data_reaches_a_function_that_takes_one(write: Callable[..., Path], tmp_path: Path) -> None:
@@ -110,8 +113,8 @@ def test_a_file_that_refuses_by_itself_is_not_taken_for_imported(write: Callable
 @pytest.mark.parametrize(
     ("word", "says"),
     [
-        (":jop", "has no 'jop'. Did you mean 'job'? Define a meshwise.Job with that name."),
-        (":zzzzzz", "has no 'zzzzzz'. Define"),
+        (":jop", "has no 'jop'. Did you mean 'job'? Write "),
+        (":zzzzzz", "has no 'zzzzzz'. Write"),
         (":number", "must be a meshwise.Job or a function returning one, but is a int."),
         (":nothing", "must return a meshwise.Job, but it returned a NoneType."),
         (
@@ -176,7 +179,7 @@ def test_arguments_reach_the_function_with_the_types_that_it_says(write: Callabl
     assert find_job(f"{path}:factory", args=["lr=3"]).name == "3.0 float"
     assert find_job(f"{path}:factory", args=["seed=7"]).seed == 7
     assert "has no parameter 'lrr'. Did you mean 'lr'?" in refusal(f"{path}:factory", args=["lrr=3"])
-    assert "seed is passed" in refusal(f"{path}:factory", args=["seed=7"], seed=3)
+    assert "--arg seed= is given 2 times" in refusal(f"{path}:factory", args=["seed=7"], seed=3)
     assert find_job("gpt", args=["size=tiny"]).name == find_job("gpt:tiny").name
 
 

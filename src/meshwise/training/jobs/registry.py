@@ -9,7 +9,7 @@ import importlib.util
 import inspect
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn, optim
 
-from meshwise.spec.arguments import read_arguments
+from meshwise.spec.arguments import argument_texts, read_arguments
 from meshwise.spec.errors import MeshwiseError, UsageError, WorkerFailed, nearest
 from meshwise.spec.words import error_text
 from meshwise.training.job.job import Job
@@ -34,9 +34,13 @@ CENTRE_SCALE = 0.2  # against noise of 1: with SGD at 1e-3, 10 epochs go from 10
 def mlp(*, seed: int = 0) -> Job:
     """Return the job of tutorial 2: three linear layers, SGD with a learning rate of 1e-3, 10 epochs."""
 
+    def model() -> nn.Module:
+        first, second, last = nn.Linear(FEATURES, 1000), nn.Linear(1000, 1000), nn.Linear(1000, CLASSES)
+        return nn.Sequential(first, nn.ReLU(), second, nn.ReLU(), last)
+
     return Job(
         name="mlp",
-        model=build_model,
+        model=model,
         loss=cross_entropy,
         optimizer=partial(optim.SGD, lr=1e-3),
         data=lambda: draw_samples(seed)[0],
@@ -45,17 +49,6 @@ def mlp(*, seed: int = 0) -> Job:
         batch_size=32,
         epochs=10,
         seed=seed,
-    )
-
-
-def build_model() -> nn.Module:
-    """Build the network 1000-1000-1000-10, with ReLU between layers."""
-    return nn.Sequential(
-        nn.Linear(FEATURES, 1000),
-        nn.ReLU(),
-        nn.Linear(1000, 1000),
-        nn.ReLU(),
-        nn.Linear(1000, CLASSES),
     )
 
 
@@ -84,23 +77,21 @@ def find_job(word: str | Job, *, seed: int | None = None, args: Iterable[str] = 
 
     Raises UsageError if there is no such job, or if its function does not take the given arguments.
     """
-    texts = tuple(args)
     if isinstance(word, Job):
-        return _call(word.name or "the job", word, texts)
+        return _call(word.name or "the job", word, tuple(args))
     name, _, size = word.partition(":")
     if name.endswith(".py"):
-        bound, found = _from_file(Path(name), size)
-        return _call(word, found, texts, seed=seed).named(bound)
-    factory = BUILT_IN.get(name)
-    if factory is None:
+        jobs = [key for key, value in vars(import_file(Path(name))).items() if isinstance(value, Job)]
+        bound = size or (jobs[0] if len(jobs) == 1 else "job")
+        found = find_in_file(Path(name), bound, f"Write {name}:NAME, with the name of a meshwise.Job.")
+        return _call(word, found, tuple(args), seed).named(bound)
+    if name not in BUILT_IN:
         hint = nearest(name, BUILT_IN)
         raise UsageError(f"there is no job '{word}'.{hint} Use {', '.join(BUILT_IN)}, or file.py:name for your own.")
-    if size and "size" not in inspect.signature(factory).parameters:
-        raise UsageError(f"job '{name}' exists in one size only, so leave out the part after the colon. Use {name}.")
-    return _call(word, factory, texts, size=size or None, seed=seed)
+    return _call(word, BUILT_IN[name], (*args, f"size={size}") if size else tuple(args), seed)
 
 
-def _call(word: str, found: Any, texts: Sequence[str], **given: Any) -> Job:
+def _call(word: str, found: Any, texts: tuple[str, ...], seed: int | None = None) -> Job:
     if isinstance(found, Job):
         if texts:
             name = texts[0].partition("=")[0]
@@ -109,11 +100,9 @@ def _call(word: str, found: Any, texts: Sequence[str], **given: Any) -> Job:
     if not callable(found):
         raise UsageError(f"{word} must be a meshwise.Job or a function returning one, but is a {type(found).__name__}.")
     signature = inspect.signature(found)
-    arguments = {name: value for name, value in given.items() if value is not None and name in signature.parameters}
-    typed = read_arguments(found, texts, word)
-    if twice := arguments.keys() & typed.keys():
-        raise UsageError(f"{min(twice)} is passed to {word} twice, by an option and by --arg. Pass it once.")
-    arguments |= typed
+    if seed is not None and "seed" in signature.parameters:
+        texts = argument_texts((*texts, f"seed={seed}"))
+    arguments = read_arguments(found, texts, word)
     try:
         signature.bind(**arguments)
     except TypeError as error:
@@ -127,17 +116,6 @@ def _call(word: str, found: Any, texts: Sequence[str], **given: Any) -> Job:
     if not isinstance(job, Job):
         raise UsageError(f"{word} must return a meshwise.Job, but it returned a {type(job).__name__}.")
     return job
-
-
-def _from_file(path: Path, name: str) -> tuple[str, Any]:
-    """Return the name and value of the variable `name` in a Python file."""
-    module = import_file(path)
-    jobs = [key for key, value in vars(module).items() if isinstance(value, Job)]
-    if not name:
-        if len(jobs) == 1:
-            return jobs[0], getattr(module, jobs[0])
-        raise UsageError(f"{path}: the name of the job is missing. Use {path}:{jobs[0] if jobs else 'job'}.")
-    return name, find_in_file(path, name, "Define a meshwise.Job with that name.")
 
 
 def find_in_file(path: Path, name: str, instead: str = "Name a data set or a function returning one.") -> Any:
@@ -176,14 +154,7 @@ def import_file(path: Path) -> ModuleType:
         sys.modules.pop(name, None)
         if isinstance(error, UsageError | KeyboardInterrupt):
             raise
-        raise UsageError(f"{path} cannot be imported. {_where(error, path)}{error_text(error)}") from None
+        frames = traceback.extract_tb(error.__traceback__)
+        lines = [f"Line {frame.lineno}: " for frame in frames if Path(frame.filename) == path.resolve()]
+        raise UsageError(f"{path} cannot be imported. {''.join(lines[-1:])}{error_text(error)}") from None
     return module
-
-
-def _where(error: BaseException, path: Path) -> str:
-    if isinstance(error, SyntaxError):
-        return ""
-    lines = [
-        frame.lineno for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename) == path.resolve()
-    ]
-    return f"Line {lines[-1]}: " if lines else ""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 import runpy
 import sys
@@ -48,14 +47,9 @@ def run_script_file(script: Path, arguments: Sequence[str]) -> dict[str, Any]:
 
 
 def refuse_untrained_job(script: Path, variables: Mapping[str, Any]) -> None:
-    """Raise UsageError if a script has defined a Job, or a function that returns one, but has not trained anything."""
-    jobs = [name for name, value in variables.items() if isinstance(value, Job) or _makes_job(value)]
+    """Raise UsageError if a script has defined a Job, but has not trained anything."""
+    jobs = [name for name, value in variables.items() if isinstance(value, Job)]
     if jobs and not (VERBS & sys.modules.keys() or process.session.has_begun()):
         raise UsageError(
             f"{script.name} defines the job '{jobs[0]}' but trains nothing. Run {script.name}:{jobs[0]} to train it."
         )
-
-
-def _makes_job(value: Any) -> bool:
-    returned = getattr(value, "__annotations__", {}).get("return") if inspect.isfunction(value) else None
-    return returned is Job or (isinstance(returned, str) and returned.rpartition(".")[2] == "Job")
