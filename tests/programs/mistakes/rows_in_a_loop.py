@@ -1,4 +1,4 @@
-"""The loss of each row is added up in a Python loop: a sum over this rank's samples. Expected: refused."""
+"""The loss of each row is added up in a Python loop: a sum over this rank's samples. Expected: check."""
 
 # After https://github.com/shubham-goel/4D-Humans/issues/85: the loss is an undivided sum over the batch (no loop there)
 

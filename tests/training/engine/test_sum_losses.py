@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import meshwise as mw
 from meshwise.spec.errors import UsageError
-from meshwise.training.autograd.loss_graph import adds_rows, summed_loss, uneven_mean
+from meshwise.training.autograd.loss_graph import summed_loss, uneven_mean
 from meshwise.training.engine.weighing import check_reduction, unsaid_weight
 from meshwise.training.job.loop import run_job
 from meshwise.training.job.options import RunOptions
@@ -30,8 +30,7 @@ LSTM = torch.nn.LSTM(3, 3)(TARGETS[:, None])[0] @ W
 EACH = F.cross_entropy(ROWS, CLASSES, reduction="none")
 SUMS = {
     "cross entropy": F.cross_entropy(ROWS, CLASSES, reduction="sum"),
-    "of pixels": F.cross_entropy(torch.randn(2, 3, 4, 4, requires_grad=True), torch.zeros(2, 4, 4).long(), None, None,
-                                 reduction="sum"),
+    "of pixels": F.cross_entropy(CONVOLVED, torch.zeros(2, 4, 4).long(), reduction="sum"),
     "squares": F.mse_loss(ROWS, TARGETS, reduction="sum"),
     "absolute": F.l1_loss(ROWS, TARGETS, reduction="sum"),
     "binary": F.binary_cross_entropy_with_logits(ROWS, TARGETS, reduction="sum"),
@@ -116,45 +115,6 @@ def test_a_weight_counts_the_targets() -> None:
     assert uneven_mean(F.cross_entropy(rows, words), 4) == "y.numel()"
     words = torch.where(words == 1, -100, words)
     assert uneven_mean(F.cross_entropy(rows, words), 4) == "(y != -100).sum()"
-
-
-def of_rows(width: int = 3) -> list[Tensor]:
-    """The loss of each of four rows, on which the model runs one at a time."""
-    return [F.cross_entropy(F.linear(TARGETS[i : i + 1], W, B)[:, :width], CLASSES[i : i + 1]) for i in range(4)]
-
-
-def of_times() -> list[Tensor]:
-    """The loss of each of four moments of four rows."""
-    return [F.cross_entropy(F.linear(TARGETS * time, W, B), CLASSES) for time in range(4)]
-
-
-ADDED = {
-    "in a loop": 0 + of_rows()[0] + of_rows()[1] + of_rows()[2] + of_rows()[3],
-    "by sum()": sum(of_rows()),
-    "stacked": torch.stack(of_rows()).sum(),
-    "of bare rows": sum(F.mse_loss(F.linear(TARGETS[i], W, B), TARGETS[i]) for i in range(4)),
-    "subtracted": -sum(F.linear(TARGETS[i : i + 1], W).square().mean() for i in range(4)),
-}
-NOT_ADDED = {
-    "divided at the end": sum(of_rows()) / 4,
-    "divided in the loop": sum(each / 4 for each in of_rows()),
-    "times a part": sum(0.25 * each for each in of_rows()),
-    "a mean of them": torch.stack(of_rows()).mean(),
-    "moments": sum(of_times()),
-    "chunks": sum(F.cross_entropy(F.linear(TARGETS[i : i + 2], W, B), CLASSES[i : i + 2]) for i in (0, 2)),
-    "other terms": sum(of_rows()[:3]) + F.mse_loss(ROWS, TARGETS),
-    "penalties": sum(W[i].square().sum() for i in range(3)) + F.cross_entropy(ROWS, CLASSES),
-}
-
-
-def test_the_graph_tells_rows_that_are_added_in_python() -> None:
-    assert [name for name, loss in ADDED.items() if not adds_rows(loss, 4)] == []
-    assert [name for name, loss in NOT_ADDED.items() if adds_rows(loss, 4)] == []
-    for loss in ADDED.values():
-        with pytest.raises(UsageError, match=r"line 3: this loss adds up one term for each of this rank's 4 samples\."):
-            check_reduction(loss, None, 2, "line 3", "mw.backward(loss, ", 4)
-        assert [check_reduction(loss, said, 2, "", "", 4) for said in ("mean", "sum")] == ["", ""]
-    assert [name for name, loss in NOT_ADDED.items() if check_reduction(loss, None, 2, "", "", 4)] == []
 
 
 def test_a_job_is_told_what_to_return_beside_its_loss() -> None:

@@ -32,9 +32,6 @@ KNOWN = {
 
 SUMS = ("AddBackward0", "SubBackward0")
 FACTORS = ("MulBackward0", "DivBackward0")
-OF_ONE = {"AbsBackward0", "PowBackward0", "SqrtBackward0", "SumBackward0", "MeanBackward0", "NormBackward0",
-          "LinalgVectorNormBackward0", "CatBackward0", "StackBackward0", "ViewBackward0", "TBackward0"}  # fmt: skip
-"""Operators that a penalty on parameters, such as an L2 penalty, may consist of, in addition to SUMS and FACTORS."""
 OF_EACH = {"PowBackward0", "AbsBackward0", "NegBackward0", "LogBackward0", "SumBackward1", "ToCopyBackward0",
            "ViewBackward0", "UnsafeViewBackward0", "SqueezeBackward0", "SqueezeBackward1", "UnsqueezeBackward0",
            "IndexBackward0", "GatherBackward0", *SUMS}  # fmt: skip
@@ -44,10 +41,6 @@ OF_ROWS = {"SigmoidBackward0", "TanhBackward0", "ReluBackward0", "SoftmaxBackwar
            "ConvolutionBackward0", "CtcLossBackward0"}  # fmt: skip
 """Operators at the end of a model that return one row per sample. PRODUCTS with a parameter also return such rows."""
 PRODUCTS = ("AddmmBackward0", "MmBackward0", "MvBackward0")
-ROW_OF = {"AddmmBackward0": "_saved_mat1", "MmBackward0": "_saved_self", "ConvolutionBackward0": "_saved_input",
-          "EmbeddingBackward0": "_saved_indices"}  # fmt: skip
-"""For operators that multiply data by a parameter: the attribute in which the operator's node keeps the data."""
-JOINED = ("StackBackward0", "CatBackward0")
 LEAF = "torch::autograd::AccumulateGrad"
 
 
@@ -56,40 +49,13 @@ def summed_loss(loss: Tensor) -> str:
     for node, following in _walk(loss.grad_fn):
         kind, below = node.name(), _below(node)
         if kind in KNOWN and getattr(node, "_saved_reduction", None) == SUM:
-            if not all(_is_of_leaves(each) for each in below):
+            if any(map(reads_data, below)):
                 return f"{KNOWN[kind]}, reduction='sum'"
         elif kind in (*SUMS, "NegBackward0"):
             following += below
-        elif kind in ("SumBackward0", "SumBackward1") and (what := _of_each(below[0])) and _reads_data(node):
+        elif kind in ("SumBackward0", "SumBackward1") and (what := _of_each(below[0])) and reads_data(node):
             return f"{what} of each sample, then .sum()"
     return ""
-
-
-def adds_rows(loss: Tensor, samples: int) -> bool:
-    """Return whether `loss` is a sum of exactly `samples` terms that Python code has added up, one term for each
-    sample."""
-    terms = list[Any]()
-    for node, following in _walk(loss.grad_fn):
-        kind, below = node.name(), _below(node)
-        joined = kind == "SumBackward0" and below and below[0].name() in JOINED
-        if kind in (*SUMS, "NegBackward0", *JOINED) or joined:
-            following += below
-        elif kind in FACTORS or len(terms) == samples:
-            return False
-        else:
-            terms.append(node)
-    return len(terms) == samples > 1 and all(map(_is_of_one_row, terms))
-
-
-def _is_of_one_row(term: Any) -> bool:
-    """Return whether `term`, a node of the graph, depends on exactly one row of data."""
-    rows = set()
-    for node, following in _walk(term):
-        saved, followers = ROW_OF.get(node.name(), ""), [each for each, _ in node.next_functions]
-        if saved and (node.name() == "EmbeddingBackward0" or None in followers):
-            rows.add(len(getattr(node, saved)))
-        following += _below(node)
-    return rows == {1}
 
 
 def _walk(node: Any) -> Iterator[tuple[Any, deque[Any]]]:
@@ -129,26 +95,29 @@ def _is_of_each(node: Any, kind: str) -> bool:
 
 def _divides_not(product: Any) -> bool:
     """Return whether a product has a constant factor of whole numbers, unlike 1 / (number of samples)."""
-    (left, _), (right, _) = product.next_functions
-    factor = product._saved_self if left is None else product._saved_other if right is None else None
+    factor = _constant(product)
     if factor is None or factor.is_complex():
         return False
     return bool((factor == factor.round()).all()) if factor.is_floating_point() else True
+
+
+def _constant(node: Any) -> Tensor | None:
+    """Return the operand of a product or quotient that has no gradient."""
+    (left, _), (right, _) = node.next_functions
+    return node._saved_self if left is None else node._saved_other if right is None else None
 
 
 def _is_parameter(node: Any) -> bool:
     return bool((_below(node)[0] if node.name() == "TBackward0" else node).name() == LEAF)
 
 
-def _reads_data(term: Any) -> bool:
-    """Return whether `term`, a node of the graph, depends on data: on an embedding, or on a product of a parameter and
-    a tensor without gradient."""
+def reads_data(term: Any) -> bool:
+    """Return whether `term`, a node of the graph, depends on data: a penalty has parameters and plain numbers alone."""
     for node, following in _walk(term):
-        kind, followers = node.name(), [each for each, _ in node.next_functions]
-        factors = (
-            followers[-2:] if kind in PRODUCTS else followers[:1] if "Convolution" in kind or "Rnn" in kind else []
-        )
-        if None in factors or kind == "EmbeddingBackward0":
+        kind, constant = node.name(), any(each is None for each, _ in node.next_functions)
+        number = _constant(node) if constant and kind in FACTORS else None
+        beside = kind in SUMS or kind in KNOWN or (number is not None and number.numel() == 1)
+        if kind == "EmbeddingBackward0" or (constant and not beside):
             return True
         following += _below(node)
     return False
@@ -232,29 +201,10 @@ def _is_mean_of_some(node: Any, samples: int) -> bool:
         return False
     for each, following in _walk(below):
         if each.name() in PICKS:
-            return not all(_is_of_leaves(one) for one in _below(each))
+            return any(map(reads_data, _below(each)))
         if each.name() in OF_EACH or each.name() in FACTORS:
             following += _below(each)
     return False
-
-
-def _is_of_leaves(term: Any) -> bool:
-    """Return whether `term` is a penalty, such as an L2 penalty, that depends on parameters and plain numbers alone."""
-    leaves = 0
-    for node, following in _walk(term):
-        kind, followers = node.name(), [each for each, _ in node.next_functions]
-        leaves += kind == LEAF
-        if kind in FACTORS and None in followers:
-            number = node._saved_other if followers[1] is None else node._saved_self
-            if number is None or number.numel() != 1:
-                return False
-        elif kind in SUMS and None in followers:
-            if len(node._input_metadata[0].shape):  # what is added is no number
-                return False
-        elif kind not in OF_ONE and kind not in FACTORS and kind not in SUMS and kind != LEAF:
-            return False
-        following += _below(node)
-    return leaves > 0
 
 
 def next_node() -> int:
@@ -276,14 +226,10 @@ def scale_of(loss: Tensor) -> float:
     """
     node, scale = loss.grad_fn, 1.0
     while node is not None and node.name() in FACTORS:
-        above = [each for each, _ in node.next_functions]
-        if above.count(None) != 1:
-            break
-        number = node._saved_other if above[1] is None else node._saved_self  # type: ignore[attr-defined]
-        if number is None or number.numel() != 1 or (node.name() == "DivBackward0" and above[0] is None):
+        number, divides = _constant(node), node.name() == "DivBackward0"
+        if number is None or number.numel() != 1 or (divides and node.next_functions[0][0] is None):
             break
         with without_interception():  # which would be given a plain number
-            by = float(number)
-        scale = scale / by if node.name() == "DivBackward0" else scale * by
-        node = above[0] or above[1]
+            scale = scale / float(number) if divides else scale * float(number)
+        node = _below(node)[0]
     return scale

@@ -6,7 +6,6 @@ Means of unequal parts then add up to the mean of the whole.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from numbers import Real
 from typing import Any, NoReturn
 
 import torch
@@ -15,7 +14,7 @@ from torch import Tensor
 from meshwise.spec.errors import UsageError, check_known
 from meshwise.spec.reductions import REDUCTIONS
 from meshwise.spec.user_code import user_place
-from meshwise.training.autograd.loss_graph import adds_rows, summed_loss, uneven_mean
+from meshwise.training.autograd.loss_graph import summed_loss, uneven_mean
 from meshwise.training.data.order import BatchSlice
 from meshwise.transfer import collectives
 
@@ -110,43 +109,28 @@ def split_weight(
     A padding sample has weight 0. Raises UsageError if the loss or its weight is not a single number.
     summed: None if the loss is a mean. If the loss is a sum over samples, return `mean_of_sum` of it, with
         `over=summed`."""
-    if isinstance(result, Tensor) and summed is None and result.numel() == 1:
-        return result.reshape(()), None
-    return _split_weight(result, part, where, summed)
-
-
-def _split_weight(
-    result: Any, part: BatchSlice, where: str, summed: int | None
-) -> tuple[Tensor, Tensor | float | None]:
     mean, weight = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
     if not isinstance(mean, Tensor) or mean.numel() != 1:
         shape = f"a tensor of shape {tuple(mean.shape)}" if isinstance(mean, Tensor) else f"a {type(mean).__name__}"
         raise UsageError(
             f"{where} returned {shape}, not one number. Return a mean, for example loss.mean(), or (mean, weight)."
         )
-    number = weight.numel() == 1 if isinstance(weight, Tensor) else weight is None or isinstance(weight, Real)
-    if not number:
-        raise UsageError(
-            f"{where} returned a {type(weight).__name__} as its weight, not one number. "
-            "Return a mean alone, or (mean, weight), where weight is the number of items of the mean."
-        )
+    mean = mean.reshape(())
     if summed is not None:
         check_sum_alone(weight, where)
-        return mean_of_sum(mean.reshape(()), part, summed), None
-    return unpadded(mean.reshape(()), weight, part.samples)
+        return mean_of_sum(mean, part, summed), None
+    return (mean, None) if weight is None else unpadded(mean, weight, part.samples)
 
 
 def refuse_loss(loss: Tensor, part: BatchSlice | None) -> NoReturn:
     """Raise UsageError for a script's loss."""
-    if part is None:
+    if part is not None:
         raise UsageError(
-            "mw.backward was called outside a loop over a distributed loader, so the size of the batch is not known. "
-            "Pass the loader to mw.distribute too, and call mw.backward inside its loop. A program without a loader "
-            "writes x, y = mw.split(x, y). If your own loader wraps a DataLoader, pass this wrapper to "
-            "mw.distribute, not the DataLoader."
+            f"mw.backward needs a loss of one number, not of shape {tuple(loss.shape)}. Call loss.mean() first."
         )
     raise UsageError(
-        f"mw.backward needs a loss of one number, not of shape {tuple(loss.shape)}. Call loss.mean() first."
+        "mw.backward was called outside a loop over a distributed loader, so the size of the batch is not known. Pass "
+        "the loader to mw.distribute too, or the loader that wraps it, or write x, y = mw.split(x, y)."
     )
 
 
@@ -166,12 +150,6 @@ def check_reduction(found: Any, reduction: str | None, ranks: int, where: str, v
         raise UsageError(
             f"{where}: this loss is a sum over samples ({what}). If it is used as a mean, its gradients are those of "
             f"one device divided by {ranks}. Write {verb}reduction='sum'), or reduction='mean' to accept them."
-        )
-    if reduction is None and adds_rows(loss, samples):
-        raise UsageError(
-            f"{where}: this loss adds up one term for each of this rank's {samples} samples. If it is used as a mean, "
-            f"its gradients are those of one device divided by {ranks}. Divide the loss by the number of terms, or "
-            f"write {verb}reduction='sum'). To accept smaller gradients, write reduction='mean'."
         )
     said = samples <= 0 or reduction == "sum" or loss is not found
     return "" if said else unsaid_weight(loss, samples, where, verb)
@@ -205,29 +183,24 @@ def check_sum_alone(weight: object, where: str) -> None:
         )
 
 
-def unpadded(mean: Tensor, weight: Tensor | float | None, samples: int) -> tuple[Tensor, Tensor | float | None]:
+def unpadded(mean: Tensor, weight: Tensor | float, samples: int) -> tuple[Tensor, Tensor | float]:
     """Return the loss `mean` and its weight."""
-    if weight is None:
-        return mean, None
-    weight = weight if samples else weight * 0
-    return torch.where(as_weight(weight, mean) != 0, mean, torch.zeros_like(mean)), weight
+    counted = as_weight(weight, mean)
+    return torch.where(counted * bool(samples) != 0, mean, torch.zeros_like(mean)), weight if samples else counted * 0
 
 
 def as_weight(weight: Tensor | float, like: Tensor) -> Tensor:
     """Return `weight` as a detached float64 scalar on the device of `like` (float32 if the device has no float64).
     Raise UsageError for a number that cannot be a count, such as a negative one. The value of a tensor is not read."""
-    dtype = _dtype_of_weights(like)
     try:
-        if isinstance(weight, Tensor):
-            return weight.detach().to(device=like.device, dtype=dtype).reshape(())
-        told = None if 0 <= weight < float("inf") else f"{weight:g}"
-    except (TypeError, RuntimeError):  # of a text, and of a tensor with several elements
+        if not isinstance(weight, Tensor) and not 0 <= weight < float("inf"):
+            raise ValueError
+        return torch.as_tensor(weight, dtype=_dtype_of_weights(like), device=like.device).detach().reshape(())
+    except (TypeError, ValueError, RuntimeError):  # also of a text, and of a tensor with several elements
         told = f"a tensor of shape {tuple(weight.shape)}" if isinstance(weight, Tensor) else repr(weight)
-    if told is not None:
         raise UsageError(
             f"weight must be the number of items that the loss is a mean over, 0 or more, but it is {told}."
-        )
-    return torch.tensor(float(weight), dtype=dtype, device=like.device)
+        ) from None
 
 
 def _dtype_of_weights(like: Tensor) -> torch.dtype:
