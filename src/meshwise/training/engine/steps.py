@@ -45,11 +45,9 @@ from meshwise.workers.verb_log import came_to, in_progress
 
 Batch = TypeVar("Batch")
 AS_WRITTEN = [
-    f"meshwise.{name}"
-    for name in (
-        *("engine", "guards", "slips", "autograd", "script", "job", "process", "data", "recording", "tracking"),
-        *("transfer", "timeline", "workers", "parallel.data", "parallel.step_hooks", "compat"),
-    )
+    *(f"meshwise.training.{room}" for room in ("autograd", "data", "engine", "guards", "job", "process", "recording")),
+    *(f"meshwise.{name}" for name in ("training.script", "training.slips", "training.tracking", "torch_compat")),
+    *(f"meshwise.{name}" for name in ("transfer", "reports", "workers", "parallel.data", "parallel.step_hooks")),
 ]
 """Modules that torch.compile must not trace, in case a program compiles a function that contains a whole step."""
 ALONE = (
