@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import os
 import shlex
 import shutil
 import sys
@@ -236,14 +235,6 @@ def test_a_plan_of_tables_within_tables_is_refused(
     Path("deep.toml").write_text(text)
     code, said = command([verb, "mine.py:job", "--plan", "deep.toml"], monkeypatch, capsys)
     assert code == 2 and "nested too deep" in said
-
-
-def test_a_plan_that_is_a_pipe_is_not_waited_for(
-    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    os.mkfifo("pipe.toml")
-    code, said = command(["check", "mine.py:job", "--plan", "pipe.toml"], monkeypatch, capsys)
-    assert code == 2 and "it is a pipe" in said
 
 
 @pytest.mark.parametrize("given", [{"restarts": 2}, {"on_failure": "true"}])

@@ -4,7 +4,7 @@ Of parallel/pipeline.py, parallel/holding.py, parallel/passing.py, parallel/sche
 transfer/stages.py.
 
 Tests parallel/holding.py, parallel/passing.py, parallel/schedule.py, training/job/step.py,
-spec/schedules.py, transfer/stages.py.
+spec/plan.py, transfer/stages.py.
 """
 
 from __future__ import annotations
@@ -37,9 +37,8 @@ from meshwise.parallel.splits.axis import MeshAxis, SplitPart
 from meshwise.parallel.splits.tensor import form_of
 from meshwise.parallel.technique import Setup
 from meshwise.spec.errors import PlanError, WorkerFailed
-from meshwise.spec.plan import Plan
+from meshwise.spec.plan import SCHEDULES, Plan
 from meshwise.spec.plan_settings import plan_on
-from meshwise.spec.schedules import SCHEDULES
 from meshwise.spec.world import World
 from meshwise.torch_compat.sharding import local_of
 from meshwise.training.job.job import Job
@@ -379,13 +378,6 @@ def test_stages_are_as_equal_as_can_be() -> None:
         ),
         ({"accumulate": 4, "compile": True}, "pipeline=2 with compile=True is not supported yet. Remove compile"),
         ({"accumulate": 4, "schedule": "1f1"}, "1f1b"),
-        *(
-            (
-                {"accumulate": 4, "schedule": name},
-                f"{name}'.* sharded blocks of the last stage .* Use schedule='interleaved'",
-            )
-            for name in ("zero-bubble", "ZBV", "ScheduleInterleavedZeroBubble", "zb1p", "DualPipeV")
-        ),
     ],
 )
 def test_plans_that_are_refused(fields: dict[str, Any], expected: str) -> None:

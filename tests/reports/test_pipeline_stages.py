@@ -14,7 +14,7 @@ from meshwise.reports.pipeline_stages import actions_of, pipeline_report, played
 from meshwise.reports.spans import KIND, LANE, Timeline, stage_and_microbatch, stage_name
 from meshwise.reports.views.gantt_text import gantt_text
 from meshwise.reports.views.report_text import report_text
-from meshwise.spec.schedules import SCHEDULES
+from meshwise.spec.plan import SCHEDULES
 from tests.reports.schedules import MS, timeline_of
 from tests.reports.views.reports import printed
 

@@ -57,30 +57,28 @@ class LossError(MeshwiseError):
     """The loss is no longer a finite number."""
 
 
-class SpoiledError(LossError):
+class _OfRanks(MeshwiseError):
+    def __init__(self, message: str, *, ranks: Sequence[int]) -> None:
+        super().__init__(message)
+        self.ranks = tuple(ranks)
+
+
+class SpoiledError(_OfRanks, LossError):
     """Parameters are no longer finite.
 
     ranks: the ranks that hold such parameters.
     """
-
-    def __init__(self, message: str, *, ranks: Sequence[int]) -> None:
-        super().__init__(message)
-        self.ranks = tuple(ranks)
 
 
 class SaveError(MeshwiseError):
     """The last state of a run could not be saved."""
 
 
-class ReplicaError(MeshwiseError):
+class ReplicaError(_OfRanks):
     """Replicas that must be equal are not equal.
 
     ranks: the ranks that differ from the majority. All ranks if there is no majority.
     """
-
-    def __init__(self, message: str, *, ranks: Sequence[int]) -> None:
-        super().__init__(message)
-        self.ranks = tuple(ranks)
 
 
 class TransferError(MeshwiseError):

@@ -16,9 +16,12 @@ from typing import Any
 from meshwise.spec.dtypes import PRECISIONS as PRECISIONS
 from meshwise.spec.dtypes import Dtypes, dtypes_of
 from meshwise.spec.errors import PlanError, check_known, nearest
-from meshwise.spec.schedules import SCHEDULES as SCHEDULES
-from meshwise.spec.schedules import check_schedule
 
+SCHEDULES = {
+    "1f1b": "one forward and one backward in turn: a stage keeps activations of as many microbatches as stages follow",
+    "gpipe": "all forwards, then all backwards: simple, and keeps the activations of every microbatch",
+    "interleaved": "1f1b with two stages per rank: about half the idle time, and more messages",
+}
 RECOMPUTES = {
     "none": "what the backward needs is kept",
     "full": "each block keeps its input alone and runs again in the backward",
@@ -202,7 +205,7 @@ class Plan:
         for f in fields(self):
             _check_type(f.name, getattr(self, f.name), f.default)
         check_known("precision", self.precision, PRECISIONS, PlanError)
-        check_schedule(self.schedule)
+        check_known("schedule", self.schedule, SCHEDULES, PlanError)
         check_known("batch_norm", self.batch_norm, BATCH_NORMS, PlanError)
         dtypes_of(self.precision, self.param_dtype, self.compute_dtype, self.grad_dtype)
         object.__setattr__(self, "recompute", _recompute(self.recompute))
