@@ -19,7 +19,7 @@ from meshwise.spec.errors import DataError, UsageError
 from meshwise.spec.plan import Plan
 from meshwise.torch_compat.loaders import fingerprint
 from meshwise.training.guards.replicas import BUFFER, PARAMETERS, diverged, sums_of
-from meshwise.training.process.session import default_engine, end_sessions, program_ends
+from meshwise.training.process.session import default_engine, end_sessions
 from tests.pool import CaseFailed
 
 F = nn.functional
@@ -148,61 +148,6 @@ def test_data_that_was_split_by_rank_already_is_refused(pool: Any) -> None:
         assert "rank 1 has other values than rank 0 in Subset.indices (4 rows)" in equal
         assert "the ranks pass different data sets" in of_others
         assert "(rank 0: 3, rank 1: 4 samples)" in unequal
-
-
-def train_late(parts: str) -> list[str]:
-    """What is said of a program of six backwards, of which the fifth, or a rank alone behind the loop, parts ranks."""
-    end_sessions()
-    x = torch.randn(24, 4, generator=torch.Generator().manual_seed(1))
-    model: Any = nn.Linear(4, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model, optimizer, loader = mw.distribute(
-        model, optimizer, DataLoader(TensorDataset(x, x.argmax(1) % 2), 4), view="rank"
-    )
-    for step, (a, b) in enumerate(loader, 1):
-        mw.backward(F.cross_entropy(model(a), b))
-        if parts == "late" and step == 5:
-            model.weight.grad += torch.randn_like(model.weight)
-        optimizer.step()
-        optimizer.zero_grad()
-    if parts == "behind" and mw.is_main():
-        nn.init.zeros_(model.weight)
-    for _ in range(2):  # as a worker does, and its process
-        program_ends()
-    said = list(default_engine().notes)
-    end_sessions()
-    return said
-
-
-def test_what_parts_replicas_after_the_last_look_is_said_at_the_end(pool: Any) -> None:
-    said = [text for rank in pool(2).run(train_late, "late") for text in rank]
-    assert len(said) == 1 and "the ranks' parameters have diverged: the sum of their absolute values is" in said[0]
-
-
-@pytest.mark.parametrize("parts", ["never", "behind"])
-def test_what_a_rank_writes_behind_its_last_loop_is_its_own(parts: str, pool: Any) -> None:
-    assert pool(2).run(train_late, parts) == [[], []]
-
-
-def train_by_hand() -> list[str]:
-    end_sessions()
-    x = torch.randn(8, 4, generator=torch.Generator().manual_seed(1))
-    model, loader = mw.distribute(nn.Linear(4, 2), DataLoader(TensorDataset(x), 4), view="rank")
-    for (rows,) in loader:  # here
-        model(rows).square().mean().backward()
-        with torch.no_grad():
-            for p in model.parameters():
-                p -= 0.1 * p.grad
-                p.grad = None
-    program_ends()
-    said = list(default_engine().notes)
-    end_sessions()
-    return said
-
-
-def test_an_update_by_hand_of_a_ranks_own_gradients_is_said_at_the_end(pool: Any) -> None:
-    said = [text for rank in pool(2).run(train_by_hand) for text in rank if "have diverged" in text]
-    assert len(said) == 1 and "test_replicas.py:" in said[0] and "loss.backward() instead of mw.backward" in said[0]
 
 
 class Lazy(nn.Linear):

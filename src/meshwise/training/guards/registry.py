@@ -14,7 +14,6 @@ from meshwise.training.engine.steps import follow_optimizers
 from meshwise.training.guards.agreed import Agreed, held_alike
 from meshwise.training.guards.finite_losses import FiniteLosses
 from meshwise.training.guards.loss_looks import BACKWARDS, LossLooks
-from meshwise.training.guards.replicas import LastLook
 from meshwise.training.guards.same_data import SameData
 from meshwise.training.guards.unsummed import UnsummedLoops
 
@@ -31,7 +30,6 @@ def attach(engine: Engine) -> Engine:
         engine.ends.callback(looks.close)
     if several and engine.script:
         listen(UnsummedLoops(engine), batches=2, whole=())
-        listen(LastLook(engine), batches=1)
     if engine.script:
         losses = FiniteLosses(engine)
         engine.phases.look = losses.look

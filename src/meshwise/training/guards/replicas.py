@@ -2,32 +2,21 @@
 
 A scheduler or the program sets an optimizer's settings on each rank. Gradients are reduced, so parameters diverge only
 if a rank modifies them locally: with noise drawn on that rank, or by a rule that depends on its samples. The sums are
-sent with the loss (agreed.py) at backward 2, 4, 8 … of each program; a later divergence is noticed when the program
-ends.
+sent with the loss (agreed.py) at backward 2, 4, 8 … of each program.
 """
 
 from __future__ import annotations
 
-import contextlib
-import gc
-import itertools
-import json
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeAlias
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from meshwise.spec.user_code import user_place
 from meshwise.torch_compat.dispatch import rehearsing
-from meshwise.torch_compat.reducer import default_store, versions
-from meshwise.training.engine.engine import Engine
-from meshwise.training.engine.loops import LoopRead
 from meshwise.training.engine.program import Program
-from meshwise.transfer.reading import wait_for_all
 
 Settings: TypeAlias = tuple[tuple[str, str, Any], ...]
 """Tuples of (name of the value, description of the object that has it, value)."""
@@ -43,27 +32,15 @@ def settings_differ(ranks: Sequence[Settings]) -> str:
             continue
         for mine, other in zip(ranks[0], settings, strict=True):
             if mine != other and mine[0] in NAMED:
-                return _sentence(rank, other, mine)
+                return _DIFFER.format(rank=rank, name=mine[0], whose=mine[1], value=other[2], of_rank_0=mine[2])
     return ""
 
 
-def _sentence(rank: int, setting: tuple[str, str, Any], of_rank_0: tuple[str, str, Any]) -> str:
-    name, whose, value = setting
-    text = f"rank {rank} has {name} {_shown(value)}, rank 0 {_shown(of_rank_0[2])} ({whose}): models would differ. "
-    if any(issubclass(type(thing), ReduceLROnPlateau) for thing in gc.get_objects()):
-        return text + (
-            "ReduceLROnPlateau got a different number on each rank. Pass the same number on all ranks: "
-            "scheduler.step(mw.mean(loss)), or what mw.backward returns."
-        )
-    return text + "Pass the same number to the scheduler on all ranks, or set this value alike on all ranks."
-
-
-def _shown(value: Any) -> str:
-    return f"{value:.6g}" if isinstance(value, float) else str(value)
-
-
+_DIFFER = (
+    "rank {rank} has {name} {value}, rank 0 {of_rank_0} ({whose}): models would differ. Set it alike on all ranks, and "
+    "pass the same number to schedulers: scheduler.step(mw.mean(loss)), or what mw.backward returns."
+)
 PARAMETERS, BUFFER = "sum of parameters", "sum of a buffer"
-GRACE = 10.0  # seconds for the other ranks to end; where they do not, it is not known
 FAR = 1e-6  # of a sum: devices of different kinds may round a step otherwise
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 NORMS = (*BATCH_NORMS, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
@@ -98,15 +75,14 @@ def _alike(one: float, other: float) -> bool:
     return math.isclose(one, other, rel_tol=FAR) or (math.isnan(one) and math.isnan(other))
 
 
-def diverged(ranks: Sequence[Settings], kind: str, place: str = "") -> str:
-    """Return a sentence that says how the ranks' parameters, or one of their buffers, differ. place: by default, the
-    line that the user's code is running."""
+def diverged(ranks: Sequence[Settings], kind: str) -> str:
+    """Return a sentence that says how the ranks' parameters, or one of their buffers, differ."""
     for rank, settings in enumerate(ranks):
         for (name, whose, value), (_, _, of_rank_0) in zip(settings, ranks[0], strict=False):
             if name == kind and not _alike(value, of_rank_0):
                 sums = f"the sum of their absolute values is {value:.9g} on rank {rank} and {of_rank_0:.9g} on rank 0"
                 text = (_DIVERGED if kind == PARAMETERS else _BUFFER).format(name=whose, sums=sums)
-                return f"{place or user_place()}: {text}"
+                return f"{user_place()}: {text}"
     return ""
 
 
@@ -121,41 +97,3 @@ _BUFFER = (
     "the ranks' buffers {name} differ: the model updates this buffer from the rank's own samples. It differs from the "
     "buffer on one device, and only rank 0's is saved. Let the model compute it from sums over the ranks (mw.sum)."
 )
-
-
-class LastLook:
-    """Compares the ranks' parameters at the end of a program, and prints a notice if they differ. Nothing is compared
-    if a rank has changed its parameters after the last training loop. The change may be intended, e.g. if rank 0 loads
-    the best checkpoint to evaluate it."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine, self._key = engine, f"meshwise/replicas/{next(_made)}"
-        self._before, self._after, self._place = list[int](), list[int](), ""
-
-    def _written(self) -> list[int]:
-        return versions(self._engine.program.named_parameters().values())
-
-    def batch_asked(self, loop: LoopRead) -> None:
-        """Record the version counters of the parameters, as a loop begins."""
-        self._before = self._written() if loop.given == 0 else self._before
-
-    def loop_ends(self, loop: LoopRead) -> None:
-        """Record them after a loop that has trained: one that has changed parameters."""
-        if (after := self._written()) != self._before:
-            self._after, self._place = after, loop.place
-
-    def program_ends(self) -> None:
-        """Compare the parameters of all ranks at the end of the program."""
-        program, world, (after, self._after) = self._engine.program, self._engine.world, (self._after, [])
-        if not (after and program.plan and dist.is_initialized()) or program.plan.parameters_divided:
-            return
-        with contextlib.suppress(RuntimeError):  # rank 0 has left
-            store, sums = default_store(), sums_of(program)[:1] if self._written() == after else ()
-            store.set(f"{self._key}/{world.rank}", json.dumps(sums))
-            store.add(self._key, 1)
-            if world.rank == 0 and wait_for_all(self._key, world.size, GRACE):
-                ranks = [json.loads(store.get(f"{self._key}/{rank}")) for rank in range(world.size)]
-                self._engine.notify(diverged(ranks, PARAMETERS, self._place) if all(ranks) else "")
-
-
-_made = itertools.count()  # every rank makes its engines in the same order
