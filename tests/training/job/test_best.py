@@ -82,7 +82,7 @@ def test_the_least_may_be_the_best_and_what_is_no_number_never_is(tmp_path: Path
 def test_patience_ends_a_training_that_gets_no_better(tmp_path: Path) -> None:
     result = ran(job(best="max accuracy", patience=3), tmp_path)
     assert (result["epochs"], result["status"], result["best"].epoch) == (5, "finished", 2)
-    assert result["notes"] == ("Ended after epoch 5 of 7: accuracy has not been better since epoch 2 (patience=3).",)
+    assert result["notes"] == ("Ended after epoch 5: accuracy has not been better since epoch 2 (patience=3).",)
     assert ran(job(best="max accuracy", patience=5), tmp_path / "longer")["epochs"] == 7
 
 

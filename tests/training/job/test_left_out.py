@@ -154,11 +154,6 @@ def test_a_state_that_is_spoiled_is_not_gone_on_with(model: nn.Module, tmp_path:
     assert NotFinite("back", state_of(model), tmp_path, nobody, scaled=False).ranges(0) == [(0, 4), (4, 8)]
 
 
-def test_damaged_lines_are_not_read(model: nn.Module, tmp_path: Path) -> None:
-    (tmp_path / names.LEFT_OUT).write_text('{"epoch": 0}\n{"epoch": 0, "first": "a", "stop": 3}\n{"epoch"')
-    assert NotFinite("back", state_of(model), tmp_path, nobody, scaled=False).ranges(0) == []
-
-
 def test_an_optimizer_that_runs_the_loss_itself_is_refused() -> None:
     made = replace(job, optimizer=lambda parameters: torch.optim.LBFGS(parameters))
     with pytest.raises(UsageError, match="--on-nan back: LBFGS changes the parameters several times"):

@@ -276,12 +276,3 @@ def test_a_type_checker_refuses_a_wrong_option_of_run(processes: None, tmp_path:
     assert len(errors) == 2, shown
     assert 'Argument "epochs" to "run" has incompatible type "str"' in errors[0]
     assert 'Unexpected keyword argument "epoch"' in errors[1] and "RunSummary" in lines[-1]
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("devices", 2), ("epochs", "3"), ("log", [1]), ("plan", 7), ("exact_random", "yes")],
-)
-def test_a_damaged_record_is_not_resumed(name: str, value: Any) -> None:
-    with pytest.raises(UsageError, match=f"the record of the resumed run is damaged: {name} is"):
-        RunOptions(resume="run").resumed({"request": {"job": "mlp", name: value}})

@@ -26,7 +26,7 @@ from meshwise.spec.plan import Plan
 from meshwise.training.job.loop import run_job
 from meshwise.training.job.options import RunOptions
 from meshwise.training.process.session import end_sessions
-from meshwise.training.recovery.loading import open_newest
+from meshwise.training.recovery.loading import load
 from tests.pool import CaseFailed
 
 
@@ -139,7 +139,7 @@ def test_a_plan_trains_evaluates_and_saves_what_one_device_does(
     assert weights.keys() == want_weights.keys()
     for key, value in want_weights.items():
         assert weights[key].shape == value.shape and (weights[key] - value).abs().max() < 1e-9, key
-    saved = open_newest(tmp_path / names.CHECKPOINTS).tree
+    saved = load(tmp_path / names.CHECKPOINTS).tree
     assert saved["model"]["again.weight"].name == saved["model"]["out.weight"].name  # tied, kept once
     assert len(saved["optimizer"]["state"]) == sum(p.requires_grad for p in Net().parameters())
 

@@ -71,8 +71,7 @@ class BestEpoch:
         """Return a sentence that says why the run ended early."""
         if state.epoch >= self._job.epochs or not self.is_over(state):
             return ""
-        after, then = f"epoch {state.epoch} of {self._job.epochs}", f"epoch {self.found.epoch}" if self.found else ""
-        if self._job.evaluates[1] == "steps":
-            after, then = f"step {state.step}", f"step {self.found.step}" if self.found else ""
-        since = f"has not been better since {then}" if then else "was never a number"
-        return f"Ended after {after}: {self._metric} {since} (patience={self._job.patience})."
+        unit = self._job.evaluates[1][:-1]
+        since = f"has not been better since {unit} {getattr(self.found, unit)}" if self.found else "was never a number"
+        ended = f"Ended after {unit} {getattr(state, unit)}"
+        return f"{ended}: {self._metric} {since} (patience={self._job.patience})."

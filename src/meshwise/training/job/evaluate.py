@@ -41,7 +41,7 @@ def evaluate(engine: Engine, job: Job, model: nn.Module, batches: Iterable[Micro
                 total, weights = sums.get(name, (0.0, 0.0))
                 sums[name] = (total + value * weight, weights + weight)
         engine.part = None
-        result = _over_ranks(_of_last_stage(engine, sums))
+        result = _over_ranks(engine, sums)
     model.train(training)
     return result
 
@@ -59,18 +59,6 @@ def on_batch(engine: Engine, batch: Any, call: Callable[[Any], dict[Any, Any]]) 
     return found
 
 
-def _of_last_stage(engine: Engine, sums: dict[str, Sum]) -> dict[str, Sum]:
-    """Send `sums` of the last pipeline stage to the ranks of all stages, and return them there."""
-    pipeline, device = engine.program.pipeline, engine.program.device
-    if pipeline is None:
-        return sums
-    held = {name: (float(value), float(weight)) for name, (value, weight) in sums.items()}
-    told = collectives.gather_objects(held, pipeline.pipe.group)[pipeline.last_rank]
-    dtype = torch.float32 if device.startswith("mps") else torch.float64
-    pairs = {name: torch.tensor(pair, dtype=dtype, device=device) for name, pair in told.items()}
-    return {name: (pair[0], pair[1]) for name, pair in pairs.items()}
-
-
 def _measure(job: Job, model: nn.Module, part: BatchSlice, batch: Any) -> dict[str, Sum]:
     named = job.metrics(model, batch) if job.metrics else {"loss": job.loss(model, batch)}
     summed = 1 if job.reduction == "sum" and not job.metrics else None
@@ -82,10 +70,11 @@ def _measure(job: Job, model: nn.Module, part: BatchSlice, batch: Any) -> dict[s
     return measured
 
 
-def _over_ranks(sums: dict[str, Sum]) -> dict[str, float]:
-    if not sums:
-        return {}
-    table = collectives.all_reduce(
-        torch.stack([torch.stack(pair) for pair in sums.values()]), of="metrics"
-    )  # (metrics, 2)
-    return {name: total / weight for name, (total, weight) in zip(sums, table.tolist(), strict=True)}
+def _over_ranks(engine: Engine, sums: dict[str, Sum]) -> dict[str, float]:
+    held = {name: (float(value), float(weight)) for name, (value, weight) in sums.items()}
+    pipeline = engine.program.pipeline
+    if pipeline is not None:
+        held = collectives.gather_objects(held, pipeline.pipe.group)[pipeline.last_rank]
+    ranks = collectives.gather_objects(held)
+    totals = {name: [sum(column) for column in zip(*(rank[name] for rank in ranks), strict=True)] for name in held}
+    return {name: total / weight for name, (total, weight) in totals.items()}

@@ -171,10 +171,8 @@ class Job:
 
 @functools.cache
 def _count_and_unit(text: str) -> tuple[int, str]:
-    found = re.fullmatch(r"([\d_,]+)\s*(epoch|step)s?|(\d+)", text.strip())
-    if found is None:
-        return 0, "epochs"
-    return int((found[1] or found[3]).replace(",", "")), f"{found[2] or 'epoch'}s"
+    found = re.fullmatch(r"(\d+)(?:\s*(epoch|step)s?)?", text.strip())
+    return (0, "epochs") if found is None else (int(found[1]), f"{found[2] or 'epoch'}s")
 
 
 def _check_best(job: str, best: str, test: Any) -> None:

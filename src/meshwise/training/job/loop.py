@@ -127,12 +127,8 @@ def run_job(job: Job, options: RunOptions, folder: Path | None, send: Send | Non
         engine.close()
         recording.close(status)
         log.close()
-    notes = [
-        run.best.why_over(run.state),
-        run.not_finite.note(),
-        *engine.notes,
-    ]
-    notes += [*(said() if plan.split else ()), engine.draws.note() if engine.draws else ""]
+    notes = [run.best.why_over(run.state), run.not_finite.note(), *engine.notes, *(said() if plan.split else ())]
+    notes.append(engine.draws.note() if engine.draws else "")
     return {
         "job": job.name,
         "status": status,
@@ -312,13 +308,6 @@ def _save(run: JobRun, *, wait: bool = False, background: bool = False) -> None:
         run.saver.save(partial(tree_of, state), facts, wait=wait, began=began)
 
 
-def _save_weights(run: JobRun, path: Path) -> None:
-    try:
-        save_weights(run.state.model, path)
-    except OSError as error:
-        raise SaveError(f"the run is done, but its weights could not be written to {path}: {error.strerror}.") from None
-
-
 def _finish(run: JobRun) -> None:
     """Save the state and, after a complete run, the weights. Raise SaveError if they cannot be written."""
     saver = run.saver
@@ -328,7 +317,7 @@ def _finish(run: JobRun) -> None:
         if run.state.step not in (newest, run.began["step"] if run.options.resume is not None else -1):
             _save(run, wait=True)
     if run.folder is not None and not run.stopped:
-        _save_weights(run, run.folder / names.WEIGHTS)
+        save_weights(run.state.model, run.folder / names.WEIGHTS)
     if saver is not None:
         saver.settle()
         if saver.wrong:

@@ -19,7 +19,7 @@ skip them. Tested in tests/training/job/test_left_out.py, too.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -61,7 +61,8 @@ class NotFinite:
         self._before: list[tuple[Tensor, Tensor]] = []
         self._file = None if folder is None else folder / names.LEFT_OUT
         self._first = collectives.get_rank(collectives.everyone()) == 0
-        own = list(_read(self._file)) if self._first else []
+        lines = read_lines(self._file) if self._file is not None and self._first else []
+        own = [(line["epoch"], line["first"], line["stop"]) for line in lines]
         self._every: list[Batch] = collectives.broadcast_object(own, collectives.everyone())
         self.last: deque[Batch] = deque(maxlen=2)
         """The batches of the previous step and of the current one."""
@@ -116,10 +117,7 @@ class NotFinite:
         which = " and ".join(f"samples {first} to {stop - 1} of epoch {epoch + 1}" for epoch, first, stop in batches)
         if self._file is not None and self._first:
             lines = [{"epoch": epoch, "first": first, "stop": stop, "step": step} for epoch, first, stop in batches]
-            try:
-                append_lines(self._file, lines)
-            except OSError as error:
-                self._tell(f"{self._file}: {error.strerror}. A restart would read that batch again.")
+            append_lines(self._file, lines)
         return f"Training continues without {which}."
 
     def note(self) -> str:
@@ -132,11 +130,3 @@ def _any_not_finite(tensors: Iterable[Tensor]) -> Tensor:
     """Return a scalar tensor: 1 if any value in `tensors` is infinite or NaN, else 0."""
     bad = [~torch.isfinite(tensor).all() for tensor in tensors if tensor.numel()]
     return torch.stack(bad).any().float() if bad else torch.zeros(())
-
-
-def _read(file: Path | None) -> Iterator[Batch]:
-    """Yield the batches that earlier attempts of this run have left out, as recorded in `file`."""
-    for line in read_lines(file) if file is not None else ():
-        found = [number for name in ("epoch", "first", "stop") if isinstance(number := line.get(name), int)]
-        if len(found) == 3:
-            yield found[0], found[1], found[2]

@@ -9,8 +9,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
-from types import UnionType
-from typing import Annotated, Any, Union, get_args, get_origin
+from typing import Annotated, Any
 
 from meshwise.spec.arguments import Plain, argument_texts
 from meshwise.spec.devices import IN_WORDS
@@ -192,10 +191,9 @@ class RunOptions(NodeOptions):
         if job is not None and job != earlier.get("job"):
             raise UsageError(f"--resume continues a run of '{earlier.get('job')}', not of '{job}'. Leave the job out.")
         before = tuple(earlier.get("args") or ())
-        for text in self.args:
-            if text not in before:
-                had = ", ".join(before) or "no arguments"
-                raise UsageError(f"--arg {text}: the resumed run was started with {had}. Remove --arg.")
+        if other := [text for text in self.args if text not in before]:
+            had = ", ".join(before) or "no arguments"
+            raise UsageError(f"--arg {other[0]}: the resumed run was started with {had}. Remove --arg.")
         given = {name: value for name, value, _ in given_options(self) if name not in ("args", "settings")}
         return replace(RunOptions(**_still_valid(earlier, self)), **given)
 
@@ -222,9 +220,6 @@ def _still_valid(earlier: Mapping[str, Any], given: RunOptions) -> dict[str, Any
     known = {name for name, _, option in options_of(RunOptions) if option.recorded}
     left = {name: value for name, value in earlier.items() if name in known and value is not None}
     left |= {name: tuple(value) for name, value in left.items() if isinstance(value, list)}
-    for name, annotation, _ in options_of(RunOptions):
-        if name in left and not _is_of(left[name], annotation) and (name, type(left[name])) != ("settings", str):
-            raise UsageError(f"the record of the resumed run is damaged: {name} is {left[name]!r} there.")
     settings = left.get("settings", ())
     settings = settings.split() if isinstance(settings, str) else settings  # a string in records of 0.1
     once = {name: earlier[name] for name in ONCE_OPTIONS if earlier.get(name) is not None}
@@ -236,15 +231,6 @@ def _still_valid(earlier: Mapping[str, Any], given: RunOptions) -> dict[str, Any
     if earlier.get("data") is not None:  # an option of its own in older versions
         left["args"] = (*left.get("args", ()), f"data={earlier['data']}")
     return left | ({"plan": PlanText(left["plan"])} if "plan" in left else {})
-
-
-def _is_of(value: Any, annotation: Any) -> bool:
-    """Return whether a recorded value has a type that the annotation of its option allows."""
-    several = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
-    kinds = [get_origin(kind) or kind for kind in several]
-    if isinstance(value, tuple):
-        return tuple in kinds and all(isinstance(each, str) for each in value)
-    return type(value) in kinds
 
 
 def _field(setting: str) -> str:

@@ -11,7 +11,7 @@ flipped bit. It reads 2.3 GB/s on one core of a Xeon.
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from torch import Tensor
@@ -42,24 +42,24 @@ class ReplicaCheck:
         if self.every == math.inf or self._compared == state.step:
             return
         self._compared = state.step
-        mine = dict(self._hashes(state))
-        everyone = collectives.everyone()
-        ranks: list[dict[str, int]] = collectives.gather_objects(mine, everyone)
+        ranks: list[dict[str, int]] = collectives.gather_objects(dict(self._hashes(state)), collectives.everyone())
         groups = [range(first, len(ranks), self._apart) for first in range(self._apart)]
+        found = [
+            (name, group[place])
+            for group in groups
+            for name in ranks[group[0]]
+            for place in minority([ranks[rank].get(name) for rank in group])
+        ]
         if self._own is None:
-            self._own = {
-                name
-                for group in groups
-                for name in ranks[group[0]]
-                if name.startswith("buffer ") and len({ranks[rank].get(name) for rank in group}) > 1
-            }
-        differ = defaultdict[int, list[str]](list)
-        for group in groups:
-            for name in ranks[group[0]].keys() - self._own:
-                for rank in minority([ranks[rank].get(name) for rank in group]):
-                    differ[group[rank]].append(name)
+            self._own = {name for name, _ in found if name.startswith("buffer ")}
+        differ = [(name, rank) for name, rank in found if name not in self._own]
         if differ:
-            raise ReplicaError(_sentence(state.step, differ, len(groups[0])), ranks=sorted(differ))
+            wrong, what = sorted({rank for _, rank in differ}), some(sorted({name for name, _ in differ}))
+            raise ReplicaError(
+                f"step {state.step}: replicas differ in {what}, on {ranks_text(wrong)}: a bit was flipped there, or a "
+                "device is faulty.",
+                ranks=wrong,
+            )
 
     def _hashes(self, state: RunState) -> Iterator[tuple[str, int]]:
         named: dict[str, Tensor] = {f"parameter {name}": p for name, p in state.model.named_parameters()}
@@ -78,21 +78,6 @@ class ReplicaCheck:
 
 def minority(values: Sequence[object]) -> list[int]:
     """Return the indices of the values that differ from the value of the majority."""
-    (value, count), *others = Counter(values).most_common()
-    if not others:
-        return []
+    value, count = Counter(values).most_common(1)[0]
     most = count > len(values) / 2
     return [place for place, each in enumerate(values) if not most or each != value]
-
-
-def _sentence(step: int, differ: dict[int, list[str]], replicas: int) -> str:
-    ranks = sorted(differ)
-    who = f"{ranks_text(ranks)} {'has' if len(ranks) == 1 else 'have'}"
-    what = some(sorted({name for names in differ.values() for name in names}))
-    if len(ranks) == 1:
-        why = "a bit was flipped there, or its device is faulty"
-        return f"step {step}: {who} other values than its replicas in {what}: {why}."
-    return (
-        f"step {step}: {who} different values in {what}. {'Two' if replicas == 2 else 'Disagreeing'} replicas "
-        "cannot tell which value is right: a bit was flipped, or a device is faulty."
-    )

@@ -6,8 +6,7 @@ Microbatches run one after another, or in the order of a pipeline's stages.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -36,35 +35,25 @@ from meshwise.transfer import collectives
 NOTHING = contextlib.nullcontext()
 
 
-@dataclass(frozen=True)
-class LossOfJob:
-    """A job's loss function, with the values that a step needs to call it."""
-
-    function: Callable[[Any], Any]
-    where: str
-    key: tuple[int, int]
-    scale: Callable[[Tensor], Tensor]
-    reduction: str | None
-
-
-def compute(engine: Engine, loss: LossOfJob, parts: Sequence[Microbatch]) -> Losses:
+def compute(engine: Engine, job: Job, state: RunState, parts: Sequence[Microbatch]) -> Losses:
     """Compute the gradient of the mean loss over the global batch, and leave it in `.grad`. Return this rank's losses.
 
     parts: this rank's microbatches of the global batch.
 
     Returns the loss and the loss weight of each microbatch, still on the device.
     """
+    pipeline = engine.program.pipeline
+    stage = () if pipeline is None or pipeline.pipe.rank == 0 else (pipeline.pipe.rank,)  # the first as one device
+    seed_draws(engine.world, state.seed, state.step, *stage)
     engine.program.begin_backward()
-    engine.draw_key = loss.key
-    microbatches, pipeline = Microbatches(engine, loss, parts), engine.program.pipeline
+    engine.draw_key = state.seed, state.step
+    microbatches = Microbatches(engine, job, state, parts)
     losses = microbatches.in_turn() if pipeline is None else microbatches.as_stages(pipeline)
     if engine.program.backwards >= engine.events.due:
         engine.events.tell()
     if engine.watcher is not None:
-        own = total_of(losses)
-        total, weighed = collectives.all_reduce(own.clone()).unbind()
-        scale = float(loss.scale(torch.ones_like(total)))
-        engine.watcher.loss_known(total / weighed, scale)
+        total, weighed = collectives.all_reduce(total_of(losses)).unbind()
+        engine.watcher.loss_known(total / weighed, float(state.scaler.scale(torch.ones_like(total))))
     return losses
 
 
@@ -72,8 +61,8 @@ class Microbatches:
     """The microbatches of one step. `in_turn` runs one microbatch after another, and `as_stages` runs them in a
     pipeline. The gradients of the step are then in `.grad`."""
 
-    def __init__(self, engine: Engine, loss: LossOfJob, parts: Sequence[Microbatch]) -> None:
-        self._engine, self._loss, self._parts, self._recorder = engine, loss, parts, current()
+    def __init__(self, engine: Engine, job: Job, state: RunState, parts: Sequence[Microbatch]) -> None:
+        self._engine, self._job, self._state, self._parts, self._recorder = engine, job, state, parts, current()
         self._weights = StepWeights(engine.world.size, engine.program.coupled_gradients)
         self._weighed = False  # whether the loss has a weight of its own
 
@@ -103,7 +92,7 @@ class Microbatches:
             if place == last:
                 self._share_losses(pipeline)
             now, loss, draws = opened.pop(where)
-            self._tell_place(action)
+            self._engine.events.send("in_stage", *where)
             name = stage_name(*where)
             pipeline.back(now, loss, partial(self._backward, draws, last=place == last, name=name))
         reduction = self._engine.program.reduction
@@ -114,7 +103,7 @@ class Microbatches:
 
     def _stage_forward(self, pipeline: Pipeline, action: Action) -> tuple[Pass, Tensor | None, KeyedDraws | None]:
         number = action.microbatch
-        self._tell_place(action)
+        self._engine.events.send("in_stage", action.stage, number)
         draws = self._begin(number)
         name, exact = stage_name(action.stage, number), draws.forward() if draws else NOTHING
         with self._recorder.span("forward", name), self._engine.computing(), exact:
@@ -123,38 +112,37 @@ class Microbatches:
         self._engine.events.send("forward_ends")
         return now, loss, draws
 
-    def _tell_place(self, action: Action) -> None:
-        self._engine.events.send("in_stage", action.stage, action.microbatch)
-
     def _begin(self, number: int) -> KeyedDraws | None:
         engine, part = self._engine, self._parts[number][1]
         engine.part = part
         if engine.watcher is not None:
             engine.watcher.batch_given(part, self._parts[number][0])
-        return None if engine.draws is None else engine.draws.of_microbatch((*self._loss.key, number), part)
+        key = self._state.seed, self._state.step, number
+        return None if engine.draws is None else engine.draws.of_microbatch(key, part)
 
     def _found(self, number: int) -> Any:
         IN_LOSS.append(self._engine)
         try:
             batch = self._parts[number][0]
-            found = self._loss.function(batch if self._engine.stored is None else self._engine.cast(batch))
-            return self._engine.program.plain(found)
+            cast = batch if self._engine.stored is None else self._engine.cast(batch)
+            return self._engine.program.plain(self._job.loss(self._state.model, cast))
         finally:
             IN_LOSS.pop()
 
     def _scaled(self, number: int, found: Any) -> Tensor:
         """Return the loss of a microbatch, scaled for the backward, so that the gradients of all microbatches add up to
         the gradient of the global batch."""
-        engine, loss, part = self._engine, self._loss, self._parts[number][1]
+        engine, job, part = self._engine, self._job, self._parts[number][1]
+        where = f"the loss of job '{job.name}'"
         for hear in engine.events.backward_begins:
-            hear(found, part, None, loss.reduction, loss.where)
-        summed = part.total if loss.reduction == "sum" else None
-        mean, weight = split_weight(found, part, loss.where, summed=summed)
+            hear(found, part, None, job.reduction, where)
+        summed = part.total if job.reduction == "sum" else None
+        mean, weight = split_weight(found, part, where, summed=summed)
         self._weighed = weight is not None
         reduction = engine.program.reduction
         shared = reduction is not None and reduction.shared_terms  # terms of parameters alone
         self._weights.coupled |= shared or engine.program.coupled_gradients
-        return loss.scale(self._weights.scale(mean, weight, part))
+        return self._state.scaler.scale(self._weights.scale(mean, weight, part))
 
     def _backward(self, draws: KeyedDraws | None, scalar: Tensor, *, last: bool, name: str = "") -> None:
         alone = draws is None and self._engine.watcher is None
@@ -210,7 +198,7 @@ def train_step(
         return _step_with_closure(engine, job, state, parts)
     if not_finite is not None:
         not_finite.step_begins()
-    losses = _compute(engine, job, state, parts)
+    losses = compute(engine, job, state, parts)
     with recorder.span("optimizer"):
         if not_finite is None or not not_finite.skips(state.step + 1, losses):
             _update(engine, job, state)
@@ -234,7 +222,7 @@ def _step_with_closure(engine: Engine, job: Job, state: RunState, parts: Sequenc
 
     def closure() -> Tensor:
         state.model.zero_grad()
-        found.append(_compute(engine, job, state, parts))
+        found.append(compute(engine, job, state, parts))
         _clip(engine, job, state)
         total, weight = collectives.all_reduce(total_of(found[-1]), of="the loss").unbind()
         return total / weight
@@ -243,20 +231,6 @@ def _step_with_closure(engine: Engine, job: Job, state: RunState, parts: Sequenc
         state.optimizer.step(closure)  # type: ignore[arg-type]
         _end_step(state)
     return found[0]
-
-
-def _compute(engine: Engine, job: Job, state: RunState, parts: Sequence[Microbatch]) -> Losses:
-    pipeline = engine.program.pipeline
-    stage = () if pipeline is None or pipeline.pipe.rank == 0 else (pipeline.pipe.rank,)  # the first as one device
-    seed_draws(engine.world, state.seed, state.step, *stage)
-    loss = LossOfJob(
-        lambda batch: job.loss(state.model, batch),
-        where=f"the loss of job '{job.name}'",
-        key=(state.seed, state.step),
-        scale=state.scaler.scale,
-        reduction=job.reduction,
-    )
-    return compute(engine, loss, parts)
 
 
 def _clip(engine: Engine, job: Job, state: RunState) -> None:

@@ -173,7 +173,8 @@ class Block(nn.Module):
     def forward(self, x: Tensor, turns: tuple[Tensor, Tensor]) -> Tensor:
         """Apply this transformer block to the hidden vectors `x`."""
         x = x + self.attention(self.attention_norm(x), turns)
-        return x + self.feed(self.feed_norm(x))
+        out: Tensor = x + self.feed(self.feed_norm(x))
+        return out
 
 
 class Gpt(nn.Module):
