@@ -103,7 +103,7 @@ def stall(folder: Path, saves: int) -> dict[str, Any]:
             into.copy_(tensor)
 
     def save() -> None:
-        saver.save(functools.partial(lambda whole: tree_of(training.state, whole=whole)), {"step": next(numbers)})
+        saver.save(functools.partial(tree_of, training.state), {"step": next(numbers)})
 
     for turn in range(saves + 2):
         each = seconds_of(copy), seconds_of(save)
@@ -127,7 +127,7 @@ def behind(folder: Path, saves: int) -> dict[str, Any]:
     saver, during, without, writing = Saver(folder, World(), print), [], [], []
     for number in range(1, saves + 3):
         quiet = [seconds_of(training.step) for _ in range(6)]
-        saver.save(lambda whole: tree_of(training.state, whole=whole), {"step": number})
+        saver.save(lambda: tree_of(training.state), {"step": number})
         began, busy = time.perf_counter(), []
         while saver._thread is not None and saver._thread.is_alive():
             busy.append(seconds_of(training.step))
@@ -147,7 +147,7 @@ def behind(folder: Path, saves: int) -> dict[str, Any]:
 def verify(folder: Path) -> dict[str, float]:
     """GB/s of `verified`, the best of five."""
     training, saver = Training(384 * MiB, 8), Saver(folder / "verify", World(), print)
-    saver.save(lambda whole: tree_of(training.state, whole=whole), {"step": 1})
+    saver.save(lambda: tree_of(training.state), {"step": 1})
     saver.settle()
     saved = files.checkpoints_in(folder / "verify")[-1]
     size = files.size_of(saved.path)
@@ -194,7 +194,7 @@ def of_a_rank(folder: str, size: float, ranks: int, first: bool) -> dict[str, fl
     if first:
         reset()
         saver = Saver(Path(folder), session.world, print)
-        found["save_seconds"] = seconds_of(lambda: saver.save(lambda whole: tree_of(state, whole=whole), {"step": 1}))
+        found["save_seconds"] = seconds_of(lambda: saver.save(lambda: tree_of(state), {"step": 1}))
         found["write_seconds"] = seconds_of(saver.settle)
         assert saver.saved == 1, saver.wrong
         found["save"] = most_since(base) / part

@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,9 +16,11 @@ from torch import nn
 import meshwise as mw
 from meshwise.records import folder as names
 from meshwise.spec.errors import UsageError
+from meshwise.spec.world import World
 from meshwise.training.job.loop import run_job
 from meshwise.training.job.options import RunOptions
-from meshwise.training.recovery.weights import export_weights
+from meshwise.training.recovery.saving import Saver
+from meshwise.training.weights import weights
 
 Command = Callable[..., tuple[int, str, str]]
 
@@ -101,21 +104,30 @@ def test_weights_are_those_of_the_newest_whole_state(run: Path, command: Command
     assert code == 0 and shown.startswith("step 6: ")
 
 
+def save(folder: Path, model: dict[str, Any]) -> None:
+    saver = Saver(folder / names.CHECKPOINTS, World(), pytest.fail)
+    saver.save(lambda: {"model": model}, {"step": 3})
+    saver.settle()
+
+
 def test_large_weights_are_several_files_with_an_index(tmp_path: Path) -> None:
     model = nn.Sequential(*(nn.Linear(10, 10) for _ in range(5)))
     said: list[str] = []
-    state = model.state_dict() | {"0._extra_state": {"a": 1}}
-    written = export_weights(state, tmp_path, 3, said.append, most=1000)
-    assert len(written.files) == 3 and written.files[0] == "model-00001-of-00003.safetensors" and written.tensors == 10
+    save(tmp_path, model.state_dict() | {"0._extra_state": {"a": 1}})
+    out, sentence = weights(tmp_path, None, None, said.append, most=1000)
+    files = sorted(path.name for path in out.glob("*.safetensors"))
+    assert len(files) == 3 and files[0] == "model-00001-of-00003.safetensors"
+    assert sentence == f"step 3: 10 tensors, 2.1 KiB in 3 files: {out}"
     assert said == ["left out because they are not tensors: 0._extra_state"]
     other = nn.Sequential(*(nn.Linear(10, 10) for _ in range(5)))
-    mw.load_weights(other, tmp_path)
+    mw.load_weights(other, out)
     assert all(value.equal(other.state_dict()[name]) for name, value in model.state_dict().items())
 
 
 def test_a_dtype_that_safetensors_lacks_is_refused(tmp_path: Path) -> None:
+    save(tmp_path, {"w": torch.ones(2, dtype=torch.complex128)})
     with pytest.raises(UsageError, match="safetensors cannot store complex128 of this model"):
-        export_weights({"w": torch.ones(2, dtype=torch.complex128)}, tmp_path, 1, pytest.fail)
+        weights(tmp_path, None, None, pytest.fail)
 
 
 def test_a_run_goes_on_from_an_older_state(run: Path) -> None:

@@ -20,7 +20,7 @@ import torch
 
 from meshwise.records.checkpoints import MANIFEST, PART, name_of, prune
 from meshwise.spec.errors import CheckpointError
-from meshwise.training.recovery.loading import open_newest, whole
+from meshwise.training.recovery.loading import load, whole
 from meshwise.training.recovery.tensor_files import SMALL, as_bytes, deal, held, laid_out, views
 from meshwise.training.recovery.values import encoded
 from meshwise.training.recovery.writing import Deal, Writing
@@ -62,7 +62,7 @@ def writing(rank: int, step: int, folder: Path, store: FolderStore, ranks: int =
         begin = at - len(beginning)
         buffer[begin : begin + source.nbytes].view(source.dtype).view(source.shape).copy_(source)
     facts, part_folder = {"step": step, "attempt": 1}, folder / (name_of(step, 1) + PART)
-    content = [(beginning, as_bytes(buffer))]
+    content = [(f"rank{rank}.safetensors", beginning, as_bytes(buffer))]
     return Writing(rank, ranks, f"save{step}", part_folder, content, dealt, facts, values, store)
 
 
@@ -135,7 +135,7 @@ def found(folder: Path) -> int | None:
     Raises AssertionError for a mixture.
     """
     try:
-        newest = open_newest(folder / "checkpoint")
+        newest = load(folder / "checkpoint")
     except CheckpointError:
         return None
     tree = whole(newest.tree)

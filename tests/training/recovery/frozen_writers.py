@@ -75,7 +75,7 @@ class Rank:
 
     def save(self, step: int) -> None:
         state = {"step": step, "w": torch.full((1000,), float(step + self.number))}
-        self.saver.save(lambda whole: state, {"step": step}, wait=True)
+        self.saver.save(lambda: state, {"step": step}, wait=True)
         self.saver.settle()
 
     def log(self, step: int) -> None:

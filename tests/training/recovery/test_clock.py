@@ -54,7 +54,7 @@ def test_a_run_that_slows_down_is_not_late_by_more_than_it_slowed(monkeypatch: p
     assert 60 <= now[0] < 400
 
 
-def state(whole: bool) -> dict[str, Any]:
+def state() -> dict[str, Any]:
     return {"w": torch.zeros(1 << 20)}
 
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import io
-import json
 import os
 import shutil
 from collections.abc import Callable
@@ -13,13 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 
 from meshwise.records.checkpoints import MANIFEST, checkpoints_in
 from meshwise.spec.errors import CheckpointError
 from meshwise.spec.saves import Saves
 from meshwise.spec.world import World
-from meshwise.training.recovery.loading import Loaded, load, open_newest, whole
+from meshwise.training.recovery.loading import Loaded, load, whole
 from meshwise.training.recovery.saving import Saver
 
 
@@ -30,7 +26,7 @@ def state(step: int) -> dict[str, Any]:
 def save(folder: Path, *steps: int) -> None:
     saver = Saver(folder, World(), pytest.fail, saves=Saves(keep=9))
     for step in steps:
-        assert saver.save(lambda _, step=step: state(step), {"step": step, "epoch": 1}, wait=True)
+        assert saver.save(lambda step=step: state(step), {"step": step, "epoch": 1}, wait=True)
     saver.settle()
     assert (saver.saved, saver.wrong) == (steps[-1], "")
 
@@ -142,9 +138,9 @@ def test_every_byte_of_a_checkpoint_counts(tmp_path: Path) -> None:
             flipped[at] ^= 1 << at % 8
             path.write_bytes(flipped)
             with pytest.raises(CheckpointError, match="no checkpoint can be used"):
-                open_newest(tmp_path)
+                load(tmp_path)
         path.write_bytes(content)
-    assert open_newest(tmp_path).saved == saved
+    assert load(tmp_path).saved == saved
 
 
 def test_of_all_damaged_ones_each_is_named(tmp_path: Path) -> None:
@@ -166,50 +162,3 @@ def test_what_a_later_version_writes_is_not_read(tmp_path: Path, monkeypatch: py
 def test_a_run_that_saved_nothing_is_told_how_to_save(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"has no checkpoint\. Run with --save-every N, or start over"):
         loaded(tmp_path / "checkpoint")
-
-
-# Format 1.
-
-
-def torch_file(value: Any) -> bytes:
-    written = io.BytesIO()
-    torch.save(value, written)
-    return written.getvalue()
-
-
-def old(folder: Path, content: bytes, **facts: Any) -> None:
-    """As meshwise 0.1 has written it."""
-    (folder / "step-00000002.pt").write_bytes(content)
-    known = {"file": "step-00000002.pt", "sha256": hashlib.sha256(content).hexdigest(), "step": 2}
-    (folder / "latest.json").write_text(json.dumps(known | facts))
-
-
-def test_a_state_of_the_first_format_comes_back_until_there_is_one_of_the_second(tmp_path: Path) -> None:
-    old(tmp_path, torch_file({"format": 1, **state(2)}))
-    assert loaded(tmp_path)[0].tree["model"]["w"].equal(torch.full((300, 3), 2.0))
-    assert isinstance(open_newest(tmp_path).tree["model"]["w"], Tensor)
-    save(tmp_path, 1)
-    assert loaded(tmp_path)[0].saved.step == 1
-
-
-@pytest.mark.parametrize(
-    ("content", "facts", "says"),
-    [
-        (
-            b"x",
-            {"sha256": "0"},
-            "is damaged: its SHA-256 differs from the recorded one. The same folder may contain older states.",
-        ),
-        (b"x", {"file": "step-3.pt"}, "has no checkpoint"),
-        (b"x", {"file": None}, "latest.json cannot be read"),
-        (b"no state", {}, "step-00000002.pt cannot be read"),
-        (torch_file(nn.Linear(1, 1)), {}, "step-00000002.pt cannot be read"),  # code: it is not run
-        (torch_file([1, 2]), {}, "does not contain the state of a run"),
-        (torch_file({"format": 7}), {}, "has format 7"),
-    ],
-)
-def test_damage_of_the_first_format_is_told(tmp_path: Path, content: bytes, facts: dict[str, Any], says: str) -> None:
-    old(tmp_path, content, **facts)
-    with pytest.raises(CheckpointError) as caught:
-        loaded(tmp_path)
-    assert says in str(caught.value) and str(tmp_path) in str(caught.value) and "\n" not in str(caught.value)

@@ -16,7 +16,7 @@ from meshwise.spec.errors import UsageError
 from meshwise.spec.saves import Saves
 from meshwise.spec.world import World
 from meshwise.training.recovery import saving, writing
-from meshwise.training.recovery.loading import open_newest, whole
+from meshwise.training.recovery.loading import load, whole
 from meshwise.training.recovery.saving import BACKGROUND, Saver
 
 
@@ -25,7 +25,7 @@ def state(step: int) -> dict[str, Any]:
 
 
 def save(saver: Saver, *steps: int) -> list[bool]:
-    return [saver.save(lambda _, step=step: state(step), {"step": step}, wait=step < 0) for step in steps]
+    return [saver.save(lambda step=step: state(step), {"step": step}, wait=step < 0) for step in steps]
 
 
 def names(folder: Path) -> list[str]:
@@ -34,10 +34,10 @@ def names(folder: Path) -> list[str]:
 
 def test_the_state_is_that_of_the_call_whatever_training_does_meanwhile(tmp_path: Path) -> None:
     saver, tensor = Saver(tmp_path, World(), pytest.fail), torch.zeros(1000)
-    saver.save(lambda _: {"w": tensor}, {"step": 1})
+    saver.save(lambda: {"w": tensor}, {"step": 1})
     tensor += 1
     saver.settle()
-    assert whole(open_newest(tmp_path).tree)["w"].equal(torch.zeros(1000))
+    assert whole(load(tmp_path).tree)["w"].equal(torch.zeros(1000))
 
 
 def full(monkeypatch: pytest.MonkeyPatch, room: int) -> None:
@@ -82,7 +82,7 @@ def test_a_full_disk_is_told_in_a_line_and_the_next_save_is_tried(
     (line,) = said
     assert line.startswith("step 2 could not be saved: rank 0: ") and "B free" in line and "\n" not in line
     assert names(tmp_path) == ["step-00000001.1"]
-    assert whole(open_newest(tmp_path).tree)["w"].equal(torch.ones(1000))
+    assert whole(load(tmp_path).tree)["w"].equal(torch.ones(1000))
     save(saver, 3)
     saver.settle()
     assert said[1:] == ["saving works again: step 3 is saved."]
@@ -114,7 +114,7 @@ def test_a_save_that_would_wait_too_long_is_left_out_and_said(tmp_path: Path, mo
 
 def test_what_no_checkpoint_can_hold_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"f is a builtins\.function"):
-        Saver(tmp_path, World(), pytest.fail).save(lambda _: {"f": lambda: 1}, {"step": 1})
+        Saver(tmp_path, World(), pytest.fail).save(lambda: {"f": lambda: 1}, {"step": 1})
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,7 @@ def test_what_a_run_left_behind_goes_first(tmp_path: Path) -> None:
 def test_states_of_the_background_go_once_another_stands(tmp_path: Path, settings: dict[str, int]) -> None:
     saver = Saver(tmp_path, World(), pytest.fail, saves=Saves(**settings))
     for step, background in ((1, False), (2, True), (3, True), (4, False)):
-        saver.save(lambda _, step=step: state(step), {"step": step, BACKGROUND: background}, wait=True)
+        saver.save(lambda step=step: state(step), {"step": step, BACKGROUND: background}, wait=True)
         saver.settle()
     kept = {"keep": [1, 4], "steps": [3, 4]}.get(next(iter(settings), ""), [4])
     assert [saved.step for saved in checkpoints_in(tmp_path)] == kept

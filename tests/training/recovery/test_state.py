@@ -126,7 +126,7 @@ def test_a_state_of_another_optimizer_is_told(there: type[Optimizer], here: type
     saved, state = make(there), make(here)
     with pytest.raises(CheckpointError) as caught:
         unpack(state, pack(saved))
-    said = f"belongs to another optimizer: it was saved with {there.__name__}, but this job uses {here.__name__}."
+    said = f"belongs to another optimizer: it was saved with {there.__name__}, but this program uses {here.__name__}."
     assert said in str(caught.value)
 
 

@@ -60,7 +60,7 @@ def test_what_a_killed_writer_left_is_cleared_away_by_the_next_session(tmp_path:
     saved_by(2, tmp_path, 2, victim=0, at=40)
     assert (tmp_path / "checkpoint" / "step-00000002.1.part").exists()
     saver = Saver(tmp_path / "checkpoint", World(), pytest.fail)
-    saver.save(lambda _: state(3), {"step": 3}, wait=True)
+    saver.save(lambda: state(3), {"step": 3}, wait=True)
     saver.settle()
     names = {path.name for path in (tmp_path / "checkpoint").iterdir()}
     assert names == {"step-00000001.1", "step-00000003.2"}

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from meshwise import training
-from meshwise.spec.units import bytes_text, plural
 from meshwise.training.commands.checkpoints import RUN, run_folder
 
 app = typer.Typer(add_completion=False)
@@ -33,10 +33,5 @@ def weights(
     meshwise weights mnist-cnn --out weights       write to the folder weights
     meshwise weights gpt --checkpoint step-00000040.1   write an older state
     """
-    folder, written = training.weights.weights(run_folder(run), Path(out) if out else None, checkpoint, _say)
-    files = plural(len(written.files), "file")
-    print(f"step {written.step}: {plural(written.tensors, 'tensor')}, {bytes_text(written.size)} in {files}: {folder}")
-
-
-def _say(text: str) -> None:
-    print(f"Note: {text}", file=sys.stderr)
+    say = partial(print, "Note:", file=sys.stderr)
+    print(training.weights.weights(run_folder(run), Path(out) if out else None, checkpoint, say)[1])

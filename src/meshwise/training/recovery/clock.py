@@ -35,7 +35,7 @@ class SaveClock:
         self,
         saves: Saves,
         saver: Saver | None = None,
-        make: Callable[[bool], Any] = lambda whole: None,
+        make: Callable[[], Any] = lambda: None,
         option: str = "--save-every",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:

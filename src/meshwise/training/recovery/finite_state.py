@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -43,23 +42,6 @@ def not_finite_here(models: Mapping[str, nn.Module], optimizers: Mapping[str, Op
     """Return the name of the first entry of this rank's state that contains NaN or infinity."""
     parameters = [(name, tensor, True) for name, tensor in _parameters(models) if name not in known]
     return next(_bad([*parameters, *_kept(models, optimizers)]), ("", None))[0]
-
-
-def not_finite_in_tree(tree: Any, models: Mapping[str, nn.Module], known: frozenset[str]) -> str:
-    """Return the name of the first entry of `tree` that contains NaN or infinity, or "" if there is none."""
-    held = {
-        name for of, model in models.items() for name, _ in model.named_parameters() if _name(name, of) not in known
-    }
-    named = [(name, local_of(each.detach()), True) for name, each in _entries(tree) if name in held]
-    return next(_bad(named), ("", None))[0]
-
-
-def _entries(tree: Any) -> Iterator[tuple[str, Tensor]]:
-    for name, each in tree.items() if isinstance(tree, Mapping) else ():
-        if isinstance(each, Tensor):
-            yield name, each
-    for each in tree.values() if isinstance(tree, Mapping) else tree if isinstance(tree, list | tuple) else ():
-        yield from _entries(each.state_dict() if isinstance(each, nn.Module) else each)
 
 
 def _name(name: str, of: str) -> str:

@@ -30,21 +30,19 @@ from meshwise.spec.errors import CheckpointError, SaveError
 from meshwise.spec.saves import Saves
 from meshwise.spec.world import World
 from meshwise.torch_compat.reducer import own_connection_to_store
-from meshwise.training.recovery.collect import collected
 from meshwise.training.recovery.tensor_files import (
     Held,
-    WriteItem,
     as_bytes,
     deal,
     held,
     laid_out,
     plainly_held,
-    view_of,
+    views,
 )
 from meshwise.training.recovery.values import encoded, merged
-from meshwise.training.recovery.writing import LAST, Deal, Writing
+from meshwise.training.recovery.writing import LAST, Content, Deal, Writing
 from meshwise.transfer import collectives
-from meshwise.transfer.sharded import Box
+from meshwise.transfer.sharded import BUCKET, Box
 from meshwise.workers.environment import attempt
 from meshwise.workers.join import rank_context
 
@@ -94,22 +92,22 @@ class Saver:
         self.stall_seconds = self.write_seconds = 0.0
         """How many seconds the last save has held the training, and was written in the background."""
 
-    def size_of(self, make: Callable[[bool], Any]) -> int:
+    def size_of(self, make: Callable[[], Any]) -> int:
         """Return how many bytes the tensors of a state take, over all ranks. make: as in `save`. Collective."""
         self._begin()
-        shapes = {name: held(tensor) for name, tensor in self._encoded(make(False))[1].items()}
+        shapes = {name: held(tensor) for name, tensor in self._encoded(make())[1].items()}
         ranks = collectives.gather_objects(shapes, collectives.everyone())
         return sum(each.size for each in {name: each for rank in ranks for name, each in rank.items()}.values())
 
     def save(
-        self, make: Callable[[bool], Any], facts: Mapping[str, Any], *, wait: bool = False, began: float | None = None
+        self, make: Callable[[], Any], facts: Mapping[str, Any], *, wait: bool = False, began: float | None = None
     ) -> bool:
-        """Save a state."""
+        """Save a state. make: returns what this rank holds of it, as a tree of plain values and tensors."""
         with current().span("checkpoint"):
             self._asked = time.monotonic() if began is None else began
-            key, number, shared = self._begin()
+            key, number, _ = self._begin()
             self._settle(None if wait else PATIENCE)
-            values, tensors = self._encoded(make(False)) if shared else (None, {})
+            values, tensors = self._encoded(make())
             shapes = {name: held(tensor) for name, tensor in tensors.items()}
             digests = (hash(tuple(shapes.items())), _digest(values))  # the first is compared with this rank's own
             over = self._world.rank == 0 and newest(files.claims_folder(self.folder)) > number
@@ -119,16 +117,9 @@ class Saver:
             if any(busy for busy, _, _ in ranks):
                 self.tell(f"step {facts['step']} is not saved: the state before it is still being written.")
                 return False
-            if shared:
-                values = self._agreed(values, shapes, [each for _, each, _ in ranks])
-            else:
-                values, tensors = encoded(collected(make(True)) or {})
-                shapes = {name: held(tensor) for name, tensor in tensors.items()}
-                empty: list[list[WriteItem]] = [[] for _ in range(self._world.size - 1)]
-                self._deal = Deal((), shapes, [*deal([shapes]), *empty])
-            self._start(
-                key, {"attempt": number, "world": self._world.size, "time": time.time(), **facts}, values, tensors
-            )
+            values = self._agreed(values, shapes, [each for _, each, _ in ranks])
+            facts = {"attempt": number, "world": self._world.size, "time": time.time(), **facts}
+            self._start(key, facts, values, tensors)
             self.stall_seconds = time.monotonic() - self._asked
         return True
 
@@ -145,7 +136,7 @@ class Saver:
             key, number = collectives.broadcast_object((key, number), collectives.everyone())
             self._begun = key, number, seen_by_all(self.folder, self._world, key)
             if not self._begun[2]:
-                self.tell(f"not every machine sees {self.folder}: rank 0 gathers and writes the whole state.")
+                self.tell(f"not every machine sees {self.folder}: rank 0 writes the whole state.")
         return self._begun
 
     def _numbered(self) -> int:
@@ -154,9 +145,6 @@ class Saver:
             return self._claimed
         claimed = newest(files.claims_folder(self.folder)) > 0
         return attempt() if claimed else max([attempt(), *(c.attempt + 1 for c in self._known())])
-
-    def _room(self, number: int) -> Path | None:
-        return room_of(files.claims_folder(self.folder), number)
 
     def _known(self) -> list[Checkpoint]:
         try:
@@ -188,11 +176,13 @@ class Saver:
             self._own = self._deal, *_buffer_of(self._deal, rank, pinned=has_streams(self._world.device))
         _, beginning, buffer, copies = self._own
         for name, box, into in copies:
-            into.copy_(view_of(tensors[name], box), non_blocking=True)
+            into.copy_(views(tensors[name])[box], non_blocking=True)
         if has_streams(self._world.device):
             torch.get_device_module(self._world.device).current_stream().synchronize()
         self._number += 1
-        content = [(beginning, as_bytes(buffer))] if copies else []
+        content = [(f"rank{rank}.safetensors", beginning, as_bytes(buffer))] if copies else []
+        if self._begun is not None and not self._begun[2]:
+            content = self._sent(buffer, content)
         folder = self.folder / (files.name_of(facts["step"], facts["attempt"]) + files.PART)
         self._writing = Writing(
             rank,
@@ -204,10 +194,26 @@ class Saver:
             facts,
             values,
             self._store,
-            room=self._room(facts["attempt"]),
+            room=room_of(files.claims_folder(self.folder), facts["attempt"]),
         )
         self._thread = threading.Thread(target=self._written, args=(self._writing,), name="checkpoint", daemon=True)
         self._thread.start()
+
+    def _sent(self, own: Tensor, content: list[Content]) -> list[Content]:
+        """Send what each rank writes to rank 0, and return what this rank writes: all of it, or nothing."""
+        assert self._deal is not None
+        device, everyone = self._world.device, collectives.everyone()
+        for rank in range(1, self._world.size):
+            if self._world.rank == 0:
+                beginning, _, size = laid_out(self._deal.parts[rank], self._deal.shapes)
+                buffer = torch.empty(size - len(beginning), dtype=torch.uint8)
+                for chunk in buffer.split(BUCKET) if len(buffer) else ():
+                    chunk.copy_(collectives.receive(torch.empty_like(chunk, device=device), rank, everyone))
+                content.append((f"rank{rank}.safetensors", beginning, as_bytes(buffer)))
+            elif self._world.rank == rank:
+                for chunk in own.split(BUCKET) if len(own) else ():
+                    collectives.send(chunk.to(device), 0, everyone)
+        return content if self._world.rank == 0 else []
 
     def _written(self, writing: Writing) -> None:
         """Write a checkpoint, and report an error to the user."""

@@ -6,6 +6,7 @@ the data order are derived from (seed, epoch, step, index), so that no generator
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,11 @@ from meshwise.training.recovery.collect import collected, held_of, state_of
 from meshwise.training.recovery.loading import Stored
 from meshwise.training.recovery.loading import whole as stored_whole
 from meshwise.transfer import stages
+
+Objects = Mapping[str, Mapping[str, Any]]
+"""The objects of a program that train: of each kind (model, optimizer, scheduler) by name. A single one has none: ""."""
+PLAIN = ("seed", "epoch", "index", "step", "made_with")
+OTHER = "the checkpoint belongs to another optimizer: {}. Resume with the program that saved it."
 
 
 @dataclass
@@ -47,55 +53,67 @@ class RunState:
     """Whether the optimizer is known to hold all parameters of the model."""
 
 
-def tree_of(state: RunState, whole: bool = False) -> dict[str, Any]:
+def tree_of(state: RunState) -> dict[str, Any]:
     """Return the part of the state that this rank holds, as a tree of plain values and tensors."""
-    own = state_of(state.model) if whole else held_of(state.model)
     return {
-        "model": own,
-        "optimizer_kind": type(state.optimizer).__name__,
-        "optimizer": state.optimizer.state_dict(),
-        "scheduler": state.scheduler.state_dict() if state.scheduler else None,
+        **tree_of_objects(_objects(state)),
         "scaler": state.scaler.state_dict(),
-        "seed": state.seed,
-        "epoch": state.epoch,
-        "index": state.index,
-        "step": state.step,
-        "made_with": state.made_with,
+        **{name: getattr(state, name) for name in PLAIN},
     }
 
 
 def pack(state: RunState) -> dict[str, Any] | None:
     """Return the state with whole CPU tensors on rank 0, and None on other ranks. Collective."""
-    return collected(tree_of(state, whole=True))  # type: ignore[no-any-return]
+    return collected({**tree_of(state), "model": state_of(state.model)})  # type: ignore[no-any-return]
 
 
 def unpack(state: RunState, saved: dict[str, Any]) -> None:
-    """Load a saved state into `state`, in place. The tensors in `state` keep their sharding.
-
-    A `Stored` tensor is still in a file, from which each rank reads only the part that it needs. Raises CheckpointError
-    if the saved state belongs to another model or optimizer.
-    """
-    own_kind, other = type(state.optimizer).__name__, saved.get("optimizer_kind")
-    compare_states(state.model.state_dict(), saved["model"])
-    if other is not None and own_kind != other:  # torch would load it and take its settings over the job's
-        raise CheckpointError(
-            f"the checkpoint belongs to another optimizer: it was saved with {other}, but this job uses {own_kind}. "
-            "Resume with the job that saved it."
-        )
-    load_model(state.model, saved["model"])
-    try:
-        load_optimizer(state.optimizer, saved["optimizer"])
-    except (ValueError, KeyError) as error:
-        raise CheckpointError(
-            f"the checkpoint belongs to another optimizer: {error}. Resume with the job that saved it."
-        ) from None
-    rest = stored_whole({name: value for name, value in saved.items() if name not in ("model", "optimizer")})
-    if state.scheduler is not None and rest["scheduler"] is not None:
-        state.scheduler.load_state_dict(rest["scheduler"])
+    """Load a saved state into `state`, in place, as `restore_objects` does."""
+    restore_objects(_objects(state), saved)
+    rest = stored_whole({name: saved[name] for name in ("scaler", *PLAIN)})
     if rest["scaler"] and state.scaler.is_enabled():
         state.scaler.load_state_dict(rest["scaler"])
-    state.seed, state.epoch, state.index, state.step = (rest[k] for k in ("seed", "epoch", "index", "step"))
-    state.made_with = rest.get("made_with")
+    for name in PLAIN:
+        setattr(state, name, rest[name])
+
+
+def _objects(state: RunState) -> Objects:
+    scheduler = {"": state.scheduler} if state.scheduler else {}
+    return {"model": {"": state.model}, "optimizer": {"": state.optimizer}, "scheduler": scheduler}
+
+
+def tree_of_objects(objects: Objects) -> dict[str, Any]:
+    """Return what this rank holds of the states of a program's objects."""
+    held = {name: held_of(model) for name, model in objects["model"].items()}
+    optimizers = objects["optimizer"].items()
+    return {
+        "models": list(held),
+        "model": held.get("", held),
+        "optimizer": {name: {"kind": type(each).__name__, "state": each.state_dict()} for name, each in optimizers},
+        "scheduler": {name: each.state_dict() for name, each in objects["scheduler"].items()},
+    }
+
+
+def restore_objects(objects: Objects, tree: Mapping[str, Any]) -> None:
+    """Load what `tree_of_objects` returned into the objects, in place. Tensors keep their sharding.
+
+    A `Stored` tensor is still in a file, from which each rank reads only the part that it needs. A scheduler that was
+    not saved starts anew. Raises CheckpointError if the state belongs to another model or optimizer.
+    """
+    saved = {"": tree["model"]} if tree["models"] == [""] else tree["model"]
+    for name, model in objects["model"].items():
+        compare_states(model.state_dict(), saved[name])
+        load_model(model, saved[name])
+    for name, optimizer in objects["optimizer"].items():
+        kind, own = tree["optimizer"][name]["kind"], type(optimizer).__name__
+        if kind != own:  # torch would load it and take its settings over the program's
+            raise CheckpointError(OTHER.format(f"it was saved with {kind}, but this program uses {own}"))
+        try:
+            load_optimizer(optimizer, tree["optimizer"][name]["state"])
+        except (ValueError, KeyError) as error:
+            raise CheckpointError(OTHER.format(error)) from None
+    for name in objects["scheduler"].keys() & tree["scheduler"].keys():
+        objects["scheduler"][name].load_state_dict(stored_whole(tree["scheduler"][name]))
 
 
 def load_model(model: nn.Module, saved: dict[str, Any]) -> None:
@@ -141,16 +159,14 @@ def _read_state(optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
 def compare_states(own: dict[str, Any], saved: dict[str, Any]) -> None:
     """Raise CheckpointError unless the saved state_dict of a model has the same names and shapes as this model's."""
     missing, foreign = sorted(own.keys() - saved.keys()), sorted(saved.keys() - own.keys())
-    ours, theirs = ({name: getattr(t, "shape", None) for name, t in side.items()} for side in (own, saved))
-    other = [name for name in own if name in saved and ours[name] != theirs[name]]
-    parts = []
+    shapes = {n: [tuple(getattr(side[n], "shape", ())) for side in (saved, own)] for n in own if n in saved}
+    other = [(name, there, here) for name, (there, here) in shapes.items() if there != here]
     if missing:
-        parts.append(f"it lacks {some(missing)}")
-    if foreign:
-        parts.append(f"it has {some(foreign)}, which this model does not have")
-    if other:
-        name = other[0]
-        parts.append(f"{name} has shape {tuple(saved[name].shape)} in it and {tuple(own[name].shape)} in this model")
-    if parts:
-        text = "; ".join(parts)
-        raise CheckpointError(f"the checkpoint belongs to another model: {text}. Resume with the job that saved it.")
+        text = f"it lacks {some(missing)}"
+    elif foreign:
+        text = f"it has {some(foreign)}, which this model does not have"
+    elif other:
+        text = "{} has shape {} in it and {} in this model".format(*other[0])
+    else:
+        return
+    raise CheckpointError(f"the checkpoint belongs to another model: {text}. Resume with the program that saved it.")

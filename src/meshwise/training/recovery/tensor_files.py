@@ -11,21 +11,18 @@ truncated.
 
 from __future__ import annotations
 
-import functools
 import json
 import math
-import os
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from meshwise.records.checkpoints import Box, StoredTensor, cover, disjoint, volume
+from meshwise.records.checkpoints import Box, StoredPiece, StoredTensor, cover, disjoint, volume
 from meshwise.spec.errors import CheckpointError
 from meshwise.torch_compat.sharding import division, local_of
 from meshwise.transfer.sharded import full_tensor, local_boxes
@@ -84,14 +81,16 @@ def plainly_held(tensor: Tensor) -> Tensor:
 
 def held(tensor: Tensor) -> Held:
     """Return the part of `tensor` that this rank holds."""
-    shape = tuple(tensor.shape)
-    boxes = tuple(local_boxes(tensor)[0]) if isinstance(tensor, DTensor) else (tuple([(0, n) for n in shape]),)
-    return Held(_name(tensor.dtype), shape, boxes)
+    return Held(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), tuple(local_boxes(tensor)[0]))
 
 
-@functools.cache
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+def whole_box(shape: Sequence[int]) -> Box:
+    """Return the box of all elements of a tensor."""
+    return tuple((0, length) for length in shape)
+
+
+def _lengths(box: Sequence[tuple[int, int]]) -> list[int]:
+    return [end - begin for begin, end in box]
 
 
 def views(tensor: Tensor) -> dict[Box, Tensor]:
@@ -103,11 +102,6 @@ def views(tensor: Tensor) -> dict[Box, Tensor]:
         found[box] = local.narrow(dim, at, length) if box else local
         at += length
     return found
-
-
-def view_of(tensor: Tensor, box: Box) -> Tensor:
-    """Return a view of the elements of `box`, which must be one of the boxes of `tensor` that this rank holds."""
-    return views(tensor)[box] if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def deal(ranks: Sequence[Mapping[str, Held]]) -> list[list[WriteItem]]:
@@ -128,7 +122,11 @@ def deal(ranks: Sequence[Mapping[str, Held]]) -> list[list[WriteItem]]:
     loads, parts = [0] * len(ranks), list[list[WriteItem]]([] for _ in ranks)
     items: list[tuple[int, WriteItem, list[int]]] = []
     for name, each in shapes.items():
-        for box in _disjoint(name, each.shape, holders.get(name, {})):
+        chosen = disjoint(holders.get(name, {}))
+        if not cover(chosen, each.shape):
+            found = f"{sum(map(volume, chosen))} of its {math.prod(each.shape)} elements"
+            raise CheckpointError(f"{name} cannot be saved: the ranks have {found}.")
+        for box in chosen:
             size, able = volume(box) * itemsize(each.dtype), holders[name][box]
             items.append((size, WriteItem(name, box), able if size >= SMALL else able[:1]))
     for size, item, able in sorted(items, key=lambda each: (len(each[2]) > 1, -each[0])):
@@ -138,55 +136,18 @@ def deal(ranks: Sequence[Mapping[str, Held]]) -> list[list[WriteItem]]:
     return parts
 
 
-def _disjoint(name: str, shape: tuple[int, ...], boxes: Iterable[Box]) -> list[Box]:
-    """Choose boxes that cover a tensor so that no element is covered twice."""
-    chosen = disjoint(boxes)
-    if not cover(chosen, shape):
-        found = sum(map(volume, chosen))
-        raise CheckpointError(f"{name} cannot be saved: the ranks have {found} of its {math.prod(shape)} elements.")
-    return chosen
-
-
-def intersection(one: Box, other: Box) -> Box | None:
-    """Return the intersection of two boxes of a tensor, or None if it is empty."""
-    both = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
-    return both if all(begin < end for begin, end in both) else None
-
-
-def within(box: Box, outer: Box) -> tuple[slice, ...]:
-    """Return the slices that select `box` from a tensor that holds the elements of `outer`."""
-    return tuple(slice(b - o, e - o) for (b, e), (o, _) in zip(box, outer, strict=True))
-
-
-def rows(box: Box, outer: Box) -> tuple[int, int]:
-    """Return which elements of a file to read to get `box`."""
-    strides, step = list[int](), 1
-    for begin, end in reversed(outer):
-        strides.insert(0, step)
-        step *= end - begin
-    first = sum((b - o) * s for (b, _), (o, _), s in zip(box, outer, strides, strict=True))
-    last = sum((e - 1 - o) * s for (_, e), (o, _), s in zip(box, outer, strides, strict=True))
-    return first, last - first + 1
-
-
-def key_of(part: WriteItem, shape: Sequence[int]) -> str:
-    """Return the name under which a file stores a part of a tensor, such as `weight[0:3,0:5]`."""
-    whole = all(bounds == (0, length) for bounds, length in zip(part.box, shape, strict=True))
-    place: Any = [f"{begin}:{end}" for begin, end in part.box]
-    return part.name if whole else f"{part.name}[{','.join(place)}]"
-
-
 def laid_out(parts: Iterable[WriteItem], shapes: Mapping[str, Held]) -> tuple[bytes, dict[WriteItem, int], int]:
     """Return the header bytes of a file with these parts, the offset of each part in the file, and the file's size."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     at, places = 0, {}
     for part in sorted(parts, key=lambda part: -itemsize(shapes[part.name].dtype)):
-        size = volume(part.box) * itemsize(shapes[part.name].dtype)
-        known = NAMES.get(shapes[part.name].dtype)  # another dtype is written as its bytes; the manifest knows it
-        lengths = [end - begin for begin, end in part.box] if known else [size]
-        header[key_of(part, shapes[part.name].shape)] = {
+        held = shapes[part.name]
+        size = volume(part.box) * itemsize(held.dtype)
+        known = NAMES.get(held.dtype)  # another dtype is written as its bytes; the manifest knows it
+        place = ",".join(f"{begin}:{end}" for begin, end in part.box)
+        header[part.name if part.box == whole_box(held.shape) else f"{part.name}[{place}]"] = {
             "dtype": known or "U8",
-            "shape": lengths,
+            "shape": _lengths(part.box) if known else [size],
             "data_offsets": [at, at + size],
         }
         places[part] = at
@@ -202,60 +163,32 @@ def as_bytes(tensor: Tensor) -> memoryview:
     return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
-class TensorFiles:
-    """The tensors in the files of a checkpoint's folder. Files stay open from the first read until `close`."""
-
-    def __init__(self, folder: Path, tensors: Mapping[str, StoredTensor]) -> None:
-        self._folder, self.tensors = folder, tensors
-        self._open: dict[str, int] = {}
-
-    def __enter__(self) -> TensorFiles:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Close all files."""
-        while self._open:
-            os.close(self._open.popitem()[1])
-
-    def read(self, name: str, box: Sequence[slice] | None = None) -> Tensor:
-        """Read a tensor, or only a box of it."""
-        stored = self.tensors[name]
-        wanted: Box = tuple((s.start, s.stop) for s in box) if box is not None else tuple((0, n) for n in stored.shape)
-        out = torch.empty([end - begin for begin, end in wanted], dtype=getattr(torch, stored.dtype))
-        for piece in stored.pieces:
-            both = intersection(piece.box, wanted)
-            if both is not None:
-                self._read_into(out[within(both, wanted)], piece.file, piece.at, both, piece.box)
-        return out
-
-    def _read_into(self, out: Tensor, file: str, at: int, box: Box, outer: Box) -> None:
-        first, count = rows(box, outer)
-        begin = at + first * out.element_size()
-        if count == volume(box) and out.is_contiguous():
-            self._fill(as_bytes(out), file, begin)
-        else:
-            read = torch.empty(count, dtype=out.dtype)
-            self._fill(as_bytes(read), file, begin)
-            out.copy_(read.as_strided(out.shape, _strides(outer)))
-
-    def _fill(self, into: memoryview, file: str, at: int) -> None:
-        try:
-            if file not in self._open:
-                self._open[file] = os.open(self._folder / file, os.O_RDONLY)
-            while len(into):
-                if not (count := os.preadv(self._open[file], [into], at)):
-                    raise CheckpointError(f"{self._folder / file} is too short: the file changed while it was read.")
-                into, at = into[count:], at + count
-        except OSError as error:
-            raise CheckpointError(f"{self._folder / file} cannot be read ({error.strerror}).") from None
+def read(folder: Path, stored: StoredTensor, wanted: Sequence[tuple[int, int]]) -> Tensor:
+    """Read a box of a tensor from the files of a checkpoint."""
+    out = torch.empty(_lengths(wanted), dtype=getattr(torch, stored.dtype))
+    for piece in stored.pieces:
+        both = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(piece.box, wanted, strict=True)]
+        if all(begin < end for begin, end in both):
+            inside = tuple(slice(b - o, e - o) for (b, e), (o, _) in zip(both, wanted, strict=True))
+            _read_into(out[inside], folder, piece, [b - o for (b, _), (o, _) in zip(both, piece.box, strict=True)])
+    return out
 
 
-def _strides(box: Box) -> list[int]:
-    found, step = list[int](), 1
-    for begin, end in reversed(box):
-        found.insert(0, step)
-        step *= end - begin
-    return found
+def _read_into(out: Tensor, folder: Path, piece: StoredPiece, begins: Sequence[int]) -> None:
+    """Read a part of a piece. begins: its first index of each dim of the piece."""
+    strides = torch.empty(_lengths(piece.box), device="meta").stride()
+    first, last = (sum(map(operator.mul, at, strides)) for at in (begins, [length - 1 for length in out.shape]))
+    direct = last + 1 == out.numel() and out.is_contiguous()
+    read = out if direct else torch.empty(last + 1, dtype=out.dtype)
+    left, path = as_bytes(read), folder / piece.file
+    try:
+        with path.open("rb", buffering=0) as file:
+            file.seek(piece.at + first * out.element_size())
+            while left:
+                if not (count := file.readinto(left)):
+                    raise CheckpointError(f"{path} is too short: the file changed while it was read.")
+                left = left[count:]
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read ({error.strerror}).") from None
+    if not direct:
+        out.copy_(read.as_strided(out.shape, strides))

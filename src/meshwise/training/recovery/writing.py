@@ -30,6 +30,8 @@ from meshwise.spec.units import bytes_text
 from meshwise.training.recovery.tensor_files import Held, WriteItem, laid_out
 
 LAST = 5.0  # seconds that a run which failed waits for the checkpoint that is being written
+Content = tuple[str, bytes, memoryview]
+"""A file to write: its name, its header, and the rest."""
 POLL, SLOWEST = 0.001, 0.05  # seconds between two looks at the store: at first, and after a while
 
 
@@ -50,7 +52,7 @@ class Writing:
     size: int
     key: str
     folder: Path
-    content: Sequence[tuple[bytes, memoryview]]
+    content: Sequence[Content]
     deal: Deal
     facts: Mapping[str, Any]
     values: Any
@@ -82,8 +84,7 @@ class Writing:
         """Write this rank's file. Returns its description, or a text that says why it could not be written."""
         try:
             make_folder(self.folder)
-            name = f"rank{self.rank}.safetensors"
-            return [asdict(write_file(self.folder / name, *each)) for each in self.content]
+            return [asdict(write_file(self.folder / name, head, rest)) for name, head, rest in self.content]
         except OSError as error:
             return why_not(error, self.folder.parent, self.bytes)
         except Exception as error:

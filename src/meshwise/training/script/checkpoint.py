@@ -186,10 +186,8 @@ class LoopState:
             self._last = self._step
             self._engine.notify(saved_loop.says_beside(self._parts))
 
-    def _tree(self, whole: bool) -> dict[str, Any]:
-        return saved_loop.tree_of(
-            self._parts, self._step, self._drawn or saved_loop.random_of(self._engine), whole=whole
-        )
+    def _tree(self) -> dict[str, Any]:
+        return saved_loop.tree_of(self._parts, self._step, self._drawn or saved_loop.random_of(self._engine))
 
     def _refuse_not_finite(self, saver: Saver) -> None:
         what, ranks = self._not_finite()
@@ -258,9 +256,8 @@ class LoopState:
             return
         self._looked_at, say, engine, program = True, self._engine.notify, self._engine, self._engine.program
         say(saved_loop.unread_numbers(held=sys.getrefcount(self._parts.extra), extra=self._parts.extra))
-        last = [each._parts.things for each in engine.given.loop_states if isinstance(each, LoopState)][-1]
         kept = [*kept_by(engine.given.loop_states), *engine.given.earlier]
-        say(saved_loop.forgotten(kept, last, program.models, program.optimizers, engine.given.schedulers))
+        say(saved_loop.forgotten(kept, program.models, program.optimizers, engine.given.schedulers))
         if self.restored and not self._read:
             say(says_unread(self._epoch, self._parts.extra))
 

@@ -14,10 +14,9 @@ from torch.optim import Optimizer
 from meshwise.spec.errors import CheckpointError, UsageError
 from meshwise.training.data.generators import GLOBAL
 from meshwise.training.engine.engine import Engine
-from meshwise.training.recovery.collect import held_of, state_of
 from meshwise.training.recovery.loading import whole as read_whole
 from meshwise.training.recovery.resume_changes import honour, made_with
-from meshwise.training.recovery.state import compare_states, load_model, load_optimizer
+from meshwise.training.recovery.state import restore_objects, tree_of_objects
 from meshwise.training.script.distributed_loader import DistributedLoader
 from meshwise.training.tracking import tracking
 from meshwise.workers.join import rank_context
@@ -76,18 +75,12 @@ def random_of(engine: Engine) -> tuple[Any, ...]:
         return tuple(handle.state() for handle in GLOBAL)
 
 
-def tree_of(parts: LoopParts, step: int, random: tuple[Any, ...], *, whole: bool) -> dict[str, Any]:
-    """Return this rank's part of the loop's state after step `step`. whole: whether to include the values that only
-    rank 0 writes, on behalf of all ranks."""
-    of_model, rank = state_of if whole else held_of, rank_context().world.rank
-    models, optimizers, schedulers = (parts.things[kind] for kind in ("model", "optimizer", "scheduler"))
+def tree_of(parts: LoopParts, step: int, random: tuple[Any, ...]) -> dict[str, Any]:
+    """Return this rank's part of the loop's state after step `step`."""
+    rank = rank_context().world.rank
     return {
-        "models": list(models),
-        "model": _folded({name: of_model(each) for name, each in models.items()}),
-        "optimizer": {n: {"kind": type(o).__name__, "state": o.state_dict()} for n, o in optimizers.items()},
-        "scheduler": {name: each.state_dict() for name, each in schedulers.items()},
-        "loader": parts.loaders[0].state_dict() if parts.loaders else None,
-        "beside": [each.state_beside() for each in parts.loaders[1:]],
+        **tree_of_objects(parts.things),
+        "loaders": [each.state_beside() if n else each.state_dict() for n, each in enumerate(parts.loaders)],
         "extra": _state_of_extra(parts.extra),
         "random": {rank: random},
         "step": step,
@@ -98,40 +91,33 @@ def tree_of(parts: LoopParts, step: int, random: tuple[Any, ...], *, whole: bool
 
 def restore(parts: LoopParts, folder: Path, tree: Mapping[str, Any]) -> int:
     """Restore all parts of the loop from `tree`, which was saved in `folder`."""
-    models, optimizers, schedulers = (parts.things[kind] for kind in ("model", "optimizer", "scheduler"))
-    saved = {"": tree["model"]} if tree["models"] == [""] else tree["model"]
-    _compare(folder, parts.things, {**tree, "model": saved})
-    for name, model in models.items():
-        compare_states(model.state_dict(), saved[name])
-        load_model(model, saved[name])
-    for name, optimizer in optimizers.items():
-        load_optimizer(optimizer, tree["optimizer"][name]["state"])
-    later: dict[str, Any] = {"beside": [], "logged": {}, "made_with": None}  # older states have none
-    later = {name: tree.get(name, none) for name, none in later.items()}
-    rest = read_whole({name: tree[name] for name in ("scheduler", "extra", "loader", "random", "step")} | later)
-    for name, scheduler in schedulers.items():
-        scheduler.load_state_dict(rest["scheduler"][name])
+    things = parts.things
+    for kind, own in things.items():
+        names = tree["models"] if kind == "model" else tree[kind].keys()
+        if own.keys() != set(names):
+            raise CheckpointError(
+                f"{folder} was saved with {len(names)} values of {kind}=, but mw.checkpoint was now passed {len(own)}. "
+                "Pass the same objects as when the state was saved, or use another folder."
+            )
+    restore_objects(things, tree)
+    rest = read_whole({name: tree[name] for name in ("loaders", "extra", "random", "step", "made_with", "logged")})
     _restore_extra(parts.extra, rest["extra"])
-    _restore_loaders(parts, [*([rest["loader"]] if rest["loader"] is not None else []), *rest["beside"]])
+    for loader, place in zip(parts.loaders, rest["loaders"], strict=False):
+        loader.load_state_dict(place)
+    if len(rest["loaders"]) < len(parts.loaders):
+        parts.engine.notify(
+            f"mw.checkpoint: the state has the positions of {len(rest['loaders'])} of {len(parts.loaders)} loaders. "
+            "The other loaders begin a new epoch."
+        )
     index = parts.loaders[0].place[1] if parts.loaders else 0
-    given = optimizers, rest["made_with"], parts.made_with, parts.engine.notify
-    honour(*given, index=index, scheduled=bool(schedulers))
+    given = things["optimizer"], rest["made_with"], parts.made_with, parts.engine.notify
+    honour(*given, index=index, scheduled=bool(things["scheduler"]))
     states = rest["random"].get(rank_context().world.rank, next(iter(rest["random"].values())))
     with parts.engine.generator.drawing():
         for handle, state in zip(GLOBAL, states, strict=True):
             handle.set_state(state)
     tracking.go_on_after(rest["logged"])
     return int(rest["step"])
-
-
-def _restore_loaders(parts: LoopParts, places: Sequence[dict[str, Any]]) -> None:
-    for loader, place in zip(parts.loaders, places, strict=False):
-        loader.load_state_dict(place)
-    if parts.loaders and len(places) < len(parts.loaders):
-        parts.engine.notify(
-            f"mw.checkpoint: the state has the positions of {len(places)} of {len(parts.loaders)} loaders. The other "
-            "loaders begin a new epoch."
-        )
 
 
 Things = Any
@@ -147,10 +133,6 @@ def _named(things: Things) -> dict[str, Any]:
     return {str(name): each for name, each in things.items()} if isinstance(things, dict) else {"": things}
 
 
-def _folded(states: dict[str, Any]) -> Any:
-    return states[""] if list(states) == [""] else states
-
-
 def _check(things: Mapping[str, dict[str, Any]]) -> None:
     for kind, cls in (("model", nn.Module), ("optimizer", Optimizer), ("scheduler", None)):
         for each in things[kind].values():
@@ -159,22 +141,8 @@ def _check(things: Mapping[str, dict[str, Any]]) -> None:
                 raise UsageError(f"mw.checkpoint: {kind}= takes no {type(each).__name__}. Pass it in the dict extra=.")
 
 
-def _compare(folder: Path, things: Mapping[str, dict[str, Any]], tree: Mapping[str, Any]) -> None:
-    """Raise CheckpointError if what `mw.checkpoint` is given has other names or classes than the saved state."""
-    for kind, own in things.items():
-        if own.keys() != tree[kind].keys():
-            raise CheckpointError(
-                f"{folder} was saved with {len(tree[kind])} values of {kind}=, but mw.checkpoint was now "
-                f"passed {len(own)}. Pass the same objects as when the state was saved, or use another folder."
-            )
-    for name, optimizer in things["optimizer"].items():
-        if (kind := tree["optimizer"][name]["kind"]) != type(optimizer).__name__:
-            raise CheckpointError(f"{folder} is for optimizer {kind}, not {type(optimizer).__name__}. Use {kind}.")
-
-
 def forgotten(
     given: Sequence[Any],
-    things: Mapping[str, dict[str, Any]],
     models: Iterable[nn.Module],
     optimizers: Iterable[Optimizer],
     schedulers: Iterable[Any],
@@ -182,35 +150,22 @@ def forgotten(
     """Return a warning about objects that the program trains with, but that no call of `mw.checkpoint` saves."""
     saved = {id(p) for each in given if isinstance(each, nn.Module) for p in each.parameters()}
     known = {id(each) for each in given}
-    lost: dict[str, list[Any]] = {
-        "model": [m for m in models if any(p.requires_grad and id(p) not in saved for p in m.parameters())],
-        "optimizer": [each for each in optimizers if id(each) not in known],
-        "scheduler": sorted(
-            (each for each in schedulers if id(each) not in known), key=lambda each: type(each).__name__
-        ),
-    }
-    if not any(lost.values()):
-        return ""
-    which = ", ".join(f"{type(each).__name__} ({kind})" for kind, several in lost.items() for each in several)
-    write = ", ".join(
-        f"{kind}={_written(kind, len(several) + len(things[kind]))}" for kind, several in lost.items() if several
+    lost: list[tuple[str, Any]] = [
+        ("model", m) for m in models if any(p.requires_grad and id(p) not in saved for p in m.parameters())
+    ]
+    lost += [("optimizer", each) for each in optimizers if id(each) not in known]
+    lost += [("scheduler", each) for each in schedulers if id(each) not in known]
+    which = ", ".join(f"{type(each).__name__} ({kind})" for kind, each in lost)
+    return which and (
+        f"mw.checkpoint: mw.distribute was passed {which}, but mw.checkpoint was not, so its state is not saved. Pass "
+        "it to mw.checkpoint too."
     )
-    return (
-        f"mw.checkpoint: mw.distribute was passed {which}, but mw.checkpoint was not, so its state is not saved. "
-        f"Write mw.checkpoint(…, {write})."
-    )
-
-
-def _written(kind: str, count: int) -> str:
-    return kind if count == 1 else f"[{', '.join(f'{kind}{number}' for number in range(1, count + 1))}]"
 
 
 def _state_of_extra(extra: Any) -> Any:
     """Return a copy of `extra` to save, with state_dicts in place of objects that have one."""
     if isinstance(extra, dict):
-        return {
-            name: _state_of_extra(value) if hasattr(value, "state_dict") else value for name, value in extra.items()
-        }
+        return {name: each.state_dict() if hasattr(each, "state_dict") else each for name, each in extra.items()}
     return None if extra is None else extra.state_dict()
 
 
@@ -232,14 +187,13 @@ def _filled(own: Any, value: Any) -> Any:
         own.data.copy_(value)
         return own
     if type(own) is list and type(value) is list:
-        own[:] = [_filled(a, b) for a, b in zip(own, value, strict=True)] if len(own) == len(value) else value
-        return own
-    if type(own) is dict and type(value) is dict:
-        filled = {name: _filled(own.get(name), each) for name, each in value.items()}
+        own[:] = value
+    elif type(own) is dict and type(value) is dict:
         own.clear()
-        own.update(filled)
-        return own
-    return value
+        own.update(value)
+    else:
+        return value
+    return own
 
 
 def unread_numbers(*, held: int, extra: Any) -> str:
