@@ -1,4 +1,4 @@
-"""A DistributedSampler of DDP is left in the loader. Expected: said, right."""
+"""A DistributedSampler of DDP is left in the loader. Expected: right."""
 
 import torch
 from torch import nn

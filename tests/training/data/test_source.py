@@ -22,7 +22,7 @@ from meshwise.spec.errors import DataError
 from meshwise.spec.plan import Plan
 from meshwise.training.data import source
 from meshwise.training.data.generators import GLOBAL, Handle
-from meshwise.training.data.source import LOOKS, LoaderSettings, count_samples, reader, seeded_by
+from meshwise.training.data.source import LoaderSettings, count_samples, reader, seeded_by
 from meshwise.training.job.loop import run_job
 from meshwise.training.job.options import RunOptions
 
@@ -271,13 +271,11 @@ def test_ready_batches_whose_draws_would_depend_on_the_devices_are_refused() -> 
 
 def test_ready_batches_that_begin_to_draw_are_refused_later() -> None:
     data = ReadyRows()
-    batches = reader(data, LoaderSettings(collate=as_it_is, several=True))([torch.tensor([1])] * (3 * LOOKS), 0)
-    for _ in range(LOOKS + 1):
-        next(batches)
+    batches = reader(data, LoaderSettings(collate=as_it_is, several=True))([torch.tensor([1])] * 3, 0)
+    next(batches)
     data.noise = True
     with pytest.raises(DataError, match=r"returns a whole batch and draws random numbers"):
-        for _ in range(LOOKS):
-            next(batches)
+        next(batches)
 
 
 def test_generators_are_kept_once_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:

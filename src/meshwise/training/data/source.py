@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, tee
 from operator import attrgetter, itemgetter
@@ -30,8 +30,6 @@ Reader = Callable[[Iterable[Tensor], int], Iterator[Any]]
 """A function (batches of sample indices, epoch) that returns an iterator over the batches of data."""
 
 _INDICES = attrgetter("indices")
-LOOKS = 16
-"""If several ranks read the same batches, the first 16 and every 16th later batch are checked for random draws."""
 
 
 @dataclass(frozen=True)
@@ -125,27 +123,27 @@ class KeyedDataset(Dataset[Any]):
         self._batched = getattr(data, "__getitems__", None)
         gives_samples = getattr(type(data), "__getitem__", Dataset.__getitem__) is not Dataset.__getitem__
         self._alone = self._batched is not None and not gives_samples
-        self._ready: bool | None = None if self._batched else False
-        self._read = 0  # batches that may be ready
+        self._ready = self._batched is not None  # until a batch comes as a list of samples
         self._draws = False
 
     def __getitems__(self, keys: list[tuple[int, int]]) -> Any:
-        if self._ready is not False:
-            self._read += 1
-            looks = not self.several or self._read <= LOOKS or self._read % LOOKS == 0
-            with seeded_by(self.seed, *keys[0]) if looks else nullcontext() as draws:
-                got = self._batched([index for _, index in keys])  # type: ignore[misc]
+        indices = [index for _, index in keys]
+        if self._ready and self._batched is not None:
+            with seeded_by(self.seed, *keys[0]):
+                begun = _states()
+                got = self._batched(indices)
                 self._ready = not (isinstance(got, list) and len(got) == len(keys))
-                if self._ready and self.several and draws is not None and draws.has_drawn():
-                    raise DataError(
-                        f"{type(self.data).__name__}.__getitems__ returns a whole batch and draws random numbers. They "
-                        "would depend on the number of devices. Draw random numbers in the training loop, or return "
-                        "single samples from __getitem__, where meshwise seeds each sample."
-                    )
+                drawn = self._ready and self.several and _states() != begun
+            if drawn:
+                raise DataError(
+                    f"{type(self.data).__name__}.__getitems__ returns a whole batch and draws random numbers. They "
+                    "would depend on the number of devices. Draw random numbers in the training loop, or return "
+                    "single samples from __getitem__, where meshwise seeds each sample."
+                )
             if self._ready:
                 return got
         if not self._draws:
-            samples = self._unseeded([index for _, index in keys])
+            samples = self._unseeded(indices)
             if not self._draws:
                 return samples
         with seeded_by():
@@ -173,27 +171,16 @@ class KeyedDataset(Dataset[Any]):
         return self._batched([index])[0] if self._alone and self._batched else self.data[index]
 
 
-class seeded_by:
-    """Seeds torch, numpy and Python with a key for the with-body, and restores their states afterwards."""
-
-    def __init__(self, *key: int) -> None:
-        """key: the numbers from which to compute the seed, e.g."""
-        self._key = key
-
-    def __enter__(self) -> seeded_by:
-        self._states = _states()
-        if self._key:
-            _seed(*self._key)
-        return self
-
-    def has_drawn(self) -> bool:
-        """Return whether the `with` block of this object has drawn random numbers so far."""
-        now = _states()
-        _seed(*self._key)
-        return now != _states()
-
-    def __exit__(self, *_: object) -> None:
-        for handle, state in zip(GLOBAL, self._states, strict=True):
+@contextmanager
+def seeded_by(*key: int) -> Iterator[None]:
+    """Seed torch, numpy and Python with a key for the with-body, and restore their states afterwards."""
+    before = _states()
+    if key:
+        _seed(*key)
+    try:
+        yield
+    finally:
+        for handle, state in zip(GLOBAL, before, strict=True):
             handle.set_state(state)
 
 

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sized
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, islice
+from operator import itemgetter
 from typing import Any
 
 import numpy
@@ -44,10 +45,6 @@ Pairs = Iterator[tuple[Any, BatchSlice]]
 Order = Callable[[Draws | None, int], Tensor]
 """A function (draws, epoch) that returns the indices of an epoch's samples in the order in which they are read."""
 STREAMS = ("whole", "per-rank")
-OTHER_ITEMS = (
-    "Samples would be lost. For a data set that splits itself by rank, use mw.distribute(…, streams='per-rank'); for "
-    "any other data set, use the same random seed on every rank."
-)
 _ARRAYS = (Tensor, numpy.ndarray)
 _KEPT = ("pin_memory", "timeout")
 _OF_WORKERS = ("worker_init_fn", "prefetch_factor", "persistent_workers", "multiprocessing_context")
@@ -63,7 +60,6 @@ class LoaderSpec:
     drawn: tuple[Handle, ...] = ()
     own: bool = False
     draws_base_seed: bool = False
-    note: str = ""
 
 
 def split_loader(loader: DataLoader[Any], seed: int, world: World, streams: str) -> LoaderSpec:
@@ -81,12 +77,10 @@ def split_loader(loader: DataLoader[Any], seed: int, world: World, streams: str)
     if type(loader.batch_sampler) is not BatchSampler or loader.batch_size is None:
         return _foreign(loader, seed, world)
     samples = len(loader.dataset)  # type: ignore[arg-type]
-    if isinstance(sampler, DistributedSampler):
-        order = _keyed(sampler.seed, samples) if sampler.shuffle else _front_to_back(samples)
-        note = "DistributedSampler is replaced: meshwise shares out the batches itself"
-        return replace(_ordered(loader, sampler.seed, world, order), note=note)
-    if type(sampler) is SequentialSampler:
-        return _ordered(loader, seed, world, _front_to_back(samples))
+    if isinstance(sampler, DistributedSampler) and sampler.shuffle:  # its parts by rank are ours to make
+        return _ordered(loader, seed, world, lambda draws, epoch: epoch_order(sampler.seed, epoch, samples))
+    if isinstance(sampler, DistributedSampler) or type(sampler) is SequentialSampler:
+        return _ordered(loader, seed, world, lambda draws, epoch: torch.arange(samples))
     if type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == samples:
         order, again = _shuffled(sampler.generator, seed, samples), sampler.generator is not None
         shuffled = _ordered(loader, seed, world, order, drawn_again=again)
@@ -109,14 +103,6 @@ def _kept(loader: DataLoader[Any]) -> dict[str, Any]:
     Most of them concern the worker processes."""
     names = (*_KEPT, *_OF_WORKERS) if loader.num_workers else _KEPT
     return {name: getattr(loader, name) for name in names}
-
-
-def _front_to_back(samples: int) -> Order:
-    return lambda draws, epoch: torch.arange(samples)
-
-
-def _keyed(seed: int, samples: int) -> Order:
-    return lambda draws, epoch: epoch_order(seed, epoch, samples)
 
 
 def _shuffled(generator: torch.Generator | None, seed: int, samples: int) -> Order:
@@ -201,25 +187,31 @@ def _stream(loader: DataLoader[Any], world: World, streams: str) -> LoaderSpec:
         generator=loader.generator,
         **_kept(loader),
     )
-    own = _whole_share if streams == "whole" else _own_share
+    whole = streams == "whole"
 
     def pairs(draws: Draws | None, epoch: int, begin: int, most: int | None = None) -> Pairs:
-        whole, go_on = streams == "whole", draws.go_on if draws else _call
-        compared = whole and world.size > 1
+        draws = draws or AT_ONCE
         first, end = (0, size) if whole else world_part(0, size, world)
         behind = begin if whole else begin // size * (end - first)
-        stream, last = (draws.begin if draws else _call)(lambda: _skipped(iter(items), behind))
+        stream, last = draws.begin(lambda: _skipped(iter(items), behind))
         while True:
-            got = go_on(lambda: list(islice(stream, end - first)))
-            counts = _compared(len(got), _checksum(got) if compared else 0)
-            chosen, share = own(got, last, counts, world)
-            if share.total == 0 or (loader.drop_last and share.total < size):
+            got = draws.go_on(lambda: list(islice(stream, end - first)))
+            total = _same_rows(got, len(got), world) if whole else int(_of_ranks(len(got)).sum())
+            if total == 0 or (loader.drop_last and total < size):
                 return
-            last = chosen[-1]
-            yield collate(chosen), share
+            if whole:
+                share = batch_slice(torch.arange(total), 0, total, total, world)
+                yield collate([got[i] for i in share.indices.tolist()]), share
+                continue
+            if not got and last is None:
+                raise DataError(
+                    f"the loader of rank {world.rank} returned no sample. Give each rank one, or pass streams='whole'."
+                )
+            last = got[-1] if got else last
+            yield collate(got or [last]), BatchSlice(torch.arange(max(len(got), 1)), len(got), total)
 
     drawn = (*GLOBAL, *handles_of(loader))
-    return LoaderSpec(None, size, pairs, drawn, own=streams != "whole", draws_base_seed=True)
+    return LoaderSpec(None, size, pairs, drawn, own=not whole, draws_base_seed=True)
 
 
 def _skipped(items: Iterator[Any], count: int) -> tuple[Iterator[Any], Any]:
@@ -232,17 +224,16 @@ def _ready(loader: DataLoader[Any], world: World) -> LoaderSpec:
     """Split a loader with `batch_size=None`, whose data set returns complete batches."""
 
     def pairs(draws: Draws | None, epoch: int, begin: int, most: int | None = None) -> Pairs:
-        go_on = draws.go_on if draws else _call
-        batches = (draws.begin if draws else _call)(lambda: _rows_behind(begin, iter(loader)))
+        draws = draws or AT_ONCE
+        batches = draws.begin(lambda: _rows_behind(begin, iter(loader)))
         while True:
-            batch = go_on(lambda: next(batches, None))
-            rows = 0 if batch is None else _rows_of(batch)
-            if world.size > 1 and len(set(counts := _compared(rows, _checksum(batch)))) != 1:
-                raise DataError(f"the ranks' batches have unequal sizes: {', '.join(map(str, counts))}. {OTHER_ITEMS}")
+            batch = draws.go_on(lambda: next(batches, None))
+            rows = _same_rows(batch, 0 if batch is None else _rows_of(batch), world)
             if batch is None:
                 return
             share = batch_slice(torch.arange(rows), 0, rows, rows, world)
-            yield _cut(batch, int(share.indices[0]), len(share.indices)), share
+            own = slice(int(share.indices[0]), int(share.indices[-1]) + 1)
+            yield map_kind(_ARRAYS, itemgetter(own), batch), share
 
     drawn = (*GLOBAL, *handles_of(loader, loader.sampler))
     return LoaderSpec(len(loader) if isinstance(loader.dataset, Sized) else None, 1, pairs, drawn, draws_base_seed=True)
@@ -256,28 +247,30 @@ def _rows_behind(begin: int, batches: Iterator[Any]) -> Iterator[Any]:
 
 def _rows_of(batch: Any) -> int:
     leaves = [leaf for leaf in all_leaves(batch) if leaf is not None]
-    rows = {len(leaf) if isinstance(leaf, _ARRAYS) and leaf.ndim else type(leaf).__name__ for leaf in leaves}
-    if len(rows) == 1 and isinstance(count := next(iter(rows)), int) and count > 0:
+    rows = {len(leaf) if isinstance(leaf, _ARRAYS) and leaf.ndim else 0 for leaf in leaves}
+    if len(rows) == 1 and (count := rows.pop()):
         return count
     raise UsageError(
-        "a loader with batch_size=None must return batches that can be split by rows, but this loader returns "
-        f"{', '.join(f'{row} rows' if isinstance(row, int) else f'a {row}' for row in sorted(rows, key=str))}. Return "
-        "tensors or arrays with equally many rows, or return single samples and set batch_size."
+        "a loader with batch_size=None must return batches that can be split by rows. Return tensors or arrays with "
+        "equally many rows, or return single samples and set batch_size."
     )
 
 
-def _cut(batch: Any, first: int, count: int) -> Any:
-    return map_kind(_ARRAYS, lambda array: array[first : first + count], batch)
+def _same_rows(items: Any, count: int, world: World) -> int:
+    """Return `count`, the number of rows that this rank has read. Raise DataError if other ranks have read others."""
+    if world.size > 1:
+        ranks = _of_ranks(count, _checksum(items)).tolist()
+        if any(rank != ranks[0] for rank in ranks):
+            raise DataError(
+                "every rank must load the same batches, but the ranks read other values, of "
+                f"{', '.join(str(rank[0]) for rank in ranks)} samples. Use the same random seed on every rank. For a "
+                "data set that splits itself by rank, use mw.distribute(…, streams='per-rank')."
+            )
+    return count
 
 
-def _compared(count: int, checksum: int) -> list[int]:
-    """Return how many items each rank has read."""
-    counts, sums = collectives.all_gather(torch.tensor([count, checksum])).T.tolist()
-    if len(set(sums)) != 1 and len(set(counts)) == 1:
-        raise DataError(
-            f"every rank must load the same batches, but their values differ between the ranks. {OTHER_ITEMS}"
-        )
-    return counts  # type: ignore[no-any-return]
+def _of_ranks(*numbers: int) -> Tensor:
+    return collectives.all_gather(torch.tensor(numbers))
 
 
 def _checksum(items: Any) -> int:
@@ -293,31 +286,12 @@ def _checksum(items: Any) -> int:
     return zlib.crc32(repr(told).encode())
 
 
-def _whole_share(got: list[Any], last: Any, counts: list[int], world: World) -> tuple[list[Any], BatchSlice]:
-    if len(set(counts)) != 1:
-        raise DataError(
-            "every rank must load the same samples, but the ranks' last batches have different numbers of samples "
-            f"({', '.join(f'rank {r}: {n}' for r, n in enumerate(counts))}). For a data set that splits itself by "
-            "rank, use mw.distribute(…, streams='per-rank')."
-        )
-    share = batch_slice(torch.arange(max(len(got), 1)), 0, len(got), len(got), world)
-    return [got[i] for i in share.indices.tolist()] if got else [], share
-
-
-def _own_share(got: list[Any], last: Any, counts: list[int], world: World) -> tuple[list[Any], BatchSlice]:
-    total = sum(counts)
-    if got or total == 0:
-        return got, BatchSlice(torch.arange(len(got)), len(got), total)
-    if last is None:
-        raise DataError(
-            f"the loader of rank {world.rank} returned no sample. Give each rank a sample, or pass streams='whole'."
-        )
-    return [last], BatchSlice(torch.zeros(1, dtype=torch.int64), 0, total)
-
-
 def _as_it_is(item: Any) -> Any:
     return item
 
 
 def _call(function: Callable[[], Any]) -> Any:
     return function()
+
+
+AT_ONCE = Draws(_call, _call)

@@ -10,16 +10,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 from torch.utils.data import DataLoader
 
 from meshwise.spec.errors import UsageError
 from meshwise.training.data.order import BatchSlice
-
-
-class _Loader(Protocol):
-    def begin_loop(self) -> Iterator[Any]: ...
 
 
 class Wrapper:
@@ -49,13 +45,12 @@ class Wrapper:
         self._fed = feed()
         for batch in self._begin():
             if not read:
-                raise self._other_batches()
+                break
             yield batch, read.popleft()
-        if read:
-            raise self._other_batches()
-
-    def _other_batches(self) -> UsageError:
-        return UsageError(
+        else:
+            if not read:
+                return
+        raise UsageError(
             f"mw.distribute: {self._name} yields more or fewer batches than it reads from its DataLoader. The samples "
             "of a batch are therefore unknown. Pass the DataLoader itself, and join or drop batches in the loop."
         )
@@ -70,7 +65,7 @@ def loader_inside(thing: Any) -> str | None:
     return held[0] if len(held) == 1 and hasattr(type(thing), "__iter__") else None
 
 
-def read_through(outer: Any, name: str, inner: _Loader) -> Wrapper:
+def read_through(outer: Any, name: str, inner: Any) -> Wrapper:
     """Make the loader `outer` read from `inner`, which is assigned to its attribute `name`."""
     kind = type(outer)
     setattr(outer, name, inner)

@@ -170,7 +170,6 @@ def _add_models(engine: Engine, plan: Plan, models: list[nn.Module]) -> None:
     engine.add_models(models, plan)
     if engine.whole is not None:
         engine.whole.add_models(models)
-    engine.events.send("models_added")
 
 
 def _distributed(thing: Any, seed: int, engine: Engine, streams: str) -> Any:
@@ -187,10 +186,7 @@ def _distributed(thing: Any, seed: int, engine: Engine, streams: str) -> Any:
         samples = len(thing.dataset) if isinstance(thing.dataset, Sized) else None
         engine.events.send("data_given", thing.dataset, samples, samplers_of(thing))
         world, whole = (engine.world, None) if engine.whole is None else engine.whole.loader(thing)
-        spec = split_loader(thing, own_seed, world, streams)
-        if spec.note:
-            engine.notify(spec.note)
-        return DistributedLoader(thing, spec, seed, engine, whole)
+        return DistributedLoader(thing, split_loader(thing, own_seed, world, streams), seed, engine, whole)
     if (name := loader_inside(thing)) is not None:
         inner = _distributed(getattr(thing, name), seed, engine, streams)
         inner.wrapper = read_through(thing, name, inner)
