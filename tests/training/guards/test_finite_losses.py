@@ -103,14 +103,14 @@ def check(case: Callable[[], tuple[str, list[str]]], one: str, pool: Any, said: 
 
 
 def test_the_first_is_said_with_its_rank_step_and_samples_and_the_program_fails(pool: Any) -> None:
-    error = "the program has ended, and the parameter weight is not finite. 4 of 5 losses were not finite, the first in"
+    error = "the program has ended, and its last loss is not finite. 4 of 5 losses were not finite, the first in"
     check(spoiled, "4, 5, 6, 7", pool, FIRST, f"{error} step 2")
 
 
 @pytest.mark.parametrize("case", [dropped, skipped_by_the_scaler])
 def test_a_program_that_leaves_the_step_out_goes_on_and_ends_well(case: Any, pool: Any) -> None:
     check(case, "4, 5, 6, 7", pool, FIRST, "")
-    assert f"{COUNTED}; the last one and all parameters are finite." in default_engine().notes
+    assert f"{COUNTED}; the last one is finite." in default_engine().notes
 
 
 def test_one_whose_last_loss_is_not_finite_fails(pool: Any) -> None:
@@ -122,42 +122,6 @@ def test_one_whose_last_loss_is_not_finite_fails(pool: Any) -> None:
 
 def test_of_a_finite_program_nothing_is_said(pool: Any) -> None:
     assert [right(), *pool(2).run(right)] == [("", [])] * 3
-
-
-def test_parameters_that_a_function_had_are_looked_at_when_its_loop_ends() -> None:
-    def main() -> None:
-        model, loader = mw.distribute(nn.Linear(2, 1), DataLoader(TensorDataset(torch.ones(8, 2)), 1), view="rank")
-        default_engine().phases.go_on(0)
-        for (rows,) in loader:
-            mw.backward(model(rows).mean())
-            model.weight.data.fill_(math.nan)
-            mw.backward(torch.ones((), requires_grad=True) * 1)
-
-    main()
-    assert ends()[0] == "the program has ended, and the parameter weight is not finite. 7 of 16 losses were not " + (
-        "finite, the first in step 2"
-    )
-
-
-def test_what_was_never_finite_is_the_programs() -> None:
-    model = nn.Linear(2, 2)
-    model.register_parameter("mask", nn.Parameter(torch.full((2, 2), -math.inf)))
-    model = mw.distribute(model, view="rank")
-    mw.backward(model(torch.ones(1, 2)).mean())
-    assert ends() == ("", [])
-
-
-def test_a_file_of_such_parameters_says_so(tmp_path: Path) -> None:
-    model = program(5)
-    mw.save({"state": model.state_dict(), "losses": torch.tensor([math.nan])}, tmp_path / "a.pt")
-    said = "a.pt) saves values that are not finite: weight"
-    assert any("mw.save" in note and said in note for note in default_engine().notes)
-
-
-def test_a_file_of_finite_parameters_may_hold_nan_beside_them(tmp_path: Path) -> None:
-    model = program(5, only_if_finite)
-    mw.save({"state": model.state_dict(), "losses": torch.tensor([math.nan])}, tmp_path / "a.pt")
-    assert not any("mw.save" in note for note in default_engine().notes)
 
 
 def test_a_run_of_such_a_script_ends_with_1(processes: None, tmp_path: Path) -> None:

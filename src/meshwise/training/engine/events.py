@@ -8,9 +8,9 @@
     step_ends(optimizer)
     loop_ends(loop)          it is over, or was left
 
-and, by `send`, what happens outside of steps: models_added(), data_given(data, samples, samplers), joined(value), which
-was reduced over the ranks, saves(path, thing), shown(place, text), unsummed(place), in_stage(stage, microbatch),
-forward_ends(), program_begins(), evaluations_end(), program_ends().
+and, by `send`, what happens outside of steps: data_given(data, samples, samplers), joined(value), which was reduced
+over the ranks, shown(place, text), unsummed(place), in_stage(stage, microbatch), forward_ends(), program_begins(),
+evaluations_end(), program_ends().
 
 A listener returns nothing and steers nothing. An event without listeners costs nothing. A listener may leave after its
 probation: a number of backwards, which all ranks count alike, or in each loop a number of batches.

@@ -3,59 +3,41 @@
 The first is reported, all are counted, and a program that ends with one fails.
 
 The guard adds no reads from the device: on several ranks, the mean loss comes with the signs of agreed.py; on one
-device, losses wait for the next check. Parameters are checked after each training loop, since a program's models may be
-gone when the program ends.
+device, losses wait for the next check.
 """
 
 from __future__ import annotations
 
 import math
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from meshwise.spec.devices import has_streams
 from meshwise.spec.errors import LossError
-from meshwise.spec.user_code import user_place
 from meshwise.spec.words import ranks_text, some
 from meshwise.torch_compat.dispatch import rehearsing
 from meshwise.training.data.order import BatchSlice
 from meshwise.training.engine.engine import Engine, Seen
-from meshwise.training.engine.loops import LoopRead
-from meshwise.training.recovery.finite_state import not_finite_here, not_finite_in_tree, not_finite_names
 from meshwise.transfer import collectives
 
-BACKWARDS = 8  # in loops, after which parameters are worth a look
 SHOWN = 4  # samples
 FIRST = (
     "step {step}: the loss{whose} is {what}. The run continues, but its parameters are lost unless the program, or its "
     "GradScaler, skips such a step. Lower the learning rate, clip gradients, or look at these samples."
 )
-SPOILED = (
-    "{place}: mw.save({path}) saves values that are not finite: {what}. Save only while the loss is finite, or write "
-    "each file under a different name."
-)
 
 
 class FiniteLosses:
-    """Checks whether the losses of a program are finite, and whether its parameters are finite after loops."""
+    """Checks whether the losses of a program are finite."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine, self._program, self._say = engine, engine.program, engine.notify
         self._waiting: list[Seen] = []  # of one device, that nobody has looked at
         self._on_its_way: tuple[Tensor, torch.Event | None, list[Seen]] | None = None
         self._count = self._first = self._last = 0  # how many, the step of the first, the number of the last
-        self._looked_at = 0  # the backwards before the last look at parameters
-        self._never: frozenset[str] = frozenset()
-        self._spoiled, self._ended = "", False
         self._began, self._wrong = 0, ""  # the backwards of earlier programs, and what one of them ended with
-
-    def models_added(self) -> None:
-        """Remember which parameters contain NaN or infinity when a model is given to `mw.distribute`."""
-        if not rehearsing():
-            self._never |= not_finite_names(self._program.numbered_models())
+        self._ended = False
 
     def look(self) -> None:
         """Check the losses that have not been checked yet."""
@@ -96,50 +78,27 @@ class FiniteLosses:
         if mean is not None:
             self._waiting.append((self._program.backwards, self._engine.phases.number, self._engine.part, mean))
 
-    def loop_ends(self, loop: LoopRead) -> None:
-        """Look for parameters that contain NaN or infinity."""
-        if self._program.backwards - self._looked_at >= BACKWARDS:
-            self._look_at_parameters()
-
-    def saves(self, path: Path, thing: Any) -> None:
-        """Warn if the program is about to save a parameter of its models that contains NaN or infinity."""
-        if spoiled := not_finite_in_tree([thing], self._program.numbered_models(), self._never):
-            self._say(SPOILED.format(place=user_place(), path=path, what=spoiled))
-
-    def _look_at_parameters(self) -> None:
-        if rehearsing():
-            return
-        self._looked_at = self._program.backwards
-        models = self._program.numbered_models()
-        found = not_finite_here(models, {}, self._never)
-        self._spoiled = found if len(models) > 1 else found.partition(" of model ")[0]
-
     def program_begins(self) -> None:
         """Begin to watch another program in the same process."""
         self._wrong = self._conclude() or self._wrong
-        self._began, self._count, self._spoiled = self._program.backwards, 0, ""
+        self._began, self._count = self._program.backwards, 0
 
     def program_ends(self) -> None:
-        """Raise LossError if the last loss or a parameter is not finite at the end of the program."""
-        if self._ended:
-            return
-        self._ended = True
-        if text := self._conclude() or self._wrong:
+        """Raise LossError if the last loss is not finite at the end of the program, or of an earlier one."""
+        ended, self._ended = self._ended, True
+        if not ended and (text := self._conclude() or self._wrong):
             raise LossError(text)
 
     def _conclude(self) -> str:
-        """Return a sentence that says what is not finite at the end of a program."""
+        """Return a sentence if the last loss of a program is not finite. If only others are not, say so."""
+        self.look()
+        self.look()
         backwards = self._program.backwards
-        self.look()
-        self.look()
-        if backwards > self._began and self._program.models:
-            self._look_at_parameters()
-        what = self._spoiled or ("its last loss" if self._count and self._last == backwards else "")
         how = f"{self._count} of {backwards - self._began} losses were not finite, the first in step {self._first}"
-        if what:
-            return f"the program has ended, and {what} is not finite. {how if self._count else ''}".strip()
+        if self._count and self._last == backwards:
+            return f"the program has ended, and its last loss is not finite. {how}"
         if self._count:
-            self._say(f"{how}; the last one and all parameters are finite.")
+            self._say(f"{how}; the last one is finite.")
         return ""
 
 

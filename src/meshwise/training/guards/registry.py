@@ -33,8 +33,8 @@ def attach(engine: Engine) -> Engine:
     if engine.script:
         losses = FiniteLosses(engine)
         engine.phases.look = losses.look
-        ends = ("backward_ends", "loop_ends")
-        listen(losses, only=ends[1:] if several else ends, whole=ends)  # of several, Agreed tells the mean losses
+        ends = ("backward_ends",)
+        listen(losses, only=() if several else ends, whole=ends)  # of several, Agreed tells the mean losses
     settings = functools.partial(held_alike, engine.program, engine.given.fed)
     engine.carried = Agreed(engine.world, settings, engine.notify, losses)
     return engine

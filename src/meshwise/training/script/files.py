@@ -56,7 +56,6 @@ def save(thing: Any, path: str | Path) -> None:
         _all_come(f"meshwise/saves/{name}/{saves[name]}", world, f"mw.save({path}) under {plan}")
         thing = collected(thing)
     if world.rank == 0:
-        engine.events.send("saves", path, thing)
         with contextlib.ExitStack() as stack:
             for model in leaves_of(nn.Module, thing):
                 stack.enter_context(unjoined(model))
