@@ -112,7 +112,7 @@ def test_a_script_gets_all_its_words_in_their_order_and_none_of_ours(
     [
         (
             "train.py --devices 2xcpu --lr 1",
-            "--devices: options after train.py .*write it before train.py",
+            "--devices: options after train.py .*write them before train.py",
         ),
         (
             "--log wandb train.py --lr 1 --out=x --set a",
@@ -182,7 +182,7 @@ def test_an_option_that_the_script_may_have_itself_is_not_refused(
             typed(["train.py", "--devices", "2"])
     else:
         typed(["train.py", "--devices", "2"])
-        assert ("Note: train.py gets --devices" in capsys.readouterr().err) == (kind in MAYBE)
+        assert ("Note: --devices" in capsys.readouterr().err) == (kind in MAYBE)
 
 
 @pytest.mark.parametrize(

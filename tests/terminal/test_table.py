@@ -26,11 +26,11 @@ def test_the_first_column_is_to_the_left_and_numbers_to_the_right() -> None:
     ]
 
 
-def test_other_columns_can_be_to_the_left_and_the_gap_narrower() -> None:
-    assert plain(TITLES, ROWS, left=(0, 2), gap=1) == [
-        "device  steps a step",
-        "rank 0     30 33 ms",
-        "rank 10 1,234 4.5 ms",
+def test_other_columns_can_be_to_the_left() -> None:
+    assert plain(TITLES, ROWS, left=(0, 2)) == [
+        "device   steps  a step",
+        "rank 0      30  33 ms",
+        "rank 10  1,234  4.5 ms",
     ]
 
 

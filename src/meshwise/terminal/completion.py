@@ -21,12 +21,8 @@ def files(begun: str, ending: str) -> list[str]:
     """Complete the path `begun` in a shell: return the folders, and the files with this ending, whose paths start with
     it."""
     folder = Path(begun) if begun.endswith("/") else Path(begun).parent
-    try:
-        found = [path for path in folder.iterdir() if not path.name.startswith(".")]
-    except OSError:
-        return []
-    words = [f"{path}/" if path.is_dir() else str(path) for path in found if path.is_dir() or path.suffix == ending]
-    return _those(words, begun)
+    found = [path for path in folder.glob("[!.]*") if path.is_dir() or path.suffix == ending]
+    return _those((f"{path}/" if path.is_dir() else str(path) for path in found), begun)
 
 
 def jobs_here(incomplete: str) -> list[str]:
@@ -49,15 +45,15 @@ def plan_files(incomplete: str) -> list[str]:
     return files(incomplete, ".toml")
 
 
-def runs_here(incomplete: str) -> list[str]:
-    """Return the names of the runs in `runs/` that start with `incomplete`, newest first."""
-    return [path.parent.name for path in sorted(Path("runs").glob(f"{incomplete}*/run.json"), reverse=True)]
-
-
 def run_folders(incomplete: str) -> list[str]:
     """Return the folders of the runs in `runs/` that start with `incomplete`, newest first."""
-    begun = incomplete.removeprefix("runs/") if incomplete.startswith("runs/") else ""
-    return [path for name in runs_here(begun) if (path := f"runs/{name}").startswith(incomplete)]
+    folders = [str(path.parent) for path in sorted(Path("runs").glob("*/run.json"), reverse=True)]
+    return [folder for folder in folders if folder.startswith(incomplete)]
+
+
+def runs_here(incomplete: str) -> list[str]:
+    """Return the names of the runs in `runs/` that start with `incomplete`, newest first."""
+    return [folder.removeprefix("runs/") for folder in run_folders(f"runs/{incomplete}")]
 
 
 OF_OPTIONS: dict[str, Callable[[str], list[str]]] = {

@@ -8,16 +8,17 @@ No number is ever cut, and no column is left out: if the screen is too narrow, e
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, repeat
 
 from rich.cells import cell_len
-from rich.console import Console, RenderableType
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 NO_LIMIT = 10_000
+GAP = 2  # spaces between two columns
 LEAST_ROOM = 24
 """On a screen that is too narrow for a table, cells are wrapped to lines of at least this many characters."""
 
@@ -41,39 +42,38 @@ def table_lines(
     width: int = NO_LIMIT,
     *,
     left: Sequence[int] = (0,),
-    gap: int = 2,
 ) -> list[Text]:
     """Return a table as lines: a line of titles, and a line per row.
 
     left: the indices of the columns to align left.
-    gap: the number of spaces between two columns.
 
     If the table is wider than `width`, each row becomes a block of lines. In a block, each cell follows the title of
     its column, on as many lines as it needs.
     """
-    return _aligned(titles, rows, width, left, gap) or _stacked(titles, rows, width, gap)
+    return _aligned(titles, rows, width, left) or _stacked(titles, rows, width)
 
 
-def _aligned(
-    titles: Sequence[str], rows: Sequence[Sequence[Cell]], width: int, left: Sequence[int], gap: int
-) -> list[Text]:
+def _aligned(titles: Sequence[str], rows: Sequence[Sequence[Cell]], width: int, left: Sequence[int]) -> list[Text]:
     """Return a table in columns, or [] if it is wider than `width`."""
     bar = next((cell for row in rows for cell in row if isinstance(cell, Bar)), None)
-    lines = _drawn(titles, rows, left, gap, bar.most if bar else 0)
+    lines = _drawn(titles, rows, left, bar.most if bar else 0)
     if bar and (over := width_of(lines) - width) > 0:
-        lines = _drawn(titles, rows, left, gap, max(bar.least, bar.most - over))
+        lines = _drawn(titles, rows, left, max(bar.least, bar.most - over))
     return lines if width_of(lines) <= width else []
 
 
-def _drawn(
-    titles: Sequence[str], rows: Sequence[Sequence[Cell]], left: Sequence[int], gap: int, bar: int
-) -> list[Text]:
-    table = Table(box=None, pad_edge=False, padding=(0, gap, 0, 0), header_style="dim")
+def _drawn(titles: Sequence[str], rows: Sequence[Sequence[Cell]], left: Sequence[int], bar: int) -> list[Text]:
+    table = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0), header_style="dim")
     for at, title in enumerate(titles):
         table.add_column(Text(title), justify="left" if at in left else "right", no_wrap=True)
     for row in rows:
         table.add_row(*(_text(cell, bar) for cell in row))
-    return rendered(table)
+    console = Console(file=io.StringIO(), width=NO_LIMIT, color_system=None)
+    lines = [
+        Text.assemble(*((segment.text, segment.style or "") for segment in line))
+        for line in console.render_lines(table, pad=False)
+    ]
+    return _stripped(lines)
 
 
 def _text(cell: Cell, bar: int = 0) -> Text:
@@ -86,7 +86,6 @@ def columns_lines(
     *,
     left: Sequence[str] = (),
     less_needed: Sequence[str] = (),
-    gaps: Sequence[int] = (2,),
     rest: str = "",
 ) -> list[Text]:
     """Return a table as lines. Columns without any text are left out.
@@ -94,7 +93,6 @@ def columns_lines(
     columns: the cells of each column, by the title of the column.
     left: the titles of the columns to align left.
     less_needed: the titles of columns that are dropped, in this order, until the table fits into `width`.
-    gaps: the numbers of spaces between two columns to try, before a column is dropped.
     rest: what has the dropped columns. It begins a line that names them.
     """
     filled = {title: cells for title, cells in columns.items() if any(cells)}
@@ -104,14 +102,13 @@ def columns_lines(
         places = [at for at, title in enumerate(titles) if title in left]
         dropped = [title for title in filled if title not in used and not isinstance(filled[title][0], Bar)]
         last = [Text(f"{rest} {' '.join(dropped)}", "dim")] if rest and dropped else []
-        for gap in gaps:
-            if lines := _aligned(titles, rows, width, places, gap):
-                return lines + last
-    return _stacked(titles, rows, width, gap) + last
+        if lines := _aligned(titles, rows, width, places):
+            return lines + last
+    return _stacked(titles, rows, width) + last
 
 
-def _stacked(titles: Sequence[str], rows: Sequence[Sequence[Cell]], width: int, gap: int) -> list[Text]:
-    label = max(map(cell_len, titles)) + gap
+def _stacked(titles: Sequence[str], rows: Sequence[Sequence[Cell]], width: int) -> list[Text]:
+    label = max(map(cell_len, titles)) + GAP
     room = max(width - label, LEAST_ROOM)
     blocks = [
         [
@@ -126,20 +123,13 @@ def _stacked(titles: Sequence[str], rows: Sequence[Sequence[Cell]], width: int, 
 
 def _wrapped(cell: Cell, width: int) -> list[Text]:
     text = _text(cell)
-    lines = list(text.wrap(Console(file=io.StringIO()), width)) if text else []
-    for line in lines:
+    return _stripped(text.wrap(Console(file=io.StringIO()), width)) if text else []
+
+
+def _stripped(lines: Iterable[Text]) -> list[Text]:
+    for line in (stripped := [*lines]):
         line.rstrip()
-    return lines
-
-
-def rendered(what: RenderableType, width: int = NO_LIMIT) -> list[Text]:
-    """Return the lines that rich draws for `what`."""
-    console = Console(file=io.StringIO(), width=width, color_system=None)
-    lines = console.render_lines(what, pad=False)
-    texts = [Text.assemble(*((segment.text, segment.style or "") for segment in line)) for line in lines]
-    for text in texts:
-        text.rstrip()
-    return texts
+    return stripped
 
 
 def width_of(lines: Sequence[Text]) -> int:

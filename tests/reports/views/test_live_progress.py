@@ -17,7 +17,7 @@ from meshwise.reports.views.live_progress import (
     LiveView,
     TrainingProgress,
     live_area,
-    memory_lines,
+    memory_text,
     progress_line,
     sparkline,
 )
@@ -185,9 +185,7 @@ def test_lines_of_several_threads_stay_whole() -> None:
 def test_sixteen_devices_fit_into_few_lines_of_eighty_columns(kind: str) -> None:
     devices = tuple(f"rank {n} {kind if kind == 'cpu' else f'cuda:{n}'}" for n in range(16))
     memory = tuple(61 * GIB + n * 2**28 for n in range(16))
-    lines = [line.plain for line in memory_lines(devices, memory, 80)]
-    assert len(lines) <= 6 and all(len(line) <= 80 for line in lines)
-    assert "\n".join(lines).count("GiB") == 16
+    assert memory_text(memory) == "61.0 GiB to 64.8 GiB"
     file = io.StringIO()
     area = dataclasses.replace(FIRST, devices=devices, memory=memory, epochs=1000, steps=1_000_000)
     console = plain(file)
@@ -196,9 +194,8 @@ def test_sixteen_devices_fit_into_few_lines_of_eighty_columns(kind: str) -> None
     assert len(drawn) <= 10 and all(len(line) <= 80 for line in drawn) and "…" not in file.getvalue()
 
 
-def test_memory_columns_line_up() -> None:
-    (line,) = memory_lines(("rank 0 cpu", "rank 1 cpu"), (GIB // 2, None), 80)
-    assert line.plain == "memory  rank 0 cpu 512.0 MiB   rank 1 cpu   unknown"
+def test_the_memory_of_few_ranks_is_said_of_each() -> None:
+    assert memory_text((GIB // 2, None)) == "512.0 MiB, unknown"
 
 
 @pytest.mark.parametrize("left, text", [(12.5, "12 s left"), (0.1, "1 s left"), (math.inf, "unknown left")])

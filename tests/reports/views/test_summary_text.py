@@ -58,15 +58,15 @@ def test_the_whole_text_of_a_run_on_one_device() -> None:
         "memory      peak 512.0 MiB\n"
         "\n"
         "Where the time went\n"
-        "               seconds  share\n"
-        "data              0.50    5 %  █▎\n"
-        "forward           2.00   20 %  ████▊\n"
-        "backward          4.00   40 %  █████████▋\n"
-        "communication     1.00   10 %  ██▍\n"
-        "optimizer         0.25    2 %  ▋\n"
-        "evaluate          0.25    2 %  ▋\n"
-        "other             2.00   20 %  ████▊\n"
-        "total            10.00  100 %\n"
+        "                 time  share\n"
+        "data           500 ms    5 %  █▎\n"
+        "forward         2.0 s   20 %  ████▊\n"
+        "backward        4.0 s   40 %  █████████▋\n"
+        "communication   1.0 s   10 %  ██▍\n"
+        "optimizer      250 ms    2 %  ▋\n"
+        "evaluate       250 ms    2 %  ▋\n"
+        "other           2.0 s   20 %  ████▊\n"
+        "total          10.0 s  100 %\n"
         "communication: from the last rank's arrival on, not overlapped with computing\n"
         "\n"
         "records     runs/20260101-mnist-mlp\n"
@@ -75,12 +75,11 @@ def test_the_whole_text_of_a_run_on_one_device() -> None:
     )
 
 
-def test_two_ranks_have_a_column_each() -> None:
+def test_several_ranks_have_their_mean_and_their_spread() -> None:
     lines = printed(on_ranks(2)).splitlines()
-    head = next(line for line in lines if "rank 0" in line)
+    head = next(line for line in lines if "median" in line)
     backward = next(line for line in lines if line.startswith("backward"))
-    assert backward.split()[1] == "4.20" and backward.split()[-2:] == ["4.00", "4.40"]
-    for title, value in (("rank 0", "4.00"), ("rank 1", "4.40"), ("seconds", "4.20")):
+    for title, value in (("time", "4.2 s"), ("min", "4.0 s"), ("max", "4.4 s")):
         assert head.index(title) + len(title) == backward.index(value) + len(value)
 
 
@@ -100,20 +99,14 @@ def test_the_table_fits_and_lines_up(ranks: int, seconds: float, width: int) -> 
     assert ranks == 1 or width == 40 or len({len(line) for line in table}) == 1
 
 
-@pytest.mark.parametrize("ranks", [8, 64])
-def test_eight_ranks_have_a_column_each_and_more_have_their_spread(ranks: int) -> None:
-    text = printed(on_ranks(ranks))
-    assert ("r7" in text, "median" in text) == ((True, False) if ranks == 8 else (False, True))
-
-
 def test_a_narrow_table_has_fewer_columns_rather_than_cut_numbers() -> None:
     text = printed(on_ranks(4), 40)
-    assert "max" not in text and "rank 3" not in text and "4.60" in text
+    assert "median" not in text and "4.6 s" in text
 
 
 def test_the_rows_add_up_to_the_time_of_training_and_evaluating() -> None:
-    assert re.search(r"^other +2\.00 +20 %", printed(ONE), re.MULTILINE)
-    assert re.search(r"^total +20\.00 +100 %", printed(on_ranks(2)), re.MULTILINE)
+    assert re.search(r"^other +2\.0 s +20 %", printed(ONE), re.MULTILINE)
+    assert re.search(r"^total +20\.0 s +100 %", printed(on_ranks(2)), re.MULTILINE)
     assert "other" not in printed(dataclasses.replace(ONE, train_seconds=1.0))
 
 

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import IO, Any, Self, cast
 
-from rich.columns import Columns
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
@@ -22,13 +21,11 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from meshwise.spec.units import bytes_text, rate_text, whole_seconds_text
-from meshwise.terminal.table import rendered, table_lines, width_of
 
 REFRESH_SECONDS = 0.25
 SPARKS = "▁▂▃▄▅▆▇█"
 SPARKLINE_LOSSES = 24
 BAR_WIDTH = 40
-MEMORY, MOST_LONG_NAMES = "memory  ", 4
 
 
 @dataclass(frozen=True)
@@ -185,18 +182,16 @@ def live_area(p: TrainingProgress, losses: Sequence[float], console: Console) ->
         bars.add_row(name, bar, "" if share is None else f"{int(share * 100)} %", Text(text, no_wrap=True))
     facts = _facts(p, [] if console.options.ascii_only else losses, console.width)
     title = Text(p.job, style="bold", no_wrap=True, overflow="ellipsis")
-    return Group(title, bars, facts, *memory_lines(p.devices, p.memory, console.width))
+    known = any(size is not None for size in p.memory)
+    return Group(title, bars, facts, *[Text(f"memory  {memory_text(p.memory)}", no_wrap=True)] * known)
 
 
-def memory_lines(devices: Sequence[str], memory: Sequence[int | None], width: int) -> list[Text]:
-    """Return lines of at most `width` characters with the memory of each device, or [] if none is known."""
-    if all(size is None for size in memory):
-        return []
-    sizes = ["unknown" if size is None else bytes_text(size) for size in memory]
-    names = devices if len(devices) <= MOST_LONG_NAMES else [name.removeprefix("rank ") for name in devices]
-    cells = table_lines(["", ""], list(zip(names, sizes, strict=True)), gap=1)[1:]
-    lines = rendered(Columns(cells, padding=(0, 3), equal=True), max(width - len(MEMORY), width_of(cells)))
-    return [Text(" " * len(MEMORY) if at else MEMORY, no_wrap=True) + line for at, line in enumerate(lines)]
+def memory_text(memory: Sequence[int | None]) -> str:
+    """Format the memory of each rank, or the least and the most if there are many ranks."""
+    if len(memory) <= 4:
+        return ", ".join("unknown" if size is None else bytes_text(size) for size in memory)
+    known = [size for size in memory if size is not None]
+    return f"{bytes_text(min(known))} to {bytes_text(max(known))}"
 
 
 def _facts(p: TrainingProgress, losses: Sequence[float], width: int) -> Text:

@@ -199,7 +199,7 @@ def rank_table(report: Report, width: int, ascii_only: bool) -> list[Text]:
         if title == "step":
             draws = [partial(bar_text, seconds, ascii_only=ascii_only) for seconds in drawn]
             columns[BAR] = [Bar(draw, LEAST_BAR, MOST_BAR) for draw in draws]
-    return columns_lines(columns, width, left=("rank", BAR), less_needed=LESS_NEEDED, gaps=(2, 1), rest="--json has")
+    return columns_lines(columns, width, left=("rank", BAR), less_needed=LESS_NEEDED, rest="--json has")
 
 
 def whole_parts(shares: Sequence[float], whole: int) -> list[int]:

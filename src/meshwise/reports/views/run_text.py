@@ -6,12 +6,10 @@ The comparison has the verdict, a row for each kind of time, and figures of the 
 
 from __future__ import annotations
 
-import math
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from operator import itemgetter
 from pathlib import Path
 from statistics import fmean, median
 
@@ -23,10 +21,11 @@ from meshwise.records.metrics import Best
 from meshwise.records.run_list import RunEntry
 from meshwise.reports.compare_runs import Figure, RunComparison, TimeDifference, clearly, signed
 from meshwise.reports.spans import KINDS
+from meshwise.reports.views.live_progress import memory_text
 from meshwise.spec.units import bytes_text, count_text, percent_text, plural, rate_text, seconds_text
 from meshwise.terminal.kind_marks import MARKS, mark_of, style_of
 from meshwise.terminal.screen import Drawn, Screen, spaced
-from meshwise.terminal.table import Bar, Cell, columns_lines, table_lines, width_of
+from meshwise.terminal.table import Bar, Cell, columns_lines, table_lines
 
 
 @dataclass(frozen=True)
@@ -82,7 +81,6 @@ class RunSummary:
 
 OTHER = "other"
 BLOCKS = " ▏▎▍▌▋▊▉█"
-MOST_RANK_COLUMNS, MOST_LONG_TITLES = 8, 4
 BAR, LEAST_BAR, MOST_BAR = " ", 8, 24
 SPREAD: Mapping[str, Callable[[Sequence[float]], float]] = {"min": min, "median": median, "max": max}
 
@@ -129,15 +127,8 @@ def _head(s: RunSummary) -> list[Text]:
         Text(f"throughput  {count_text(s.samples_per_second)} samples/s on {plural(len(s.devices), 'device')}")
     )
     if any(size is not None for size in s.memory):
-        lines.append(Text(f"memory      peak {_memory_text(s.memory)}"))
+        lines.append(Text(f"memory      peak {memory_text(s.memory)}"))
     return lines
-
-
-def _memory_text(memory: Sequence[int | None]) -> str:
-    if len(memory) <= 4:
-        return ", ".join("unknown" if size is None else bytes_text(size) for size in memory)
-    known = [size for size in memory if size is not None]
-    return f"{bytes_text(min(known))} to {bytes_text(max(known))}"
 
 
 def _end(s: RunSummary) -> list[Text]:
@@ -167,23 +158,17 @@ def _time_table(s: RunSummary, screen: Screen) -> list[Text]:
     """Return a table of the time of each phase: the mean over ranks, and the share with a bar."""
     rows, ranks = _rows(s), len(s.phases)
     rows["total"] = [sum(of_rank) for of_rank in zip(*rows.values(), strict=True)]
-    unit, write = _in_one_unit(max(rows["total"]))
-    total, word = fmean(rows["total"]), "rank " if ranks <= MOST_LONG_TITLES else "r"
-    of_ranks = {f"{word}{rank}": itemgetter(rank) for rank in range(ranks) if ranks <= MOST_RANK_COLUMNS}
-    several, spread = (f", mean of {ranks} ranks", SPREAD) if ranks > 1 else ("", {})
-    for picks in (of_ranks if several else {}, spread, {}):
-        columns = {title: list[Cell]() for title in ("", unit, "share", BAR, *picks)}
-        for kind, row in rows.items():
-            mean, style = fmean(row), "dim" if kind == "total" else ""
-            draw = partial(_bar_text, 0.0 if kind == "total" else mean / total, ascii_only=screen.ascii_only)
-            texts = [kind, write(mean), percent_text(mean / total), *(write(pick(row)) for pick in picks.values())]
-            cells: list[Cell] = [Text(text, style) for text in texts]
-            cells.insert(3, Bar(draw, LEAST_BAR, MOST_BAR))
-            for column, cell in zip(columns.values(), cells, strict=True):
-                column.append(cell)
-        table = columns_lines(columns, screen.width, left=("", BAR), less_needed=(BAR,), gaps=(2, 1))
-        if width_of(table) <= screen.width and len(table) == 1 + len(rows) and (picks or not spread):
-            break
+    total, several = fmean(rows["total"]), f", mean of {ranks} ranks" if ranks > 1 else ""
+    columns = {title: list[Cell]() for title in ("", "time", "share", BAR, *(SPREAD if several else ()))}
+    for kind, row in rows.items():
+        mean, style = fmean(row), "dim" if kind == "total" else ""
+        draw = partial(_bar_text, 0.0 if kind == "total" else mean / total, ascii_only=screen.ascii_only)
+        picked = [seconds_text(pick(row)) for pick in SPREAD.values()]
+        texts = [Text(text, style) for text in (kind, seconds_text(mean), percent_text(mean / total), *picked)]
+        cells: list[Cell] = [*texts[:3], Bar(draw, LEAST_BAR, MOST_BAR), *texts[3:]]
+        for column, cell in zip(columns.values(), cells, strict=False):
+            column.append(cell)
+    table = columns_lines(columns, screen.width, left=("", BAR), less_needed=(BAR, *SPREAD))
     lines = [Text(f"Where the time went{several}", style="bold"), *table]
     for line in lines:
         line.no_wrap, line.overflow = True, "crop"
@@ -197,14 +182,6 @@ def _bar_text(share: float, width: int, ascii_only: bool) -> Text:
     eighths = round(share * width * 8)
     blocks = BLOCKS[-1] * (eighths // 8) + BLOCKS[eighths % 8]
     return Text(f"{'#' * round(share * width) if ascii_only else blocks.strip():{width}}")
-
-
-def _in_one_unit(most: float) -> tuple[str, Callable[[float], str]]:
-    """Choose the unit in which a time of `most` seconds is easy to read."""
-    units = (("ms", 1e3, 1.0), ("seconds", 1.0, 600.0), ("minutes", 1 / 60, 10800.0), ("hours", 1 / 3600, math.inf))
-    unit, factor = next((unit, factor) for unit, factor, limit in units if most < limit)
-    digits = 3 if most * factor < 9.9995 else 2 if most * factor < 99.995 else 1
-    return unit, lambda seconds: f"{seconds * factor:,.{digits}f}"
 
 
 COLOURS = {"failed": "red", "unreadable": "red", "running": "green", "stopped": "yellow", "queued": "cyan"}
@@ -310,11 +287,9 @@ def _figure_row(figure: Figure) -> list[str]:
     change = ""
     if a is not None and b is not None:
         if figure.unit == "share":
-            points = round(100 * (b - a))
-            change = f"{points:+d} points" if points else "0 points"
+            change = f"{round(100 * (b - a)):+d} points"
         elif a > 0:
-            more = round(100 * (b / a - 1))
-            change = f"{more:+,d} %" if more else "0 %"
+            change = f"{round(100 * (b / a - 1)):+,d} %"
     return [figure.name, _value(a, figure.unit), _value(b, figure.unit), change]
 
 
