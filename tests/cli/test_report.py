@@ -101,7 +101,7 @@ def test_without_a_name_the_newest_run_is_meant(run: Path, report: Report, monke
         (["RUN", "--steps", "900"], "the run has no steps in this range. It has 1 to 60"),
         (["RUN", "--html", "--to", "FILE"], "cannot be written"),
         (["RUN", "--pdf"], "No such option"),
-        (["RUN", "RUN", "--steps", "3"], "cannot compare two runs. Leave out RUN2. Or use no option (text) or --json"),
+        (["RUN", "RUN", "--steps", "3"], "compared as text or with --json alone. Leave out RUN2"),
         (["RUN", "--live", "--json"], "--live cannot be combined with other options"),
         (["RUN", "--mermaid", "--json"], "Only one view can print to the terminal. Choose between "),
         (["FILE"], "cannot be read (Not a directory). Name a folder"),

@@ -96,20 +96,6 @@ def test_a_headline_has_at_most_ten_words(transmit: float, of: str) -> None:
     assert all(0 < len(finding.headline.split()) <= 10 for finding in report.findings)
 
 
-def test_the_steps_that_are_shown_show_the_straggler() -> None:
-    """The steps of median length are those in which both ranks are equally slow."""
-
-    def works(step: int, rank: int) -> dict[str, float]:
-        if step % 5 == 2:
-            return even(forward=22.0)(step, rank)
-        return even(forward=22.0 + (-2.5, -1.5, 1.5, 2.5)[step % 4] if rank == 1 else 10.0)(step, rank)
-
-    report = report_of(played(Schedule(ranks=2, steps=60, buckets=(1.0,)), works))
-    assert report.findings[0].kind == "straggler" and report.findings[0].rank == 1
-    typical = next(view for view in report.views if view.name == "typical")
-    assert typical.usual_step % 5 != 2
-
-
 def test_two_runs_say_what_differs_and_a_slower_one_fails() -> None:
     facts = {"plan": "data=2, recompute=full", "world": 2, "request": {"precision": None, "epochs": 3}, "commit": "a1"}
     other = {"plan": "shard=2", "world": 2, "request": {"precision": "bf16", "epochs": 3}, "commit": "b2"}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import numpy as np
 import pytest
@@ -130,26 +129,12 @@ def test_slow_links_are_told_from_slow_ranks() -> None:
     assert all_reduce.bus_bandwidth == pytest.approx(2 * 2 / 3 * 4096 / all_reduce.seconds)
 
 
-@pytest.mark.parametrize(
-    ("facts", "device", "links"),
-    [
-        ({"world": 3, "devices": ["cpu"] * 3}, "cpu", False),
-        ({}, "cpu", False),  # under another launcher
-        ({"world": 3, "devices": ["cpu"]}, "cpu", True),  # three machines
-        ({"world": 3, "devices": ["cuda:0"] * 3}, "NVIDIA H100 80GB HBM3", True),
-    ],
-)
 @pytest.mark.parametrize("late", [0.0, 20.0])
-def test_between_processors_of_one_machine_no_link_is_to_blame(
-    facts: dict[str, Any], device: str, links: bool, late: float
-) -> None:
+def test_slow_sending_is_no_ranks_fault(late: float) -> None:
     schedule = Schedule(ranks=3, steps=30, buckets=(1.0,), transmit=40)
-    timeline = played(schedule, delayed(even(), rank=2, phase="forward", ms=late))
-    ranks = tuple(dataclasses.replace(rank, device=device, host="here") for rank in timeline.ranks)
-    report = report_of(dataclasses.replace(timeline, facts=facts, ranks=ranks))
+    report = report_of(played(schedule, delayed(even(), rank=2, phase="forward", ms=late)))
     (found,) = [finding for finding in report.findings if finding.kind == "communication"]
-    assert ("the links are slow" in found.sentence) == links
-    assert ("gloo sends on the cores that compute" in found.sentence) == (not links)
+    assert "sending is slow" in found.sentence
     assert ("without the cost of rank 2" in found.sentence) == (late > 0)
 
 

@@ -5,6 +5,7 @@ The report's numbers are computed here alone; views only show them.
 
 from __future__ import annotations
 
+import math
 import textwrap
 from collections.abc import Mapping
 from datetime import datetime
@@ -13,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from meshwise.records.attempts import Attempt, attempt_text, attempts_of, lost_texts
+from meshwise.records.attempts import attempt_text, attempts_of, lost_texts
 from meshwise.records.run_list import fields_of
 from meshwise.reports.arrivals import ABSENT, OUTSIDE, Arrivals, session_of
 from meshwise.reports.expected import measured_alone, reconciled
@@ -120,7 +121,6 @@ def report_of(
         timeline.counters,
         RunFacts(
             program=str(timeline.facts.get("program", "job")),
-            links=_have_links(timeline),
             alone=measured_alone(timeline, Path(folder)) if folder else None,
             pipeline=pipeline,
             shares=_shares(timeline),
@@ -155,7 +155,7 @@ def report_of(
         collectives=collectives,
         series=_series(timeline, table),
         counters=[_thinned(counter) for counter in timeline.counters],
-        views=step_windows(timeline, table, steps, findings[0].rank if findings else None),
+        views=step_windows(timeline, table, steps),
         pipeline=pipeline,
         predicted=predicted,
         attempts=attempt_reports(timeline.facts),
@@ -169,13 +169,6 @@ def _shares(timeline: Timeline) -> tuple[float, ...]:
         return ()
     given = plan.get("shares", "").strip("()")
     return tuple(map(float, given.split(","))) if given else (1.0,) * len(timeline.ranks)
-
-
-def _have_links(timeline: Timeline) -> bool:
-    """Return True if the ranks may communicate over links between devices or machines."""
-    facts, ranks = timeline.facts, timeline.ranks
-    several = int(facts.get("world") or 0) > len(facts.get("devices") or ()) or len({rank.host for rank in ranks}) > 1
-    return several or any(not rank.device.startswith("cpu") for rank in ranks)
 
 
 def _about(facts: Mapping[str, Any]) -> dict[str, str]:
@@ -304,23 +297,23 @@ def _thinned(counter: Counter) -> CounterSeries:
 
 def attempt_reports(facts: Mapping[str, Any]) -> list[AttemptReport]:
     """Report all attempts in the record of a run."""
-    found = attempts_of(facts)
-    return [_attempt(one, before) for one, before in zip(found, [None, *found], strict=False)]
-
-
-def _attempt(one: Attempt, before: Attempt | None) -> AttemptReport:
-    began = one.began or 0.0
-    gap = began - (before.ended or began) if before is not None else 0.0
-    return AttemptReport(
-        number=one.number,
-        began=f"{datetime.fromtimestamp(began):%Y-%m-%d %H:%M:%S}",
-        launched=one.launched,
-        devices=one.devices or 0,
-        before=max(0.0, gap if one.waited is None else one.waited),
-        queued=one.waited is not None,
-        seconds=max(0.0, (one.ended or began) - began),
-        from_step=one.from_step,
-        steps_lost=None if one.from_step is None else one.steps_lost or 0,
-        status=one.status,
-        ended=attempt_text(one),
-    )
+    reports, free = list[AttemptReport](), math.inf
+    for one in attempts_of(facts):
+        began = one.began or 0.0
+        reports.append(
+            AttemptReport(
+                number=one.number,
+                began=f"{datetime.fromtimestamp(began):%Y-%m-%d %H:%M:%S}",
+                launched=one.launched,
+                devices=one.devices or 0,
+                before=max(0.0, began - free if one.waited is None else one.waited),
+                queued=one.waited is not None,
+                seconds=max(0.0, (one.ended or began) - began),
+                from_step=one.from_step,
+                steps_lost=None if one.from_step is None else one.steps_lost or 0,
+                status=one.status,
+                ended=attempt_text(one),
+            )
+        )
+        free = one.ended or math.inf
+    return reports

@@ -174,16 +174,13 @@ def _resampled(table: Seconds, seed: int) -> Seconds:
 
 
 def _difference(kind: str, first: float, second: float, by_a: Seconds, by_b: Seconds) -> TimeDifference:
-    ratio = second / first if first > 0 else None
-    found = TimeDifference(kind, first, second, second - first, ratio, low=None, high=None, clear=False)
-    if not len(by_a) or not len(by_b):
-        return found
-    differs = abs(second - first) >= CLOCK
-    if ratio is None or not (by_a > 0).all():
+    ratio, low, high, clear = second / first if first > 0 else None, None, None, False
+    if len(by_a) and len(by_b):
         least, most = np.percentile(by_b - by_a, [2.5, 97.5])
-        return dataclasses.replace(found, clear=differs and not least <= 0 <= most)
-    low, high = np.percentile(by_b / by_a, [2.5, 97.5]).tolist()
-    return dataclasses.replace(found, low=low, high=high, clear=differs and not low <= 1 <= high)
+        clear = abs(second - first) >= CLOCK and not least <= 0 <= most
+        if ratio is not None and (by_a > 0).all():
+            low, high = np.percentile(by_b / by_a, [2.5, 97.5]).tolist()
+    return TimeDifference(kind, first, second, second - first, ratio, low, high, clear)
 
 
 def _figures(first: Report, second: Report) -> list[Figure]:

@@ -41,7 +41,6 @@ class RunFacts:
     """Facts about a run that its spans do not show."""
 
     program: str
-    links: bool
     alone: Alone | None
     pipeline: PipelineReport | None
     shares: Sequence[float]
@@ -194,22 +193,21 @@ def _communication(shares: _Shares, stragglers: Sequence[Finding]) -> Iterator[F
         return
     delays = table.sync_points.delay
     why = f" (ranks arrive within {seconds_text(float(np.median(delays)) if len(delays) else 0.0)})"
-    links = shares.facts.links
-    slow = "the links are slow" if links else "gloo sends on the cores that compute"
-    if shares.share("waiting") < share / 2:
-        why += f": {slow}, not a rank" if links else f": no rank is late, {slow}"
     if len(table.arrivals.ranks) < 2:
         why = ", or waiting for ranks that left no log (the two look the same)"
     elif stragglers:
-        why = f", without the cost of rank {', '.join(str(found.rank) for found in stragglers)}: {slow}"
+        why = f", without the cost of rank {', '.join(str(found.rank) for found in stragglers)}: sending is slow"
+    elif shares.share("waiting") < share / 2:
+        why += ": sending is slow, not a rank"
+    title = shares.bound("Communication", share)
     sentence = (
-        f"{shares.bound('Communication', share)}: {shares.of_step(share)} is exposed communication (not overlapped "
-        f"with computing), counted from the last rank's arrival{why}.{_most_expensive(collectives, shares.steps)}"
+        f"{title}: {shares.of_step(share)} is exposed communication (not overlapped with computing), counted from the "
+        f"last rank's arrival{why}.{_most_expensive(collectives, shares.steps)}"
     )
     of = collectives[0].of if collectives else ""
     advice = TRY_FOR_COMMUNICATION.get(of, TRY_FOR_COMMUNICATION[""])
     mostly = of and sum(each.share for each in collectives if each.of == of) > 0.5
-    headline = shares.bound("Communication", share) + (f", mostly {of}" if mostly else "")
+    headline = title + (f", mostly {of}" if mostly else "")
     yield shares.finding("communication", "communication", headline, share, sentence, advice)
 
 
@@ -222,12 +220,10 @@ def _most_expensive(collectives: Sequence[CollectiveReport], steps: int) -> str:
     share, count, total = sum(c.share for c in same), sum(c.count for c in same), sum(c.count for c in collectives)
     size = bytes_text(max(c.bytes for c in same))
     what = f"of {first.of}" if first.of else f"{first.name}s of {size}"
-    sends, every = round(count / steps), round(total / steps)
-    many = "All" if count == total else "Nearly all" if 0 < every == sends else "Some"
-    a_step = f"{many} collectives are"
-    if 0 < sends < every:
-        a_step = f"{sends} of {every} collectives a step {'is' if sends == 1 else 'are'}"
-    sentence = f" {a_step} {what}, of at most {size}: {percent_text(share)} of the time of all collectives."
+    sentence = (
+        f" {count / steps:.0f} of {total / steps:.0f} collectives a step are {what}, of at most {size}: "
+        f"{percent_text(share)} of the time of all collectives."
+    )
     if first.bus_bandwidth is None:
         return sentence
     rate = f"{bytes_text(first.bus_bandwidth)}/s"
@@ -302,8 +298,6 @@ def _memory(counters: Sequence[Counter]) -> Iterator[Finding]:
 
 def _computing(shares: _Shares) -> Finding:
     share = shares.share(*COMPUTING)
-    sentence = f"Computing takes {shares.of_step(share)}."
-    if share >= 0.8:
-        sentence = f"Compute-bound: {shares.of_step(share)} is forward, backward and optimizer."
-    headline = "Compute-bound" if share >= 0.8 else "Computing"
-    return shares.finding("compute", None, headline, share, sentence, TRY["compute"])
+    title = "Compute-bound" if share >= 0.8 else "Computing"
+    sentence = f"{title}: {shares.of_step(share)} is forward, backward and optimizer."
+    return shares.finding("compute", None, title, share, sentence, TRY["compute"])

@@ -21,9 +21,7 @@ MOST_BARS = 900
 WINDOW_STEPS = 5
 
 
-def step_windows(
-    timeline: Timeline, table: StepTable, steps: tuple[int, int] | None, straggler: int | None = None
-) -> list[StepWindow]:
+def step_windows(timeline: Timeline, table: StepTable, steps: tuple[int, int] | None) -> list[StepWindow]:
     """Choose which steps to show in detail."""
     rows = np.flatnonzero(table.trained)
     if steps is not None:
@@ -41,8 +39,7 @@ def step_windows(
         return [_window("all", timeline, table, rows)]
     seconds = table.step_seconds()[rows]
     steady = np.flatnonzero(table.steady[rows])
-    shown = _with_straggler(table, rows, steady, straggler)
-    typical = shown[np.abs(seconds[shown] - np.median(seconds[steady])).argsort(kind="stable")[0]]
+    typical = steady[np.abs(seconds[steady] - np.median(seconds[steady])).argmin()]
     slowest = steady[seconds[steady].argmax()]
     starts = {"typical": typical - many // 2, "slowest": slowest - many // 2, "first": 0, "last": len(rows) - many}
     usual = {"typical": float(seconds[typical])}
@@ -50,18 +47,6 @@ def step_windows(
         _window(name, timeline, table, rows[max(0, min(at, len(rows) - many)) :][:many], usual.get(name))
         for name, at in starts.items()
     ]
-
-
-def _with_straggler(table: StepTable, rows: Whole, steady: Whole, straggler: int | None) -> Whole:
-    """Return the steady steps in which the straggler is about as late as usual: by 0.5 to 2 times its median delay."""
-    points = table.sync_points
-    of_rank = points.rank == straggler
-    if straggler is None or not of_rank.any():
-        return steady
-    usual = np.median(points.delay[of_rank])
-    seen = points.step[of_rank & (points.delay > usual / 2) & (points.delay < usual * 2)]
-    found = steady[np.isin(table.step[rows][steady], seen)]
-    return found if len(found) else steady
 
 
 def _window(name: str, timeline: Timeline, table: StepTable, rows: Whole, usual: float | None = None) -> StepWindow:

@@ -81,11 +81,10 @@ def _refuse_together(options: list[str], other: str | None) -> None:
 
     options: the names of the given options, without dashes.
     other: the second run (RUN2) of a comparison. None if the command shows only one run."""
-    shown = ", ".join(f"--{name}" for name in options)
     if other is not None and set(options) - {"json"}:
-        raise UsageError(f"{shown} cannot compare two runs. Leave out RUN2. Or use no option (text) or --json.")
+        raise UsageError("Two runs are compared as text or with --json alone. Leave out RUN2 or the other options.")
     if "live" in options and len(options) > 1:
-        raise UsageError(f"--live cannot be combined with other options, but the options are {shown}.")
+        raise UsageError("--live cannot be combined with other options.")
     printing = [f"--{name}" for name in options if name in VIEWS and not VIEWS[name].file]
     if len(printing) > 1:
         raise UsageError(f"Only one view can print to the terminal. Choose between {' and '.join(printing)}.")

@@ -26,7 +26,6 @@ from meshwise.reports.arrivals import Arrivals, arrival_table, is_collective
 from meshwise.reports.run_report import NOT_MEMORY, Report
 from meshwise.reports.spans import KIND, KINDS, LANES, NO_COLLECTIVE, Counter, Spans, Timeline, of_rank
 from meshwise.spec.json_values import json_value
-from meshwise.spec.units import seconds_text
 
 Whole = NDArray[np.int64]
 Event = dict[str, Any]
@@ -63,7 +62,7 @@ def trace_text(report: Report, timeline: Timeline) -> Iterator[bytes]:
     origin = min([0, *(int(some.min()) for some in times if len(some))])
     names = [_plain(name) for name in timeline.names]
     events = itertools.chain(
-        _names(timeline, report, rows, first),
+        _names(timeline, rows, first),
         *(_slices(rank, *row, arrivals, names, origin) for rank, row in rows.items()),
         *(_counts(counter, origin) for counter in counters),
         _flows(rows, arrivals, origin),
@@ -140,17 +139,13 @@ def _facts(timeline: Timeline, report: Report, origin: int) -> dict[str, Any]:
     return {key: value for key, value in texts.items() if value is not None}
 
 
-def _names(timeline: Timeline, report: Report, rows: _Rows, first: int) -> Iterator[Event]:
+def _names(timeline: Timeline, rows: _Rows, first: int) -> Iterator[Event]:
     places = {rank.rank: (rank.device, rank.host) for rank in timeline.ranks}
-    errors = {clock.rank: clock.error_seconds for clock in report.clocks}
     for rank, (_, thread) in rows.items():
         title = " · ".join([f"rank {rank}", *filter(None, places.get(rank, ()))])
         process = {"ph": "M", "pid": rank}
         yield process | {"name": "process_name", "args": {"name": _plain(title)}}
         yield process | {"name": "process_sort_index", "args": {"sort_index": rank}}
-        if errors.get(rank, 0.0) > 0:
-            labels = f"clock ± {seconds_text(errors[rank])}"
-            yield process | {"name": "process_labels", "args": {"labels": labels}}
         for tid in np.unique(thread).tolist():
             lane, copy = divmod(tid - first, COPIES)
             name = f"{LANES[lane]} {copy}" if copy else LANES[lane]
