@@ -41,9 +41,7 @@ from meshwise.training.script.distributed_loader import DistributedLoader
 from meshwise.training.script.over_ranks import (
     Number,
     gather_over_ranks,
-    mean_in_loss,
     mean_over_ranks,
-    sum_in_loss,
     sum_over_ranks,
 )
 from meshwise.training.script.split_batch import split_batch
@@ -273,7 +271,7 @@ def sum(value: Number, *, grad: bool = False) -> Number:
     came_to("mw.sum")
     if _sees_whole():
         return value if grad or not isinstance(value, Tensor) else value.detach()
-    return sum_in_loss(_engine(), value) if grad else sum_over_ranks(_engine(), value)  # type: ignore[arg-type,return-value]
+    return sum_over_ranks(_engine(), value, grad=grad)
 
 
 def mean(value: Real, weight: float | Tensor | None = None, *, grad: bool = False) -> Real:
@@ -290,9 +288,7 @@ def mean(value: Real, weight: float | Tensor | None = None, *, grad: bool = Fals
     came_to("mw.mean")
     if _sees_whole():
         return value if grad or not isinstance(value, Tensor) else value.detach()
-    if grad:
-        return mean_in_loss(_engine(), value, weight)  # type: ignore[arg-type,return-value]
-    return cast(Real, mean_over_ranks(_engine(), value, weight))
+    return cast(Real, mean_over_ranks(_engine(), value, weight, grad=grad))
 
 
 def _sees_whole() -> bool:

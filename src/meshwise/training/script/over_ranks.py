@@ -32,37 +32,46 @@ from meshwise.transfer import collectives
 Number = TypeVar("Number", int, float, Tensor)
 
 
-def sum_over_ranks(engine: Engine, value: Number) -> Number:
+def sum_over_ranks(engine: Engine, value: Number, *, grad: bool = False) -> Number:
     """Return the sum of `value` over all ranks, as `mw.sum` does."""
+    if grad and _is_alone(engine, "mw.sum", value):
+        return value
     if engine.world.size == 1:
         return joined(engine, value)
-    counts = 0 if _samples_of(engine, "mw.sum", weighed=True) == 0 else 1
+    samples = _samples_of(engine, "mw.sum", weighed=True)
     if not isinstance(value, Tensor):
-        mine = torch.tensor(value, dtype=torch.int64 if isinstance(value, int) else torch.float64)
-        return joined(engine, type(value)(collectives.all_reduce(mine * counts, of="mw.sum").item()))
-    mine = value.detach().to(engine.world.device)  # a rank that read no samples may have zeros on the CPU
-    return joined(engine, collectives.all_reduce(mine * counts, of="mw.sum").to(value.device))
+        mine = torch.tensor(
+            value if samples != 0 else 0, dtype=torch.int64 if isinstance(value, int) else torch.float64
+        )
+        return joined(engine, type(value)(_added(mine, "mw.sum").item()))
+    mine = value.to(engine.world.device) * 1  # on the CPU a rank may have zeros; of bools it is their number
+    mine = mine if samples != 0 else torch.where(torch.zeros_like(mine, dtype=torch.bool), mine, 0)
+    total = _added(mine, "mw.sum", grad=grad).to(mine.dtype)
+    return total if grad else joined(engine, total.to(value.device))
 
 
-def mean_over_ranks(engine: Engine, value: float | Tensor, weight: float | Tensor | None) -> float | Tensor:
+def mean_over_ranks(
+    engine: Engine, value: float | Tensor, weight: float | Tensor | None, *, grad: bool = False
+) -> float | Tensor:
     """Return the mean of `value` over all samples that the ranks have read. See `mw.mean`."""
-    mean = value.detach() if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
+    if grad and _is_alone(engine, "mw.mean", value):
+        return value
+    mean = value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
     if engine.world.size > 1:
-        here = mean.to(engine.world.device) if isinstance(value, Tensor) else mean
-        mean = _mean(engine, here, weight).to(mean.device)
-    mean = joined(engine, mean)
+        samples = _samples_of(engine, "mw.mean", weighed=weight is not None)
+        given = 0 if samples == 0 else samples if weight is None else weight
+        here = gather(mean.to(engine.world.device)) if isinstance(value, Tensor) else mean
+        known = as_weight(1 if given is None else given, here)
+        counted = torch.where(known != 0, here.to(known.dtype).reshape(-1), 0) * known  # of nothing it is no number
+        sums = _added(torch.cat([counted, known.reshape(1)]), "mw.mean", grad=grad)
+        joint = (sums[:-1] / sums[-1]).view(here.shape)
+        mean = joint.to(here.dtype if _is_float(here) else torch.get_default_dtype()).to(
+            here.device if grad else mean.device
+        )
+    if grad:
+        return mean
+    mean = joined(engine, mean.detach())
     return mean if isinstance(value, Tensor) else mean.item()
-
-
-def _mean(engine: Engine, value: Tensor, weight: float | Tensor | None) -> Tensor:
-    samples = _samples_of(engine, "mw.mean", weighed=weight is not None)
-    given = samples if weight is None else weight if samples != 0 else 0
-    known = as_weight(1 if given is None else given, value)
-    wide = value.to(known.dtype).reshape(-1)
-    counted = torch.where(known != 0, wide * known, torch.zeros_like(wide))  # a mean over nothing is no number
-    sums = collectives.all_reduce(torch.cat([counted, known.reshape(1)]), of="mw.mean")
-    dtype = value.dtype if value.is_floating_point() else torch.get_default_dtype()
-    return (sums[:-1] / sums[-1]).view(value.shape).to(dtype)
 
 
 def _samples_of(engine: Engine, verb: str, *, weighed: bool) -> int | None:
@@ -91,14 +100,11 @@ def gather_over_ranks(engine: Engine, values: Any) -> Any:
         )
     counts = _counts_of(engine, tensors)
     mine = (counts, [(tuple(t.shape), t.dtype) for t in tensors])
-    ranks = collectives.gather_objects(mine) if engine.world.size > 1 else [mine]
+    ranks = collectives.gather_objects(mine)
     _check_rows(ranks)
     table = torch.tensor([counts for counts, _ in ranks])  # samples of each rank in each batch
-    if engine.world.size == 1:
-        result = map_tensors(Tensor.detach, values)
-    else:
-        gather = partial(rows_of_all, table=table, rank=engine.world.rank, of="mw.gather_samples")
-        result = map_tensors(lambda tensor: gather(tensor.detach()), values)
+    gather = partial(rows_of_all, table=table, rank=engine.world.rank, of="mw.gather_samples")
+    result = map_tensors(lambda tensor: gather(tensor.detach()), values)
     for tensor in all_leaves(result):
         joined(engine, tensor)
     return result
@@ -169,33 +175,8 @@ NOT_OURS = (
 )
 
 
-def sum_in_loss(engine: Engine, value: Tensor) -> Tensor:
-    """Return the sum of `value` over the ranks, with its gradient. Collective, and so is the backward."""
-    part = _begin(engine, "mw.sum", value)
-    if part is None:
-        return value
-    here = value.to(engine.world.device)
-    wide = _attached(here.to(torch.promote_types(value.dtype, torch.float32)) if _is_float(value) else here)
-    total = _added(wide if part.samples else torch.where(torch.zeros_like(wide, dtype=torch.bool), wide, 0), "mw.sum")
-    return total.to(value.dtype)
-
-
-def mean_in_loss(engine: Engine, value: Tensor, weight: Tensor | float | None) -> Tensor:
-    """Return the mean of `value` over the ranks, for use in a loss: gradients flow back through the mean to `value`."""
-    part = _begin(engine, "mw.mean", value)
-    if part is None:
-        return value
-    here = value.to(engine.world.device)
-    known = as_weight((part.samples if weight is None else weight) if part.samples else 0, here)
-    wide = _attached(here).to(known.dtype).reshape(-1)
-    counted = torch.where(known != 0, wide, 0) * known
-    sums = _added(torch.cat([counted, known.reshape(1)]), "mw.mean")
-    return (sums[:-1] / sums[-1]).view(value.shape).to(value.dtype)
-
-
-def _begin(engine: Engine, verb: str, value: Any) -> Any:
-    """Check a call of `mw.sum` or `mw.mean` with grad=True, and return the slice of the batch that this rank
-    processes."""
+def _is_alone(engine: Engine, verb: str, value: Any) -> bool:
+    """Check a call of `mw.sum` or `mw.mean` with grad=True. Return whether the value is that of the whole batch."""
     if not isinstance(value, Tensor):
         raise UsageError(f"{user_place()}: {verb}(…, grad=True) needs a tensor, but got a {type(value).__name__}.")
     plan, part = engine.plan, engine.part
@@ -204,32 +185,28 @@ def _begin(engine: Engine, verb: str, value: Any) -> Any:
         raise UsageError(REFUSED.format(place=user_place(), verb=verb, what=what))
     engine.program.joined_at, engine.program.coupled_gradients = engine.program.backwards, True
     if engine.world.size == 1:
-        return None
+        return True
     if part is None or engine.reads.ended is not None:
         raise UsageError(
             f"{user_place()}: {verb}(…, grad=True) works only in a loss, inside the loop over the loader and "
             f"before mw.backward. For a value that is no part of a loss, call {verb} without grad=True."
         )
-    if part.whole:
-        return None
-    engine.reads.check_one_share(verb, weighed=verb == "mw.sum")
-    return part
+    return part.whole
 
 
 def _is_float(value: Tensor) -> bool:
     return value.is_floating_point() or value.is_complex()
 
 
-def _attached(value: Tensor) -> Tensor:
-    """Return `value` so that it has an autograd graph."""
+def _added(value: Tensor, of: str, *, grad: bool = False) -> Tensor:
+    """Return the sum over the ranks. grad: with its gradient, so that the backward is collective too."""
+    if not grad:
+        return collectives.all_reduce(value.detach().clone(memory_format=torch.contiguous_format), of=of)
     whole = gather(value)
-    if whole.requires_grad or not _is_float(whole) or not torch.is_grad_enabled():
-        return whole
-    return whole.detach().clone().requires_grad_()
-
-
-def _added(value: Tensor, of: str) -> Tensor:
-    return through(_Added, value, of)
+    whole = whole.to(torch.promote_types(whole.dtype, torch.float32)) if _is_float(whole) else whole
+    if _is_float(whole) and not whole.requires_grad and torch.is_grad_enabled():
+        whole = whole.detach().clone().requires_grad_()  # every rank needs a backward
+    return through(_Added, whole, of)
 
 
 class _Added(Function):
@@ -242,4 +219,4 @@ class _Added(Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         if current().phase != "backward":  # of this rank's loss alone: the sum would be of all ranks' losses
             raise UsageError(NOT_OURS.format(verb=ctx.of, ranks=collectives.world_size()))
-        return _added(gradient, ctx.of), None
+        return through(_Added, gradient, ctx.of), None
