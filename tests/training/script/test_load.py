@@ -22,9 +22,7 @@ def test_a_damaged_file_is_named(left: int, tmp_path: Path) -> None:
     path = tmp_path / "state.pt"
     mw.save({"weight": torch.ones(1000)}, path)
     path.write_bytes(path.read_bytes()[:left])
-    with pytest.raises(
-        CheckpointError, match=rf"mw.load\({path}\): the file is damaged, or torch did not write it \(.* byte"
-    ):
+    with pytest.raises(CheckpointError, match=rf"mw.load\({path}\): the file is damaged, or contains"):
         mw.load(path)
 
 
@@ -36,7 +34,7 @@ def test_a_text_is_none_of_torchs(tmp_path: Path) -> None:
 
 def test_an_object_of_the_programs_is_named(tmp_path: Path) -> None:
     torch.save(Own(), tmp_path / "own.pt")
-    with pytest.raises(CheckpointError, match=rf"contains a {__name__}.Own, .* torch.load\(path, weights_only=False\)"):
+    with pytest.raises(CheckpointError, match=rf"torch.load\(path, weights_only=False\)(.|\n)*{__name__}.Own"):
         mw.load(tmp_path / "own.pt")
 
 

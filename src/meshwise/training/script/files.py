@@ -9,7 +9,6 @@ distributed accept whole tensors in `load_state_dict`.
 from __future__ import annotations
 
 import contextlib
-import re
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ from torch import nn
 from meshwise.parallel.batch_norm import unjoined
 from meshwise.records.files import write_with
 from meshwise.spec.errors import CheckpointError, UsageError
-from meshwise.spec.units import plural
 from meshwise.spec.words import error_text
 from meshwise.spec.world import World
 from meshwise.torch_compat.modules import without_hooks
@@ -32,7 +30,6 @@ from meshwise.transfer.reading import wait_for_all
 from meshwise.workers.join import rank_context
 from meshwise.workers.verb_log import came_to
 
-_FOREIGN = re.compile(r"(?:Unsupported (?:global: GLOBAL|class|operand)|Trying to load unsupported GLOBAL) ([\w.]+)")
 GRACE = 60.0  # seconds in which all ranks must come to a file
 
 
@@ -80,29 +77,18 @@ def load(path: str | Path) -> Any:
     world, name = rank_context().world, str(path.resolve())
     if world.size > 1 and name in engine.given.saves:
         default_store().wait([f"meshwise/saved/{name}/{engine.given.saves[name]}"])
-    loaded = _read(path)
+    try:
+        loaded = torch.load(path, map_location="cpu", weights_only=True)
+    except (FileNotFoundError, PermissionError, MemoryError):
+        raise  # a program may begin anew where no file is
+    except Exception as error:
+        raise CheckpointError(
+            f"mw.load({path}): the file is damaged, or contains more than tensors and plain values. Load another file, "
+            f"or one that you trust by torch.load(path, weights_only=False). {error_text(error)}"
+        ) from None
     engine.given.loads += 1
     _all_come(f"meshwise/loaded/{engine.given.loads}", world, f"mw.load({path})")
     return loaded
-
-
-def _read(path: Path) -> Any:
-    """Read a file that torch has written."""
-    try:
-        return torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:
-        text, absent = str(error), isinstance(error, OSError) and error.filename is not None
-        if absent or isinstance(error, MemoryError) or "allocate memory" in text:
-            raise  # a program may begin anew where no file is
-        if found := _FOREIGN.search(text):
-            raise CheckpointError(
-                f"mw.load({path}): the file contains a {found[1]}, but mw.load reads only tensors and plain values. "
-                "Save a state_dict(), or read a file that you trust with torch.load(path, weights_only=False)."
-            ) from None
-        raise CheckpointError(
-            f"mw.load({path}): the file is damaged, or torch did not write it ({plural(path.stat().st_size, 'byte')}; "
-            f"{error_text(error).split('. ')[0]}). Load another file. mw.save never leaves a partly written file."
-        ) from None
 
 
 def _all_come(key: str, world: World, what: str) -> None:
