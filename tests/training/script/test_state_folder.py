@@ -104,26 +104,24 @@ def test_a_state_of_another_run_is_said_and_one_of_this_run_is_not(
     folder = tmp_path / "state"
     as_attempt(monkeypatch, tmp_path / "first", 1)
     trained(folder)
-    assert capsys.readouterr().err == ""
     as_attempt(monkeypatch, tmp_path / "first", 2)
     trained(folder)
-    assert capsys.readouterr().err == ""
+    assert "resumes from" not in capsys.readouterr().err
     as_attempt(monkeypatch, tmp_path / "second", 1)
     trained(folder)
     said = capsys.readouterr().err
-    assert said == "state: resumes from step 6, which run first saved. Another folder starts from scratch.\n"
+    assert "state: resumes from step 6, which run first saved (" in said
+    assert "). Another folder starts from scratch.\n" in said
 
 
-def test_a_program_that_has_changed_is_said(
+def test_the_program_that_saved_is_said(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, text in (("train.py", "1"), ("train.py", "2"), ("other.py", "2")):
-        (tmp_path / name).write_text(text)
+    for name in ("train.py", "other.py"):
         monkeypatch.setattr("sys.argv", [str(tmp_path / name)])
         trained(tmp_path / "state")
-    first, second = capsys.readouterr().err.splitlines()
-    assert f"which process {os.getpid()} on " in first and "saved (train.py has changed since). Another" in first
-    assert "saved (train.py; this program is other.py). Another folder" in second
+    said = capsys.readouterr().err
+    assert f"which process {os.getpid()} on " in said and "saved (train.py). Another folder" in said
 
 
 def test_other_settings_are_honoured_and_said_or_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

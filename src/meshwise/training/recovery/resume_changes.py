@@ -36,7 +36,7 @@ def made_with(
 
 def honour(
     optimizers: Mapping[str, Optimizer],
-    before: Any,
+    before: Mapping[str, Any],
     now: Mapping[str, Any],
     say: Callable[[str], object],
     *,
@@ -44,17 +44,14 @@ def honour(
     scheduled: bool,
 ) -> None:
     """Apply the program's present settings to the restored optimizers, and report each change."""
-    if not isinstance(before, Mapping):
-        return
     if before.get("seed") != now["seed"]:
         raise UsageError(
             f"the seed is {now['seed']}, but the run began with seed {before['seed']}, which determines the order of "
             "its samples. Resume with the job unchanged and without --seed, or begin a new run."
         )
     _honour_data(before, now, index, say)
-    groups = before["optimizers"] if "optimizers" in before else {"": before["groups"]}  # of a job of an older version
     for name, optimizer in optimizers.items():
-        _honour_groups(optimizer, groups[name], now["optimizers"][name], say, scheduled=scheduled)
+        _honour_groups(optimizer, before["optimizers"][name], now["optimizers"][name], say, scheduled=scheduled)
 
 
 def _honour_data(before: Mapping[str, Any], now: Mapping[str, Any], index: int, say: Callable[[str], object]) -> None:
@@ -81,7 +78,7 @@ def _honour_groups(
     for number, (old, new) in enumerate(zip(before, now, strict=True)):
         where = f" of group {number}" if len(now) > 1 else ""
         for name, value in new.items():
-            if name not in old or _same(old[name], value):
+            if name not in old or old[name] == value:
                 continue
             if scheduled and name in ("lr", "momentum", "betas"):
                 raise UsageError(
@@ -91,7 +88,3 @@ def _honour_groups(
                 )
             optimizer.param_groups[number][name] = value
             say(f"{name}{where} is {value} from now on. Before, it was {old[name]}.")
-
-
-def _same(old: Any, new: Any) -> bool:
-    return list(old) == list(new) if isinstance(old, tuple | list) and isinstance(new, tuple | list) else old == new

@@ -20,7 +20,6 @@ from typing import Any
 from meshwise.records import checkpoints as files
 from meshwise.records.checkpoints import Checkpoint
 from meshwise.records.claims import claim, claims_of, newest
-from meshwise.records.folder import source_of
 from meshwise.records.lock import STATE_LOCK, FolderLock, Work
 from meshwise.spec.errors import UsageError
 from meshwise.spec.words import printable
@@ -45,11 +44,7 @@ class HeldFolder:
         if own["run"] and by.get("run") == own["run"]:
             return
         who = f"run {_short(by['run'])}" if by.get("run") else f"process {by.get('process')} on {by.get('host')}"
-        told = f", which {printable(who)} saved" if by else ""
-        if by and by.get("program") != own["program"]:
-            told += f" ({printable(str(by.get('program')))}; this program is {own['program']})"
-        elif by and by.get("source") != own["source"]:
-            told += f" ({own['program']} has changed since)"
+        told = f", which {printable(who)} saved ({printable(str(by.get('program')))})" if by else ""
         say(f"{_short(str(self.path))}: resumes from step {saved.step}{told}. Another folder starts from scratch.")
 
     def close(self) -> None:
@@ -102,7 +97,6 @@ def _facts() -> dict[str, Any]:
         "process": os.getpid(),
         "run": "" if run is None else str(Path(run).resolve()),
         "program": Path(program).name,
-        "source": source_of(program),
     }
 
 
