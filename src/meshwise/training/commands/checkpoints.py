@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -25,27 +24,6 @@ from meshwise.terminal.table import table_lines
 RUNS = Path("runs")
 RUN = typer.Argument(metavar="RUN", help="a run: its name, a part of it or its folder", autocompletion=runs_here)
 app = typer.Typer(add_completion=False)
-
-
-@dataclass(frozen=True)
-class CheckpointEntry:
-    """One checkpoint in the list of a run's checkpoints.
-
-    saved: when it was saved, in seconds since 1970.
-    verified: whether every byte was read and compared with its checksum.
-    wrong: the damage that was found. Empty if there is none.
-    """
-
-    name: str
-    step: int
-    epoch: int
-    attempt: int
-    devices: int
-    plan: str
-    saved: float
-    size: int
-    verified: bool
-    wrong: str
 
 
 @app.command()
@@ -67,10 +45,10 @@ def checkpoints(
     saved = files.checkpoints_in(folder / files.CHECKPOINTS) or files.checkpoints_in(folder)
     found = [_entry(each, verify) for each in saved]
     if as_json:
-        print(json.dumps([asdict(entry) for entry in found], indent=2))
+        print(json.dumps(found, indent=2))
     else:
         Console().print(Drawn(lambda screen: _lines(found, folder, screen)), soft_wrap=True)
-    if any(entry.wrong for entry in found):
+    if any(entry["wrong"] for entry in found):
         raise typer.Exit(1)
 
 
@@ -85,28 +63,27 @@ def run_folder(word: str | None) -> Path:
     return newest_run(RUNS) if word is None else find_run(RUNS, word)
 
 
-def _entry(saved: files.Checkpoint, verify: bool) -> CheckpointEntry:
+def _entry(saved: files.Checkpoint, verify: bool) -> dict[str, Any]:
+    """Describe a checkpoint. `verified` says whether its bytes were read, `wrong` which damage was found."""
     try:
         facts, wrong = files.read_manifest(saved).facts, ""
     except CheckpointError as error:
         facts, wrong = {}, str(error).rstrip(".")
-    if verify and not wrong:
-        wrong = files.verified(saved)
-    return CheckpointEntry(
-        saved.path.name,
-        saved.step,
-        epoch=facts.get("epoch", 0) + (facts.get("index", 1) > 0),  # between two epochs it is the one that is over
-        attempt=saved.attempt,
-        devices=facts.get("world", 0),
-        plan=str(facts.get("plan", "")).removeprefix("Plan(").removesuffix(")"),
-        saved=facts.get("time", 0.0),
-        size=files.size_of(saved.path),
-        verified=verify,
-        wrong=wrong,
-    )
+    return {
+        "name": saved.path.name,
+        "step": saved.step,
+        "epoch": facts.get("epoch", 0) + (facts.get("index", 1) > 0),  # between two epochs it is the one that is over
+        "attempt": saved.attempt,
+        "devices": facts.get("world", 0),
+        "plan": str(facts.get("plan", "")).removeprefix("Plan(").removesuffix(")"),
+        "saved": facts.get("time", 0.0),
+        "size": files.size_of(saved.path),
+        "verified": verify,
+        "wrong": wrong or (files.verified(saved) if verify else ""),
+    }
 
 
-def _lines(entries: Sequence[CheckpointEntry], folder: Path, screen: Screen) -> list[Text]:
+def _lines(entries: Sequence[dict[str, Any]], folder: Path, screen: Screen) -> list[Text]:
     if not entries:
         text = (
             f"No state was saved in {folder}. A job saves at its end, and with --save-every. A loop of your own saves "
@@ -114,17 +91,15 @@ def _lines(entries: Sequence[CheckpointEntry], folder: Path, screen: Screen) -> 
         return screen.wrap(Text(f"{text}in the folder that it passes to mw.checkpoint: meshwise checkpoints FOLDER."))
     titles = ["checkpoint", "step", "epoch", "devices", "plan", "saved", "size", "state"]
     table = table_lines(titles, [_row(entry) for entry in entries], screen.table_width, left=(0, 4, 7))
-    wrong = [line for entry in entries if entry.wrong for line in screen.wrap(Text(f"{entry.name}: {entry.wrong}"))]
-    total = f"{plural(len(entries), 'checkpoint')}, {bytes_text(sum(entry.size for entry in entries))}"
+    wrong = [line for e in entries if e["wrong"] for line in screen.wrap(Text(f"{e['name']}: {e['wrong']}"))]
+    total = f"{plural(len(entries), 'checkpoint')}, {bytes_text(sum(entry['size'] for entry in entries))}"
     return [*table, *([Text(), *wrong] if wrong else []), Text(), Text(f"{total} in {folder}", "dim")]
 
 
-def _row(entry: CheckpointEntry) -> list[str | Text]:
-    state = (
-        Text("damaged", "red") if entry.wrong else Text("whole", "green") if entry.verified else Text("not verified")
-    )
-    if entry.wrong and not entry.devices:  # nothing is known of it
-        return [entry.name, str(entry.step), "", "", "", "", bytes_text(entry.size), state]
-    saved = f"{datetime.fromtimestamp(entry.saved):%Y-%m-%d %H:%M:%S}"
-    facts = [str(entry.step), str(entry.epoch), str(entry.devices), entry.plan, saved, bytes_text(entry.size)]
-    return [entry.name, *facts, state]
+def _row(entry: dict[str, Any]) -> list[str | Text]:
+    state = Text("whole", "green") if entry["verified"] else Text("not verified")
+    saved = f"{datetime.fromtimestamp(entry['saved']):%Y-%m-%d %H:%M:%S}"
+    facts = [*(str(entry[name]) for name in ("name", "step", "epoch", "devices", "plan")), saved]
+    if entry["wrong"] and not entry["devices"]:  # nothing is known of it
+        facts[2:] = [""] * 4
+    return [*facts, bytes_text(entry["size"]), Text("damaged", "red") if entry["wrong"] else state]
