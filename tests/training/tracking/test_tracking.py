@@ -5,9 +5,7 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 import sys
-import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -230,24 +228,6 @@ def test_wandb_is_offline_and_knows_what_was_run(wandb: Any, tmp_path: Path) -> 
     assert given["config"] == facts and given["id"] == given["name"] == "20261121-line" and given["dir"] == run
     assert define == ("define", ("*",), {"step_metric": "step"})
     assert logged == [("log", {"train/loss": 0.5, "step": 7}), ("log", {"test/loss": 0.4, "step": 3}), ("finish",)]
-
-
-def test_tensorboard_without_its_folder_is_left_out_in_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("tensorboard")
-    raised: list[object] = []
-    monkeypatch.setattr(threading, "excepthook", raised.append)
-    notes: list[str] = []
-    tracked = Tracking(tmp_path, ["tensorboard"], notes.append)
-    tracked.open(0)
-    while (tmp_path / "tensorboard").exists():  # its thread may be writing into it
-        shutil.rmtree(tmp_path / "tensorboard", ignore_errors=True)
-    tracked.write([], [({"loss": 1.0}, 1)])
-    tracked.close()
-    assert raised == [], "the thread's traceback is printed beside the line"
-    (note,) = notes
-    assert note.startswith("log=tensorboard failed and gets no more values. The run continues. FileNotFoundError")
 
 
 def test_tensorboard_goes_on_where_a_resumed_run_does(tmp_path: Path) -> None:

@@ -50,7 +50,6 @@ class MetricsLog:
         self._folder, self._send, self._world, self._scaled = folder, send, world, scaled
         self.pending: list[tuple[int, int, Losses]] = []
         """Epoch, step and losses of each step since the last `sync`. The losses are still on their device."""
-        self._last_finite: tuple[int, float] | None = None
         self.live_due = math.inf if send is None else 0.0
         """When the next message to the live view is due, on the clock `time.monotonic`."""
         self.last_loss: float | None = None
@@ -131,14 +130,10 @@ class MetricsLog:
         """Return the loss of a step over all ranks. Raise LossError if it is not finite."""
         total, weight = of_ranks.sum(0).tolist()
         loss: float = total / weight if weight else math.nan
-        if math.isfinite(loss):
-            self._last_finite = (step, loss)
-        elif not self._scaled:  # float16: the loss scaler skips such a step by itself
+        if not self._scaled and not math.isfinite(loss):  # a scaler of float16 skips such a step by itself
             bad = [rank for rank, (total, _) in enumerate(of_ranks.tolist()) if not math.isfinite(total)]
-            last = self._last_finite
-            before = f"the last finite one was {last[1]:.4g} in step {last[0]}" if last else "it was never finite"
             raise LossError(
-                f"step {step}: the loss is {loss} on {ranks_text(bad)}; "
-                f"{before}. Lower the learning rate, clip with clip_norm, or look at the samples of that step."
+                f"step {step}: the loss is {loss} on {ranks_text(bad)}. Lower the learning rate, clip with clip_norm, "
+                "or look at the samples of that step."
             )
         return loss

@@ -10,7 +10,6 @@ MLFLOW_TRACKING_URI=http://...
 from __future__ import annotations
 
 import os
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -59,25 +58,12 @@ def _tensorboard(folder: Path, step: int) -> OpenTracker:
     # Its file is opened by name again and again: one of an earlier attempt, which may go on, lies elsewhere.
     own = [f"attempt-{attempt()}"] if attempt() > 1 and newest(folder) else []
     writer = SummaryWriter(str(folder.joinpath(names.TENSORBOARD, *own)), purge_step=step + 1)
-    _hush("tensorboard")
 
     def track(values: Mapping[str, float], step: int) -> None:
         for name, value in values.items():
             writer.add_scalar(name, value, step)
 
     return OpenTracker("tensorboard", track, writer.close)
-
-
-def _hush(library: str) -> None:
-    """Suppress the traceback that a thread of this library prints when it fails, because the library raises the error
-    again at its next call."""
-    told = threading.excepthook
-
-    def tell(error: threading.ExceptHookArgs) -> None:
-        if not type(error.thread).__module__.startswith(library):
-            told(error)
-
-    threading.excepthook = tell
 
 
 def _wandb(folder: Path, step: int) -> OpenTracker:

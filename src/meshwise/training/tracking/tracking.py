@@ -8,10 +8,10 @@ from __future__ import annotations
 import atexit
 import contextlib
 import itertools
+import math
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -41,9 +41,9 @@ class Tracking:
     def __init__(self, folder: Path | None, trackers: Iterable[str | Tracker], notify: Callable[[str], None]) -> None:
         """folder: the folder of the run, in which metrics.jsonl is written."""
         self._folder, self._notify = folder, notify
-        self._wanted = list(dict.fromkeys(trackers))
+        self._first, self._wanted = trackers, list[str | Tracker]()
         self._open: list[OpenTracker] = []
-        self._unwritten: list[Record] = []
+        self._unwritten, self._said = list[Record](), False
         self.found = self.written = 0
         """Numbers of lines in metrics.jsonl: `found` from earlier attempts, `written` by this object."""
         self._held: BinaryIO | None = None
@@ -53,7 +53,7 @@ class Tracking:
     def open(self, step: int) -> None:
         """Open the trackers."""
         self._hold()
-        self._open_now(self._wanted, step)
+        self.add(self._first, step)
 
     def _hold(self) -> None:
         if self._folder is None:
@@ -63,52 +63,50 @@ class Tracking:
             with contextlib.suppress(OSError):
                 path.open("xb").close()
         if path.is_file():
-            if self._held is not None:
-                self._held.close()
+            self._release()
             self._held = path.open("rb")
         self._over = claimed and is_over(self._folder, attempt())  # asked last: it may be the file of a later one
 
-    def add(self, trackers: Iterable[str | Tracker], step: int) -> None:
-        """Open more trackers, except those that are open already."""
-        new = [tracker for tracker in dict.fromkeys(trackers) if tracker not in self._wanted]
-        self._wanted += new
-        self._open_now(new, step)
+    def _release(self) -> None:
+        held, self._held = self._held, None
+        if held is not None:
+            held.close()
 
-    def _open_now(self, trackers: Iterable[str | Tracker], step: int) -> None:
+    def add(self, trackers: Iterable[str | Tracker], step: int) -> None:
+        """Open trackers, except those that are open already."""
         for wanted in trackers:
-            with self._optional(wanted if isinstance(wanted, str) else "tracker"):
-                self._open.append(open_tracker(wanted, self._folder or Path(), step))
+            if wanted not in self._wanted:
+                self._wanted.append(wanted)
+                with self._optional(wanted if isinstance(wanted, str) else "tracker"):
+                    self._open.append(open_tracker(wanted, self._folder or Path(), step))
 
     def write(self, records: Sequence[Record], points: Iterable[Point]) -> None:
         """Append the records to metrics.jsonl, and pass the points to each tracker."""
-        self._write(self._folder, records)
+        if self._folder is not None:
+            self._unwritten += map(json_value, records)
+            self._append(self._folder / names.METRICS)
         points = list(points)
         for tracker in [*self._open]:
             with self._optional(tracker.name, tracker):
                 for values, step in points:
                     tracker.track(values, step)
 
-    def _write(self, folder: Path | None, records: Sequence[Record]) -> None:
-        """Append records to metrics.jsonl."""
-        if folder is None:
-            return
-        first, records = not self._unwritten, [*self._unwritten, *map(json_value, records)]
+    def _append(self, path: Path) -> None:
+        """Append the records that are not written yet, such as those of a time when the disk was full."""
         try:
             if self._held is None:
                 self._hold()
             if self._over:
                 return
-            append_lines(folder / names.METRICS, records, self._held)
+            append_lines(path, self._unwritten, self._held)
+            self.written += len(self._unwritten)
+            self._unwritten = []
             if self._held is None:
                 self._hold()
         except OSError as error:
-            self._unwritten = records
-            if first:
-                where = folder / names.METRICS
-                self._notify(f"{where} cannot be written ({error.strerror}). The run continues, and tries again.")
-        else:
-            self.written += len(records)
-            self._unwritten = []
+            if not self._said:
+                self._notify(f"{path} cannot be written ({error.strerror}). The run continues, and tries again.")
+            self._said = True
 
     def cut(self, lines: int) -> None:
         """Remove the lines that earlier attempts wrote to metrics.jsonl, except the first `lines` lines."""
@@ -118,14 +116,12 @@ class Tracking:
             self._hold()
 
     def close(self) -> None:
-        """Write the lines of metrics.jsonl that could not be written earlier, for example because the disk was full."""
-        if self._unwritten:
-            self._write(self._folder, ())
-        if self._unwritten:
-            self._notify(f"{len(self._unwritten)} lines of {names.METRICS} could not be written and are lost.")
-        if self._held is not None:
-            self._held.close()
-            self._held = None
+        """Write the lines of metrics.jsonl that could not be written earlier, and close the trackers."""
+        if self._folder is not None and self._unwritten:
+            self._append(self._folder / names.METRICS)
+            if self._unwritten and not self._over:
+                self._notify(f"{len(self._unwritten)} lines of {names.METRICS} could not be written and are lost.")
+        self._release()
         while self._open:
             tracker = self._open.pop()
             with self._optional(tracker.name):
@@ -141,24 +137,17 @@ class Tracking:
             self._notify(f"log={name} failed and gets no more values. The run continues. {error_text(error)}")
 
 
-@dataclass(frozen=True)
-class _Target:
-    """Where `mw.log` writes at the moment."""
-
-    tracking: Tracking
-    step: Callable[[], int | None]
-    kept: bool = True
-
-
+_Target = tuple[Tracking | None, Callable[[], int | None]]
+"""Where `mw.log` writes, and a function that returns the step."""
 _targets: list[_Target] = []
 """The script's own target, and the targets of the open `log_into` blocks. `mw.log` writes to the last target."""
 _calls: Counter[str] = Counter()
 
 
 @contextlib.contextmanager
-def log_into(tracking: Tracking, step: Callable[[], int | None], *, kept: bool = True) -> Iterator[None]:
-    """Let `mw.log` write to `tracking` inside the with block."""
-    target = _Target(tracking, step, kept)
+def log_into(tracking: Tracking | None, step: Callable[[], int | None]) -> Iterator[None]:
+    """Let `mw.log` write to `tracking` inside the with block. None: it writes nothing."""
+    target = tracking, step
     _targets.append(target)
     try:
         yield
@@ -168,7 +157,7 @@ def log_into(tracking: Tracking, step: Callable[[], int | None], *, kept: bool =
 
 def nowhere() -> contextlib.AbstractContextManager[None]:
     """Let `mw.log` write nothing inside the with block."""
-    return log_into(Tracking(None, (), lambda text: None), lambda: None, kept=False)
+    return log_into(None, lambda: None)
 
 
 def has_logged() -> bool:
@@ -195,13 +184,13 @@ def log(values: Mapping[str, Any] | None = None, /, *, step: int | None = None, 
     """
     numbers = {name: _number(name, value) for name, value in ({**(values or {}), **named}).items()}
     session.show(", ".join(f"{name} {value!r}" for name, value in numbers.items()))
-    place, context = user_place(), rank_context()
+    place = user_place()
     _calls[place] += 1
-    target = _target()
-    if context.world.rank == 0:
-        at = target.step() if step is None else step
+    tracking, now = _target()
+    if tracking is not None and rank_context().world.rank == 0:
+        at = now() if step is None else step
         at = _calls[place] if at is None else at
-        target.tracking.write([{**numbers, "step": at}], [(numbers, at)])
+        tracking.write([{**numbers, "step": at}], [(numbers, at)])
 
 
 def log_to(*trackers: str | Tracker) -> None:
@@ -217,9 +206,9 @@ def log_to(*trackers: str | Tracker) -> None:
         if not (isinstance(tracker, str) or callable(tracker)):
             raise UsageError(f"mw.log_to: {tracker!r} is not a tracker. Use a function track(values, step) or 'wandb'.")
     check_trackers([tracker for tracker in trackers if isinstance(tracker, str)])
-    target = _target()
-    if target.kept and rank_context().world.rank == 0:
-        target.tracking.add(trackers, target.step() or 0)
+    tracking, step = _target()
+    if tracking is not None and rank_context().world.rank == 0:
+        tracking.add(trackers, step() or 0)
 
 
 def logged() -> dict[str, Any]:
@@ -227,7 +216,8 @@ def logged() -> dict[str, Any]:
     folder = _folder()
     if folder is None:
         return {}
-    lines = _targets[0].tracking.found + _targets[0].tracking.written if _targets else _lines(folder)
+    tracking = _targets[0][0] if _targets else None
+    lines = _lines(folder) if tracking is None else tracking.found + tracking.written
     return {"run": str(folder.resolve()), "lines": lines}
 
 
@@ -236,20 +226,21 @@ def go_on_after(state: Mapping[str, Any]) -> None:
     folder = _folder()
     if folder is None or rank_context().world.rank != 0 or state.get("run") != str(folder.resolve()):
         return
-    if _targets:
-        _targets[0].tracking.cut(state["lines"])
-    elif state["lines"] < (found := _lines(folder)):
-        _cut(folder, state["lines"], found)
+    tracking = _targets[0][0] if _targets else None
+    if tracking is not None:
+        tracking.cut(state["lines"])
+    else:
+        _cut(folder, state["lines"], math.inf)
 
 
-def _cut(folder: Path, first: int, last: int) -> None:
+def _cut(folder: Path, first: int, last: float) -> None:
     numbers = itertools.count()
     with contextlib.suppress(OSError):  # a full disk: they stay
         names.keep_metrics(folder, attempt(), lambda record: not first <= next(numbers) < last)
 
 
-def _lines(folder: Path | None) -> int:
-    return 0 if folder is None else len(read_lines(folder / names.METRICS))
+def _lines(folder: Path) -> int:
+    return len(read_lines(folder / names.METRICS))
 
 
 def _folder() -> Path | None:
@@ -257,33 +248,29 @@ def _folder() -> Path | None:
 
 
 def _target() -> _Target:
+    """Return the target of `mw.log`. The first call makes that of the script."""
     if not _targets:
-        _targets.append(_of_script(rank_context().world.rank == 0))
+        first, folder, wanted = rank_context().world.rank == 0, _folder(), os.environ.get(LOG, "").split(",")
+        wanted = [name for name in wanted if name]
+        check_trackers(wanted)
+        tracking = Tracking(folder, wanted if first else (), session.tell)
+        if folder is not None and first:
+            if newest(folder):
+                names.keep_metrics(folder, attempt())  # a file of this attempt's own
+            tracking.found = _lines(folder)
+        tracking.open(0)
+        atexit.register(tracking.close)
+        _targets.append((tracking, lambda: session.default_engine().phases.step if session.has_begun() else None))
     return _targets[-1]
-
-
-def _of_script(first: bool) -> _Target:
-    """Make the target of `mw.log` in a script."""
-    wanted = [name for name in os.environ.get(LOG, "").split(",") if name]
-    check_trackers(wanted)
-    folder = _folder()
-    if folder is not None and first and newest(folder):
-        names.keep_metrics(folder, attempt())  # a file of this attempt's own
-    tracking = Tracking(folder, wanted if first else (), session.tell)
-    tracking.open(0)
-    tracking.found = _lines(folder) if first else 0
-    atexit.register(tracking.close)
-    return _Target(tracking, lambda: session.default_engine().phases.step if session.has_begun() else None)
 
 
 def _number(name: str, value: Any) -> float:
     if name == "step":
         raise UsageError("mw.log: 'step' cannot be the name of a value. To set the step, write mw.log(..., step=n).")
     if isinstance(value, Tensor | np.ndarray | np.generic):
-        if value.size != 1 if isinstance(value, np.ndarray) else isinstance(value, Tensor) and value.numel() != 1:
-            raise UsageError(
-                f"mw.log: {name} has the shape {tuple(value.shape)}. Log one number, such as {name}.mean()."
-            )
+        if math.prod(value.shape) != 1:
+            shape = tuple(value.shape)
+            raise UsageError(f"mw.log: {name} has the shape {shape}. Log one number, such as {name}.mean().")
         value = value.item()
     if not isinstance(value, int | float):
         raise UsageError(f"mw.log: {name} must be a number, but it is a {type(value).__name__}.")
