@@ -12,7 +12,7 @@ from meshwise.terminal.screen import Drawn, Screen, spaced
 
 
 def screen(width: int) -> Screen:
-    return Screen(Console(file=io.StringIO(), width=width), width, False)
+    return Screen(Console(file=io.StringIO(), width=width), width)
 
 
 @pytest.mark.parametrize("width", range(12, 40))
@@ -29,8 +29,8 @@ def test_the_second_and_later_lines_can_be_indented() -> None:
 
 
 def test_lines_are_made_for_the_console_on_which_they_are_printed() -> None:
-    drawn = Drawn(lambda screen: [Text(f"µ {screen.width} {screen.ascii_only}" + "x" * 100)])
-    for width, encoding, start in ((30, "utf-8", "µ 30 False"), (20, "ascii", "u 20 True")):
+    drawn = Drawn(lambda screen: [Text(f"µ {screen.width}" + "x" * 100)])
+    for width, encoding, start in ((30, "utf-8", "µ 30"), (20, "ascii", "u 20")):
         raw = io.BytesIO()
         file = io.TextIOWrapper(raw, encoding)
         Console(file=file, width=width).print(drawn)

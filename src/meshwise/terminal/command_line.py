@@ -16,7 +16,7 @@ from __future__ import annotations
 import inspect
 import types
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import MISSING, Field, fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
@@ -45,62 +45,45 @@ def from_dataclass(function: Callable[..., None], without: Sequence[str] = ()) -
     """
     hints = get_type_hints(function, include_extras=True)
     given = inspect.signature(function).parameters.values()
-    kinds: dict[str, type] = {p.name: hints[p.name] for p in given if is_dataclass(hints[p.name])}
+    kinds: dict[str, Any] = {p.name: hints[p.name] for p in given if is_dataclass(hints[p.name])}
 
     def command(**values: Any) -> None:
-        made = {name: kind(**_taken(kind, values)) for name, kind in kinds.items()}
-        function(**made, **values)
+        for name, kind in kinds.items():
+            of_kind = {field: values.pop(field) for field, *_ in options_of(kind) if field in values}
+            values[name] = kind(**{field: tuple(v) if isinstance(v, list) else v for field, v in of_kind.items()})
+        function(**values)
 
-    own = {p.name: p.replace(kind=p.KEYWORD_ONLY, annotation=hints[p.name]) for p in given}
-    parameters = [
-        each for name, p in own.items() for each in (_parameters(kinds[name], without) if name in kinds else [p])
-    ]
+    parameters: list[inspect.Parameter] = []
+    for p in given:
+        own = [p.replace(kind=p.KEYWORD_ONLY, annotation=hints[p.name])]
+        parameters += _parameters(kinds[p.name], without) if p.name in kinds else own
     command.__name__, command.__doc__, command.__module__ = function.__name__, function.__doc__, function.__module__
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return command
 
 
-def _taken(kind: type, values: dict[str, Any]) -> dict[str, Any]:
-    """Remove the fields of the dataclass `kind` from `values` and return them. A list, which a repeated option gives,
-    becomes a tuple."""
-    taken = {name: values.pop(name) for name, _, _ in options_of(kind) if name in values}
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in taken.items()}
-
-
 def _parameters(kind: Any, without: Sequence[str]) -> Iterator[inspect.Parameter]:
-    by_name: dict[str, Field[Any]] = {field.name: field for field in fields(kind)}
+    defaults = {field.name: field.default for field in fields(kind)}
     for name, annotation, option in options_of(kind):
-        if name not in without:
-            default = _default(by_name[name])
-            typed: Any = Annotated[_typed(annotation), _declared(name, option, default)]
-            yield inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=typed)
-
-
-def _default(field: Field[Any]) -> Any:
-    if field.default_factory is not MISSING:
-        return field.default_factory()
-    if field.default is MISSING:
-        return inspect.Parameter.empty
-    return list(field.default) if isinstance(field.default, tuple) else field.default
+        if name in without:
+            continue
+        default = inspect.Parameter.empty if defaults[name] is MISSING else defaults[name]
+        default = list(default) if isinstance(default, tuple) else default
+        typed: Any = Annotated[_typed(annotation), _declared(name, option, default)]
+        yield inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=typed)
 
 
 def _declared(name: str, option: Option, default: Any) -> Any:
+    facts: dict[str, Any] = {"help": option.help, "metavar": option.metavar, "autocompletion": OF_OPTIONS.get(name)}
     if option.argument:
-        return typer.Argument(help=option.help, metavar=option.metavar, autocompletion=OF_OPTIONS.get(name))
+        return typer.Argument(**facts)
     words = option_name(name, option)
     if default is True and option.name is None:
         words += f"/--no-{name.replace('_', '-')}"
-    panel = next(
-        (title for title, names in PANELS.items() if name in names), None if option.scripts else "Of jobs alone"
-    )
-    return typer.Option(
-        words,
-        help=option.help,
-        metavar=option.metavar,
-        autocompletion=OF_OPTIONS.get(name),
-        rich_help_panel=panel,
-    )
+    panels = [title for title, names in PANELS.items() if name in names]
+    panels += [] if option.scripts else ["Of jobs alone"]
+    return typer.Option(words, rich_help_panel=next(iter(panels), None), **facts)
 
 
 def _typed(annotation: Any) -> Any:

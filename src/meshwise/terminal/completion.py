@@ -11,6 +11,7 @@ from meshwise.spec.plan import Plan
 
 BUILT_IN = ("gpt", "mlp", "mnist-cnn", "mnist-mlp")
 TRACKERS = ("mlflow", "tensorboard", "wandb")
+DEVICES = ("all", *(f"{count}x{kind}" for kind in DEVICE_KINDS[:2] for count in (1, 2, 4, 8)))
 
 
 def _those(words: Iterable[str], begun: str) -> list[str]:
@@ -25,26 +26,6 @@ def files(begun: str, ending: str) -> list[str]:
     return _those((f"{path}/" if path.is_dir() else str(path) for path in found), begun)
 
 
-def jobs_here(incomplete: str) -> list[str]:
-    """Return the built-in jobs and the Python files that start with `incomplete`."""
-    return _those(BUILT_IN, incomplete) + files(incomplete, ".py")
-
-
-def plan_fields(incomplete: str) -> list[str]:
-    """Return the fields of a plan that start with `incomplete`, such as `shard=` and `precision=`."""
-    return _those((f"{field.name}=" for field in fields(Plan)), incomplete)
-
-
-def devices(incomplete: str) -> list[str]:
-    """Return some device descriptions that start with `incomplete`, such as `all`, `2xcpu` and `8xcuda`."""
-    return _those(("all", *(f"{count}x{kind}" for kind in DEVICE_KINDS[:2] for count in (1, 2, 4, 8))), incomplete)
-
-
-def plan_files(incomplete: str) -> list[str]:
-    """Return the TOML files that start with `incomplete`, such as plans and machine files."""
-    return files(incomplete, ".toml")
-
-
 def run_folders(incomplete: str) -> list[str]:
     """Return the folders of the runs in `runs/` that start with `incomplete`, newest first."""
     folders = [str(path.parent) for path in sorted(Path("runs").glob("*/run.json"), reverse=True)]
@@ -57,10 +38,10 @@ def runs_here(incomplete: str) -> list[str]:
 
 
 OF_OPTIONS: dict[str, Callable[[str], list[str]]] = {
-    "job": jobs_here,
-    "settings": plan_fields,
-    "devices": devices,
-    "plan": plan_files,
+    "job": lambda incomplete: _those(BUILT_IN, incomplete) + files(incomplete, ".py"),
+    "settings": lambda incomplete: _those((f"{field.name}=" for field in fields(Plan)), incomplete),
+    "devices": lambda incomplete: _those(DEVICES, incomplete),
+    "plan": lambda incomplete: files(incomplete, ".toml"),
     "resume": run_folders,
     "weights": run_folders,
     "log": lambda incomplete: _those(TRACKERS, incomplete),

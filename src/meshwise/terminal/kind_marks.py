@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from rich.cells import cell_len
 from rich.text import Text
 
 
@@ -14,7 +13,6 @@ class KindMark:
     """How one kind of time, such as forward or communication, is drawn."""
 
     mark: str
-    plain: str
     colour: str
     word: str
 
@@ -22,25 +20,21 @@ class KindMark:
 # After Okabe and Ito (https://jfly.uni-koeln.de/color/), which people with weak red-green sight read too, and such that
 # they stay apart on terminals of 16 colours.
 MARKS: Mapping[str, KindMark] = {
-    "data": KindMark("d", "d", "#e69f00", "data"),
-    "transfer": KindMark("t", "t", "#f0e442", "transfer"),
-    "forward": KindMark("f", "f", "#56b4e9", "forward"),
-    "backward": KindMark("b", "b", "#4169e1", "backward"),
-    "communication": KindMark("═", "=", "#d070d0", "communication"),
-    "waiting": KindMark("░", "~", "#ff5f00", "waiting"),
-    "optimizer": KindMark("o", "o", "#009e40", "optimizer"),
-    "evaluate": KindMark("e", "e", "#b0b0b0", "evaluate"),
-    "checkpoint": KindMark("s", "s", "#8c564b", "saving"),
-    "idle": KindMark("·", ".", "bright_black", "idle"),
+    "data": KindMark("d", "#e69f00", "data"),
+    "transfer": KindMark("t", "#f0e442", "transfer"),
+    "forward": KindMark("f", "#56b4e9", "forward"),
+    "backward": KindMark("b", "#4169e1", "backward"),
+    "communication": KindMark("═", "#d070d0", "communication"),
+    "waiting": KindMark("░", "#ff5f00", "waiting"),
+    "optimizer": KindMark("o", "#009e40", "optimizer"),
+    "evaluate": KindMark("e", "#b0b0b0", "evaluate"),
+    "checkpoint": KindMark("s", "#8c564b", "saving"),
+    "idle": KindMark("·", "bright_black", "idle"),
 }
 NOT_FILLED = ("waiting", "idle")
+GLUE = "\ue000"  # stands for a space at which a line must not end
 # What a console without these characters gets instead, one for one, so that columns stay.
-ASCII = str.maketrans({"µ": "u", "·": "|", "±": "~", "…": ".", "×": "x", "╵": "|", "–": "-", "→": ">"})
-
-
-def mark_of(kind: str, ascii_only: bool) -> str:
-    """Return the character with which a text view draws a kind of time, such as `forward`."""
-    return MARKS[kind].plain if ascii_only else MARKS[kind].mark
+ASCII = str.maketrans("µ·±…×╵–→═░█▉▊▋▌▍▎▏", "u.~.x|->=~#####   ")
 
 
 def style_of(kind: str, filled: bool = True) -> str:
@@ -53,21 +47,12 @@ def style_of(kind: str, filled: bool = True) -> str:
     return f"black on {colour}" if filled and kind not in NOT_FILLED else colour
 
 
-def legend(kinds: Iterable[str], width: int, ascii_only: bool) -> list[Text]:
-    """Return a legend for a chart of these kinds of time, such as `forward`. It has lines of at most `width`
-    characters, and the kinds in the order of MARKS.
-    """
-    present = set(kinds)
-    lines = [Text(no_wrap=True)]
-    for kind, mark in MARKS.items():
-        if kind not in present:
-            continue
-        if lines[-1].plain and cell_len(lines[-1].plain) + len(mark.word) + 4 > width:
-            lines.append(Text(no_wrap=True))
-        if lines[-1].plain:
-            lines[-1].append("  ")
-        lines[-1].append(mark_of(kind, ascii_only), style_of(kind)).append(f" {mark.word}", "dim")
-    return lines if lines[0].plain else []
+def legend(kinds: Iterable[str]) -> Text:
+    """Return a legend for a chart of these kinds of time, such as `forward`, to be wrapped by `Screen.wrap`."""
+    marks = {kind: MARKS[kind] for kind in kinds}
+    return Text("  ").join(
+        Text.assemble((mark.mark, style_of(kind)), (f"{GLUE}{mark.word}", "dim")) for kind, mark in marks.items()
+    )
 
 
 def printable(text: str, ascii_only: bool) -> str:

@@ -12,13 +12,12 @@ from typing import IO
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
-from meshwise.terminal.kind_marks import printable
+from meshwise.terminal.kind_marks import GLUE, printable
 from meshwise.terminal.table import NO_LIMIT
 
 UNIT = re.compile(r"(?<=\d) (?=(?:%|µs|ms|s|min|h|B|[KMGTP]iB)(?![^\W_]))")
 LABEL = 10
 """Width of a column of labels, in characters."""
-GLUE = "\ue000"  # stands for a space at which a line must not end
 
 
 @dataclass(frozen=True)
@@ -26,13 +25,11 @@ class Screen:
     """The console on which lines are drawn.
 
     width: the largest number of characters in a line.
-    ascii_only: whether the console can show ASCII characters only.
     table_width: the largest width of a table. In a file or a pipe, a table may be as wide as it needs.
     """
 
     console: Console
     width: int
-    ascii_only: bool
     table_width: int = NO_LIMIT
 
     @property
@@ -45,17 +42,17 @@ class Screen:
 
         indent: the number of spaces before each line of a text, except its first line.
         """
-        return [line for text in texts for line in self._wrapped(text, indent)]
-
-    def _wrapped(self, text: Text, indent: int) -> list[Text]:
-        text = text.copy()
-        text.plain = UNIT.sub(GLUE, text.plain)
-        head, text = text[:indent], text[indent:]
-        lines = list(text.wrap(self.console, self.width - indent))
-        for line in lines:
-            line.plain = line.plain.replace(GLUE, " ")
-            line.rstrip()
-        return [(Text(" " * indent) if at else head) + line for at, line in enumerate(lines)] if indent else lines
+        lines = []
+        for text in texts:
+            glued = text.copy()
+            glued.plain = UNIT.sub(GLUE, glued.plain)
+            head, rest = glued[:indent], glued[indent:]
+            for line in rest.wrap(self.console, self.width - indent):
+                line.plain = line.plain.replace(GLUE, " ")
+                line.rstrip()
+                lines.append(head + line)
+                head = Text(" " * indent)
+        return lines
 
 
 @dataclass(frozen=True)
@@ -72,7 +69,7 @@ class Drawn:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         width = min(self.width or options.max_width, options.max_width)
         limited = self.width is not None or console.is_terminal
-        for line in self.draw(Screen(console, width, options.ascii_only, width if limited else NO_LIMIT)):
+        for line in self.draw(Screen(console, width, width if limited else NO_LIMIT)):
             if line.no_wrap is None:
                 line.no_wrap, line.overflow = True, "crop" if limited else "ignore"
             line.plain = printable(line.plain, options.ascii_only)

@@ -10,11 +10,9 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, repeat
 
 from rich.cells import cell_len
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 NO_LIMIT = 10_000
@@ -37,11 +35,7 @@ Cell = str | Text | Bar
 
 
 def table_lines(
-    titles: Sequence[str],
-    rows: Sequence[Sequence[Cell]],
-    width: int = NO_LIMIT,
-    *,
-    left: Sequence[int] = (0,),
+    titles: Sequence[str], rows: Sequence[Sequence[Cell]], width: int = NO_LIMIT, *, left: Sequence[int] = (0,)
 ) -> list[Text]:
     """Return a table as lines: a line of titles, and a line per row.
 
@@ -63,21 +57,16 @@ def _aligned(titles: Sequence[str], rows: Sequence[Sequence[Cell]], width: int, 
 
 
 def _drawn(titles: Sequence[str], rows: Sequence[Sequence[Cell]], left: Sequence[int], bar: int) -> list[Text]:
-    table = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0), header_style="dim")
-    for at, title in enumerate(titles):
-        table.add_column(Text(title), justify="left" if at in left else "right", no_wrap=True)
-    for row in rows:
-        table.add_row(*(_text(cell, bar) for cell in row))
-    console = Console(file=io.StringIO(), width=NO_LIMIT, color_system=None)
-    lines = [
-        Text.assemble(*((segment.text, segment.style or "") for segment in line))
-        for line in console.render_lines(table, pad=False)
-    ]
-    return _stripped(lines)
+    table = [[Text(title, "dim") for title in titles], *([_text(cell, bar) for cell in row] for row in rows)]
+    for at, column in enumerate(zip(*table, strict=True)):
+        width = max(cell.cell_len for cell in column)
+        for cell in column:
+            cell.align("left" if at in left else "right", width)
+    return _stripped(Text(" " * GAP).join(row) for row in table)
 
 
 def _text(cell: Cell, bar: int = 0) -> Text:
-    return Text(cell) if isinstance(cell, str) else cell if isinstance(cell, Text) else cell.draw(bar)
+    return Text(cell) if isinstance(cell, str) else cell.copy() if isinstance(cell, Text) else cell.draw(bar)
 
 
 def columns_lines(
@@ -109,16 +98,15 @@ def columns_lines(
 
 def _stacked(titles: Sequence[str], rows: Sequence[Sequence[Cell]], width: int) -> list[Text]:
     label = max(map(cell_len, titles)) + GAP
-    room = max(width - label, LEAST_ROOM)
-    blocks = [
-        [
-            Text.assemble((name + " " * (label - cell_len(name)), "dim"), line)
-            for title, cell in zip(titles, row, strict=False)
-            for name, line in zip(chain([title], repeat("")), _wrapped(cell, room), strict=False)
-        ]
-        for row in rows
-    ]
-    return [line for at, block in enumerate(blocks) for line in ([Text()] if at else []) + block]
+    lines: list[Text] = []
+    for row in rows:
+        lines += [Text()] * bool(lines)
+        for title, cell in zip(titles, row, strict=True):
+            for at, line in enumerate(_wrapped(cell, max(width - label, LEAST_ROOM))):
+                name = Text("" if at else title, "dim")
+                name.align("left", label)
+                lines.append(Text.assemble(name, line))
+    return lines
 
 
 def _wrapped(cell: Cell, width: int) -> list[Text]:

@@ -21,7 +21,7 @@ from meshwise.reports.run_report import Bar, RankReport, Report, StepTimes, Step
 from meshwise.reports.spans import KINDS, Timeline, stage_and_microbatch
 from meshwise.spec.errors import UsageError
 from meshwise.spec.units import count_text, plural, seconds_text
-from meshwise.terminal.kind_marks import mark_of, printable, style_of
+from meshwise.terminal.kind_marks import MARKS, style_of
 
 OVERLAPPED = "communication"
 NOTHING = ""
@@ -35,7 +35,6 @@ def gantt_text(
     width: int,
     *,
     step: int | None = None,
-    ascii_only: bool = False,
     overlapped: bool = True,
 ) -> list[Text]:
     """Draw a Gantt chart in lines of at most `width` characters."""
@@ -48,12 +47,12 @@ def gantt_text(
     for rank in ranks:
         row = _with_gaps(column_kinds(_of(window.attributed, rank, step), times, columns))
         begins = _begins(_of(window.bars, rank, step), row, times)
-        lines.append(_line(f"{f'rank {rank}':<{label}}", row, True, ascii_only, begins))
+        lines.append(_line(f"{f'rank {rank}':<{label}}", row, True, begins))
         collectives = [bar for bar in _of(window.bars, rank, step) if bar.lane == OVERLAPPED]
         if overlapped and collectives:
             row = column_kinds(collectives, times, columns)
-            lines.append(_line(f"{'  comm':<{label}}", row, False, ascii_only, {}))
-    return [*lines, _axis(label, columns, times.seconds, ascii_only)]
+            lines.append(_line(f"{'  comm':<{label}}", row, False, {}))
+    return [*lines, _axis(label, columns, times.seconds)]
 
 
 def _of(bars: Sequence[Bar], rank: int, step: int | None) -> list[Bar]:
@@ -93,16 +92,16 @@ def _begins(bars: Sequence[Bar], row: Sequence[str], times: StepTimes) -> dict[i
     return found
 
 
-def _line(label: str, row: Sequence[str], filled: bool, ascii_only: bool, begins: Mapping[int, str]) -> Text:
+def _line(label: str, row: Sequence[str], filled: bool, begins: Mapping[int, str]) -> Text:
     line = Text(label, no_wrap=True)
     for column, kind in enumerate(row):
-        mark = begins.get(column) or (mark_of(kind, ascii_only) if kind else " ")
+        mark = begins.get(column) or (MARKS[kind].mark if kind else " ")
         line.append(mark, style_of(kind, filled) if kind else "")
     line.rstrip()
     return line
 
 
-def _axis(label: int, columns: int, seconds: float, ascii_only: bool) -> Text:
+def _axis(label: int, columns: int, seconds: float) -> Text:
     """Draw a time axis with ticks at round times. The time is written after each tick."""
     every = _tick(seconds, columns)
     digits = max(0, -math.floor(math.log10(every * 1e3) + 1e-9))
@@ -115,7 +114,7 @@ def _axis(label: int, columns: int, seconds: float, ascii_only: bool) -> Text:
             break
         line[column : column + len(text)] = text
         at += 1
-    return Text(" " * label + printable("".join(line).rstrip(), ascii_only), "dim", no_wrap=True)
+    return Text(" " * label + "".join(line).rstrip(), "dim", no_wrap=True)
 
 
 def _tick(seconds: float, columns: int) -> float:

@@ -20,8 +20,8 @@ from rich.text import Text
 from meshwise.reports.run_report import COMPUTING, OUTSIDE_STEPS, RankReport, Report
 from meshwise.reports.views.gantt_text import gantt_text
 from meshwise.spec.units import bytes_text, count_text, percent_text, plural, rate_text, seconds_text
-from meshwise.terminal.kind_marks import MARKS, legend, mark_of, style_of
-from meshwise.terminal.screen import GLUE, Drawn, Screen, spaced
+from meshwise.terminal.kind_marks import GLUE, MARKS, legend, style_of
+from meshwise.terminal.screen import Drawn, Screen, spaced
 from meshwise.terminal.table import Bar, Cell, columns_lines, table_lines
 
 STATUS_STYLES = {"finished": "green", "running": "cyan", "stopped": "yellow", "failed": "bold red"}
@@ -57,16 +57,16 @@ def report_text(report: Report, width: int | None = None, height: int | None = N
 
 def _lines(report: Report, screen: Screen, height: int | None) -> list[Text]:
     """Return the report as lines, the most important first."""
-    width, ascii_only = screen.width, screen.ascii_only
+    width = screen.width
     head = screen.wrap(_title(report, width), *_verdict(report))
-    table, stages = rank_table(report, width, ascii_only), _stages(report, width)
+    table, stages = rank_table(report, width), _stages(report, width)
     kinds = [kind for kind in OF_STEP if report.kinds.get(kind, 0.0) > 0]
-    marks = legend(kinds, width, ascii_only) if table else []
+    marks = screen.wrap(legend(kinds)) if table and kinds else []
     between = [_predicted(report, screen), _attempts(report, width)]
     last = screen.wrap(*_goodput(report), *_advice(report), *_missing(report), *_clocks(report))
     last += screen.wrap(*(Text(f"{name:8} {text}", "dim") for name, text in report.about.items()))
     rest = [head, table, stages, marks, *between, last]
-    gantt = _gantt(report, width, math.inf if height is None else height - sum(map(len, rest)), ascii_only)
+    gantt = _gantt(report, width, math.inf if height is None else height - sum(map(len, rest)))
     first = [table, stages, gantt + marks] if gantt else [table + marks, stages]
     return spaced([head, *first, *between, last], height)[:height]
 
@@ -161,7 +161,7 @@ def _clocks(report: Report) -> list[Text]:
     return [Text(agree, "dim")] if len(report.clocks) > 1 else []
 
 
-def _gantt(report: Report, width: int, room: float, ascii_only: bool) -> list[Text]:
+def _gantt(report: Report, width: int, room: float) -> list[Text]:
     """Draw a step of usual length, or the few steps that the user chose."""
     running = report.status == "running"  # then the newest steps tell most
     window = next((view for view in report.views if view.name == "last" and running), next(iter(report.views), None))
@@ -179,12 +179,12 @@ def _gantt(report: Report, width: int, room: float, ascii_only: bool) -> list[Te
         return []
     shown = sorted([*dict.fromkeys([*(rank.rank for rank in outliers(report)), *ranks])][:many])
     overlapped = many == len(ranks) and 2 * many + 3 + EMPTY_LINES <= room
-    lines = gantt_text(window, shown, width, step=step, ascii_only=ascii_only, overlapped=overlapped)
+    lines = gantt_text(window, shown, width, step=step, overlapped=overlapped)
     some = f", {many} of {len(ranks)} ranks" if many < len(ranks) else ""
     return [Text(f"{title}{some}", "dim"), *lines] if lines else []
 
 
-def rank_table(report: Report, width: int, ascii_only: bool) -> list[Text]:
+def rank_table(report: Report, width: int) -> list[Text]:
     """Draw the table of ranks, in lines of at most `width` characters."""
     if not report.ranks:
         return []
@@ -197,8 +197,7 @@ def rank_table(report: Report, width: int, ascii_only: bool) -> list[Text]:
         numbers = [pick(known) if known else None for pick in spread.values()] + [read(rank) for rank in shown]
         columns[title] = ["" if number is None else write(number) for number in numbers]
         if title == "step":
-            draws = [partial(bar_text, seconds, ascii_only=ascii_only) for seconds in drawn]
-            columns[BAR] = [Bar(draw, LEAST_BAR, MOST_BAR) for draw in draws]
+            columns[BAR] = [Bar(partial(bar_text, seconds), LEAST_BAR, MOST_BAR) for seconds in drawn]
     return columns_lines(columns, width, left=("rank", BAR), less_needed=LESS_NEEDED, rest="--json has")
 
 
@@ -215,11 +214,11 @@ def whole_parts(shares: Sequence[float], whole: int) -> list[int]:
     return parts
 
 
-def bar_text(seconds: Mapping[str, float], width: int, ascii_only: bool) -> Text:
+def bar_text(seconds: Mapping[str, float], width: int) -> Text:
     """Draw the time of a step as a bar of exactly `width` characters. Each kind of time has its own mark and color."""
     bar = Text()
     for kind, many in zip(OF_STEP, whole_parts([seconds.get(kind, 0.0) for kind in OF_STEP], width), strict=True):
-        bar.append(mark_of(kind, ascii_only) * many, style_of(kind))
+        bar.append(MARKS[kind].mark * many, style_of(kind))
     bar.append(" " * (width - len(bar)))
     return bar
 

@@ -23,7 +23,7 @@ from meshwise.reports.compare_runs import Figure, RunComparison, TimeDifference,
 from meshwise.reports.spans import KINDS
 from meshwise.reports.views.live_progress import memory_text
 from meshwise.spec.units import bytes_text, count_text, percent_text, plural, rate_text, seconds_text
-from meshwise.terminal.kind_marks import MARKS, mark_of, style_of
+from meshwise.terminal.kind_marks import MARKS, style_of
 from meshwise.terminal.screen import Drawn, Screen, spaced
 from meshwise.terminal.table import Bar, Cell, columns_lines, table_lines
 
@@ -162,7 +162,7 @@ def _time_table(s: RunSummary, screen: Screen) -> list[Text]:
     columns = {title: list[Cell]() for title in ("", "time", "share", BAR, *(SPREAD if several else ()))}
     for kind, row in rows.items():
         mean, style = fmean(row), "dim" if kind == "total" else ""
-        draw = partial(_bar_text, 0.0 if kind == "total" else mean / total, ascii_only=screen.ascii_only)
+        draw = partial(_bar_text, 0.0 if kind == "total" else mean / total)
         picked = [seconds_text(pick(row)) for pick in SPREAD.values()]
         texts = [Text(text, style) for text in (kind, seconds_text(mean), percent_text(mean / total), *picked)]
         cells: list[Cell] = [*texts[:3], Bar(draw, LEAST_BAR, MOST_BAR), *texts[3:]]
@@ -178,10 +178,10 @@ def _time_table(s: RunSummary, screen: Screen) -> list[Text]:
     return lines
 
 
-def _bar_text(share: float, width: int, ascii_only: bool) -> Text:
+def _bar_text(share: float, width: int) -> Text:
     eighths = round(share * width * 8)
     blocks = BLOCKS[-1] * (eighths // 8) + BLOCKS[eighths % 8]
-    return Text(f"{'#' * round(share * width) if ascii_only else blocks.strip():{width}}")
+    return Text(f"{blocks.strip():{width}}")
 
 
 COLOURS = {"failed": "red", "unreadable": "red", "running": "green", "stopped": "yellow", "queued": "cyan"}
@@ -251,7 +251,7 @@ def _comparison_lines(c: RunComparison, screen: Screen) -> list[Text]:
     ]
     steps, figures = [], []
     if c.step is not None:
-        rows = [_time_row(difference, screen.ascii_only) for difference in [*c.kinds, c.step]]
+        rows = list(map(_time_row, [*c.kinds, c.step]))
         steps = table_lines(["a step", "A", "B", "B - A", "B / A", "95 %", ""], rows, screen.table_width)
     if c.figures:
         figures = table_lines(["the run", "A", "B", "B - A"], [_figure_row(f) for f in c.figures], screen.table_width)
@@ -260,11 +260,11 @@ def _comparison_lines(c: RunComparison, screen: Screen) -> list[Text]:
     return spaced([screen.wrap(*runs, *differs, Text(c.verdict, "bold")), steps, figures, notes], None)
 
 
-def _time_row(d: TimeDifference, ascii_only: bool) -> list[Cell]:
+def _time_row(d: TimeDifference) -> list[Cell]:
     """Return the cells of a row: kind, both medians, difference, ratio and its interval, whether it is clear."""
     name = Text(f"the {d.kind}", "bold")
     if d.kind in MARKS:
-        name = Text(mark_of(d.kind, ascii_only), style_of(d.kind)).append(f" {MARKS[d.kind].word}", "default")
+        name = Text(MARKS[d.kind].mark, style_of(d.kind)).append(f" {MARKS[d.kind].word}", "default")
     style = CLEAR_STYLES[d.difference > 0] if d.clear else "dim"
     interval = "" if d.low is None or d.high is None else f"{_ratio(d.low)} to {_ratio(d.high)}"
     ratio = "" if d.ratio is None else _ratio(d.ratio)
