@@ -21,8 +21,6 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from meshwise.spec.errors import UsageError
-from meshwise.spec.units import bytes_text
 from meshwise.workers.written_files import CACHES
 
 LINKS = 40  # followed one after the other, as in Linux
@@ -174,20 +172,10 @@ class FileView:
             for name in self.names(path) if inside else ():
                 self.copy(os.path.join(path, name), inside=True)
         elif not os.path.lexists(mine):
-            self._refuse_large(place)
             shutil.copy2(place, mine, follow_symlinks=False)
             if self.original(path) != place:  # changed meanwhile
                 os.unlink(mine)
                 self.copy(path)
-
-    def _refuse_large(self, path: str) -> None:
-        size, free = os.lstat(path).st_size, shutil.disk_usage(self.files).free
-        if size > free // 2:
-            raise UsageError(
-                f"the script opens {path} for writing. It would write to a copy instead, but {bytes_text(size)} are "
-                f"more than half of the {bytes_text(free)} that are free in {self.files}. "
-                "Open it for reading, or set TMPDIR to a folder with room."
-            )
 
     def names(self, path: str) -> list[str]:
         """Return the names that the program sees in a folder. These are the names of files that the program has written
@@ -208,10 +196,10 @@ class FileView:
         """
         return os.path.isdir(self.files + path) or bool(os.listdir(self._gone))
 
-    def hide(self, path: str, is_real: bool) -> None:
-        """Let the program find nothing of the user's at a logical path. is_real: whether there is something."""
+    def hide(self, path: str) -> None:
+        """Let the program find nothing of the user's at a logical path."""
         self.touch(path, keep=False)
-        if is_real:
+        if self.original(path) is not None:
             Path(self.mark(path)).touch()
 
 

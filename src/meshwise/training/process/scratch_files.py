@@ -14,7 +14,6 @@ writes. Caches do not count as files of the user, and are written as usual.
 from __future__ import annotations
 
 import contextlib
-import errno
 import functools
 import glob
 import os
@@ -62,7 +61,6 @@ NEEDED = ("safetensors", "tokenizers")
 """Packages that are imported if they are there. Functions of others count where the program has loaded them."""
 PATHS = ("f", "file", "filename", "path", "database", "source", "where", "dst")  # names of that argument
 NOT_FOLLOWED = ("lstat", "readlink", "mkdir", "symlink")
-DIR_FDS = ("dir_fd", "src_dir_fd", "dst_dir_fd")
 CHANGES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 LISTS = vars(glob).values()  # from Python 3.13 on, pathlib's scandir lies in a class there
 CLASSES = {owner for owner in (*LISTS, subprocess.Popen) if isinstance(owner, type)}
@@ -143,7 +141,7 @@ class FileFunctions(FileView):
         def call(*arguments: Any, **named: Any) -> Any:
             if self.ended or getattr(self._inside, "on", False):
                 return original(*arguments, **named)
-            if named and any(named.get(name) is not None for name in DIR_FDS):
+            if any(name.endswith("dir_fd") and value is not None for name, value in named.items()):
                 raise NotImplementedError(f"os.{original.__name__} with dir_fd is unavailable here. Pass a whole path.")
             self._inside.on = True
             try:
@@ -183,7 +181,7 @@ class FileFunctions(FileView):
         for folder in (*reversed(self.layers(logical)), self.files + logical):
             with original(folder) if os.path.isdir(folder) else contextlib.nullcontext(()) as found:
                 entries |= {entry.name: entry for entry in found}
-        return _Entries(_Entry(entries[name], path) for name in names if name in entries)
+        return _Entries(functools.partial(_Entry, folder=path), [entries[name] for name in names if name in entries])
 
     def _getcwd(self, original: Function) -> str:
         return str(original()).removeprefix(self.files)
@@ -197,32 +195,26 @@ class FileFunctions(FileView):
         logical = self.logical(path, False)
         if logical is None or not os.path.lexists(self.place(logical)):
             return original(self.seen(path, False), *rest, **named)  # type: ignore[no-any-return]
-        is_real, mine = self.real(logical) is not None, self.written(path, False)
+        mine = self.written(path, False)
         if not os.path.lexists(mine):
             Path(mine).touch()  # for errors of the system: a user's folder has one here already
         if original.__name__ == "rmdir":
-            self._needs_empty(logical)
+            self.copy(logical, inside=True)  # it is removed only if it is empty
         original(mine, *rest, **named)
-        self.hide(logical, is_real)
-
-    def _needs_empty(self, path: str) -> None:
-        if self.names(path):
-            raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), path)
+        self.hide(logical)
 
     def _rename(self, original: Function, src: Any, dst: Any) -> None:
         source, target = self.logical(src, False), self.logical(dst, False)
         if source is not None and not os.path.lexists(self.place(source)):
             return original(self.seen(src, False), dst)  # type: ignore[no-any-return]
-        paths = [path for path in (source, target) if path is not None]
-        are_real = [self.real(path) is not None for path in paths]
+        if target is not None and os.path.isdir(self.place(target)):
+            self.copy(target, inside=True)
         mine, to = self.changed(src, False), self.written(dst, False)
         if source is not None:
             self.copy(source, inside=True)
-        if target is not None:
-            self._needs_empty(target)
         original(mine, to)
-        for path, is_real in zip(paths, are_real, strict=True):
-            self.hide(path, is_real)
+        for path in filter(None, (source, target)):
+            self.hide(path)
         return None
 
     def _link(self, original: Function, src: Any, dst: Any) -> None:
@@ -253,15 +245,13 @@ class _Entry:
         return getattr(self._entry, name)
 
 
-class _Entries(contextlib.ExitStack):
+class _Entries(map):  # type: ignore[type-arg]
     """The result of `os.scandir`: an iterator that can be closed and used with `with`."""
 
-    def __init__(self, entries: Iterable[_Entry]) -> None:
-        super().__init__()
-        self._left = iter(list(entries))
-
-    def __iter__(self) -> _Entries:
+    def __enter__(self) -> _Entries:
         return self
 
-    def __next__(self) -> _Entry:
-        return next(self._left)
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    close = __exit__
