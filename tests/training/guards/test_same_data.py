@@ -28,7 +28,7 @@ import meshwise as mw
 from meshwise.parallel.mesh import divide_work
 from meshwise.spec.errors import DataError
 from meshwise.spec.plan import Plan
-from meshwise.training.guards.same_data import NUMBERS, THINGS, SameData, read
+from meshwise.training.guards.same_data import THINGS, SameData, read
 from meshwise.training.job.run import open_data
 from meshwise.training.process.session import default_engine
 from meshwise.transfer import collectives
@@ -229,7 +229,7 @@ def test_what_is_read_has_a_limit() -> None:
     begun = time.thread_time()
     found = read({"": data}, N, weakref.WeakValueDictionary())
     assert time.thread_time() - begun < 1  # a tenth of it, on a quiet machine
-    assert 0 < len(found) <= THINGS and all(len(held.floats) <= NUMBERS for held in found.values())
+    assert 0 < len(found) <= THINGS
 
 
 def test_a_job_is_refused_as_a_loop_is(pool: Any) -> None:
