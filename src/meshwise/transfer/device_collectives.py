@@ -8,7 +8,8 @@ All of these functions copy with `transfer.copy`. So each copy is logged, goes b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import combinations
 
 import torch
@@ -54,17 +55,10 @@ def scatter(
     sizes: the length of each part.
     """
     places, tensor = _devices("scatter", devices), from_array(tensor)
-    dim = _dim("scatter", dim, tensor.dim())
-    length = tensor.shape[dim]
-    if sizes is None:
-        parts = tensor.tensor_split(len(places), dim)
-    elif len(sizes) != len(places) or sum(sizes) != length or min(sizes) < 0:
-        raise UsageError(
-            f"scatter(sizes={list(sizes)}): {len(places)} devices need one size each, none below 0, and the sizes must "
-            f"add up to {length}, the length of dim {dim}."
-        )
-    else:
-        parts = tensor.split(list(sizes), dim)
+    if sizes is not None and len(sizes) != len(places):
+        raise UsageError(f"scatter(sizes={list(sizes)}): {len(places)} devices need one size each.")
+    with _refusing("scatter"):
+        parts = tensor.tensor_split(len(places), dim) if sizes is None else tensor.split(list(sizes), dim)
     options = CopyOptions(links, verify)
     return [moved_to(part, device, "scatter", options, own=True) for part, device in zip(parts, places, strict=True)]
 
@@ -79,14 +73,14 @@ def gather(
     target = as_device(device)
     _check_several("gather", tensors)
     tensors = [from_array(tensor) for tensor in tensors]
-    dim = _joinable(tensors, dim)
+    if len({tensor.dtype for tensor in tensors}) != 1:
+        raise UsageError(f"gather of {[tensor.dtype for tensor in tensors]}: tensors of one dtype are needed.")
+    with torch.no_grad(), plainly(), _refusing("gather"):
+        shape = torch.cat([torch.empty_like(tensor, device="meta") for tensor in tensors], dim)
     options = CopyOptions(links, verify)
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         return torch.cat([moved_to(tensor, target, "gather", options) for tensor in tensors], dim)
-    shape = list(tensors[0].shape)
-    lengths = [tensor.shape[dim] for tensor in tensors]
-    shape[dim] = sum(lengths)
-    whole = empty_like(torch.empty(shape, dtype=tensors[0].dtype, device="meta"), target)
+    whole, lengths = empty_like(shape, target), [tensor.shape[dim] for tensor in tensors]
     for part, tensor in zip(whole.split(lengths, dim), tensors, strict=True):
         move(part, tensor, "gather", options)
     return whole
@@ -184,28 +178,13 @@ def _check_several(verb: str, tensors: object) -> None:
         )
 
 
-def _dim(verb: str, dim: int, dims: int) -> int:
-    if not -dims <= dim < dims:
-        what = f"dims 0 to {dims - 1}" if dims else "no dim: call tensor.unsqueeze(0) first"
-        raise UsageError(f"{verb} along dim {dim}: the tensor has {what}.")
-    return dim % dims
-
-
-def _joinable(tensors: Sequence[Tensor], dim: int) -> int:
-    if not tensors:
-        raise UsageError("gather needs at least one tensor, but the list is empty.")
-    first = tensors[0]
-    dim = _dim("gather", dim, first.dim())
-    for tensor in tensors[1:]:
-        same = tensor.dim() == first.dim() and all(
-            ours == its for at, (ours, its) in enumerate(zip(first.shape, tensor.shape, strict=False)) if at != dim
-        )
-        if not same or tensor.dtype != first.dtype:
-            raise UsageError(
-                f"gather of {first.dtype} {tuple(first.shape)} and {tensor.dtype} {tuple(tensor.shape)} along dim "
-                f"{dim}: dtypes must be equal, and so must the lengths of all other dims."
-            )
-    return dim
+@contextmanager
+def _refusing(verb: str) -> Iterator[None]:
+    """Raise a UsageError for what torch refuses in the block."""
+    try:
+        yield
+    except (RuntimeError, IndexError) as error:
+        raise UsageError(f"{verb}: {error}") from None
 
 
 def _reducible(tensors: list[Tensor], op: str) -> list[Tensor]:

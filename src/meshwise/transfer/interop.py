@@ -81,8 +81,6 @@ def _from_cuda_interface(array: Any) -> Tensor:
         raise UsageError(f"{_name(array)} is on a CUDA device, but torch finds none. Copy the array to the host first.")
     stream = facts.get("stream")
     if stream is not None:
-        if stream == 0:  # ruled out by version 3 of the protocol, as it could mean either default stream
-            raise UsageError(f"{_name(array)}: stream must not be 0 in __cuda_array_interface__. Write 1 instead.")
         # 1 is the legacy default stream, which is torch's default one; 2 the default stream of the thread.
         owner = torch.cuda.default_stream() if stream == 1 else torch.cuda.ExternalStream(stream)
         torch.cuda.current_stream().wait_stream(owner)
