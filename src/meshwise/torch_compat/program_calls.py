@@ -1,4 +1,4 @@
-"""Wrap a program's calls into torch: batch, backward, `eval()`, process group, `.grad`.
+"""Wrap a program's calls into torch: batch, backward, process group, `.grad`.
 
 Each of them passes through one function, which is wrapped. `end` restores it, unless it was replaced again since.
 `.grad` is an attribute in C: a property of the same name stands before it on the classes of parameters, no longer than
@@ -31,11 +31,9 @@ PLACES: dict[str, list[Any]] = {
     "__next__": [_BaseDataLoaderIter],
     "backward": [torch.autograd],
     "init_process_group": [dist, dist.distributed_c10d, device_mesh],
-    "eval": [nn.Module],
-    "train": [nn.Module],
 }
 """For each function that `around` can wrap, where torch keeps it. The last `__next__` of a DataLoader's iterator raises
-StopIteration, and `train` calls itself for each submodule."""
+StopIteration."""
 
 
 def around(name: str, context: Callable[[], AbstractContextManager[None]]) -> End:

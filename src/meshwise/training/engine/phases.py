@@ -77,10 +77,6 @@ class Phases:
         self.steps, self._open, self._stepped, self._trained = self.steps + 1, False, False, False
         self._recorder.begin_step(self.steps + 1)
 
-    def evaluation_begins(self) -> None:
-        """Record that an evaluation begins, before any batch of it is asked for."""
-        self._trained, self.since = False, self._recorder.mark()
-
     def go_on(self, steps: int) -> None:
         """Continue counting from `steps`, the number of steps that earlier runs of the loop have recorded."""
         self.steps = steps

@@ -12,6 +12,7 @@ import signal
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,14 +25,9 @@ from meshwise.spec.faults import Fault
 from meshwise.torch_compat.sharding import local_of
 from meshwise.workers.environment import ATTEMPT
 
-
-class InjectedFault(RuntimeError):
-    """Raised by `--fault raise`."""
-
-
-_armed: tuple[Sequence[Fault], Path | None] = (), None
-_happened: dict[Fault, int] = {}
-"""The step in which a fault last happened. Only `slow` happens in more than one."""
+_armed: dict[Fault, int] = {}
+"""The faults of this rank, and the step in which each last happened: 0 if never. Only `slow` happens in several."""
+_folder: Path | None = None
 
 
 def arm(faults: Sequence[Fault], rank: int, folder: Path | None) -> None:
@@ -39,33 +35,25 @@ def arm(faults: Sequence[Fault], rank: int, folder: Path | None) -> None:
 
     folder: the run folder, in which each injected fault is recorded.
     """
-    global _armed
-    _armed = [fault for fault in faults if fault.rank == rank], folder
-    _happened.clear()
+    global _folder
+    _folder = folder
+    _armed.clear()
+    _armed.update({fault: 0 for fault in faults if fault.rank == rank})
 
 
 def watch(recorder: Recorder) -> None:
     """Make `recorder` inject the faults that `arm` has chosen for this process. Without faults, it stays unchanged."""
-    if _armed[0]:
-        phase = recorder.__dict__.pop("phase")
+    if _armed:
         recorder.__class__ = FaultyRecorder
-        vars(recorder)["_phase"] = phase
 
 
 class FaultyRecorder(Recorder):
     """A recorder that injects a fault when the rank enters the step and the phase that the fault names."""
 
-    _phase: str
-
-    @property
-    def phase(self) -> str:
-        """The current phase of the step on this rank, such as `data`, `forward` or `optimizer`."""
-        return self._phase
-
-    @phase.setter
-    def phase(self, phase: str) -> None:
-        self._phase = phase
-        self._phase_begins(phase, self.step + (phase == "data"))
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name == "phase":
+            self._phase_begins(value, self.step + (value == "data"))
 
     def arrive(self) -> int:
         self._phase_begins("communication", self.step)
@@ -76,16 +64,15 @@ class FaultyRecorder(Recorder):
         return super().begin_collective(name)
 
     def _phase_begins(self, phase: str, step: int) -> None:
-        faults, folder = _armed
-        for fault in faults:
+        for fault, last in _armed.items():
             reached = step >= fault.step if fault.kind == "slow" else step == fault.step
-            if fault.phase != phase or not reached or _happened.get(fault) == step:
+            if fault.phase != phase or not reached or last == step:
                 continue
-            if fault not in _happened and folder is not None:
+            if not last and _folder is not None:
                 fact = {"fault": str(fault), "attempt": int(os.environ.get(ATTEMPT, "1")), "time": time.time()}
                 with contextlib.suppress(OSError):  # the folder is gone, or its disk full
-                    append_lines(folder / names.FAULTS, [fact])
-            _happened[fault] = step
+                    append_lines(_folder / names.FAULTS, [fact])
+            _armed[fault] = step
             _inject(fault, self.parameters().values())
 
 
@@ -100,20 +87,17 @@ def _inject(fault: Fault, parameters: Iterable[Tensor]) -> None:
         case "exit":
             os._exit(1)
         case "raise":
-            raise InjectedFault(f"raised by --fault {fault}")
+            raise RuntimeError(f"raised by --fault {fault}")
         case "oom":
             raise torch.OutOfMemoryError(f"out of memory, simulated by --fault {fault}")
         case "hang":
             while True:
                 time.sleep(1.0)
         case _:
-            _spoil(fault.kind, [p for p in parameters if not parallel.holding.is_absent(p)])
-
-
-def _spoil(kind: str, parameters: Iterable[Tensor]) -> None:
-    part = next(t for p in parameters if (t := local_of(p.detach())).numel() and t.is_floating_point())
-    first = part.as_strided((1,), (1,))
-    if kind == "nan":
-        first.fill_(float("nan"))
-    else:  # a bit of the mantissa: the value changes, and stays finite
-        first.view(torch.uint8)[part.element_size() - 2] ^= 0x08
+            held = (local_of(p.detach()) for p in parameters if not parallel.holding.is_absent(p))
+            part = next(tensor for tensor in held if tensor.numel() and tensor.is_floating_point())
+            first = part.as_strided((1,), (1,))
+            if fault.kind == "nan":
+                first.fill_(float("nan"))
+            else:  # a bit of the mantissa: the value changes, and stays finite
+                first.view(torch.uint8)[part.element_size() - 2] ^= 0x08

@@ -112,8 +112,7 @@ def begin(open_run: Callable[[], tuple[Path, int]]) -> JoinedRun:
     """Open the run on rank 0 by calling `open_run`, and send the folder and attempt number to the other ranks.
     Collective.
 
-    open_run: returns the run folder and the number of the attempt. If `open_run` raises an error, it is raised on rank
-        0, and the other ranks exit with the exit code of that error.
+    open_run: returns the run folder and the number of the attempt.
     """
     world = rank_context().world
     store = store_of_ranks() if world.size > 1 else None
@@ -124,18 +123,8 @@ def begin(open_run: Callable[[], tuple[Path, int]]) -> JoinedRun:
             told = json.loads(store.get(OPENED))
         except RuntimeError:
             raise WorkerFailed("rank 0 ended before it opened the run folder.", rank=0) from None
-        store.add("heard", 1)
-        if "code" in told:
-            raise SystemExit(told["code"])
         return JoinedRun(Path(told["folder"]), told["attempt"], store)
-    try:
-        folder, attempt = open_run()
-    except BaseException as error:
-        store.set(OPENED, json.dumps({"code": getattr(error, "exit_code", 1)}))
-        until = time.monotonic() + WAIT
-        while store.add("heard", 0) < world.size - 1 and time.monotonic() < until:  # it serves the store
-            time.sleep(ROUND)
-        raise
+    folder, attempt = open_run()
     store.set(OPENED, json.dumps({"folder": str(folder.absolute()), "attempt": attempt}))
     return JoinedRun(folder.absolute(), attempt, store)
 
@@ -151,10 +140,6 @@ class _Both:
             self._log.write(text.encode("utf-8", "replace"))
             self._log.flush()
         return self._stream.write(text)
-
-    def writelines(self, lines: Any) -> None:
-        for line in lines:
-            self.write(line)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)

@@ -8,7 +8,7 @@ optimizer, a collective. The program is not changed. Recording begins with its f
 
 next batch asked for .. given                            data
 batch given, or step ended .. backward                   forward: whatever the program does there
-batch given .. next batch asked for, without a backward  evaluate; also the time between model.eval() and .train()
+batch given .. next batch asked for, without a backward  evaluate
 optimizer.step                                           optimizer; ends a step
 
 Not recorded: samples and losses; a backward by `torch.autograd.grad`; steps of optimizers that do not belong to torch;
@@ -111,15 +111,14 @@ class PlainProgram:
         self._thread = threading.get_ident()  # what other threads read or compute is none of the loop's
         self._inside = False
         self._asked: Mark = 0
-        self._read = self._stepped = self._evaluates = False
-        """_read: a batch was read. _stepped: an optimizer has made a step. _evaluates: model.eval() was called."""
+        self._read = self._stepped = False
+        """_read: a batch was read. _stepped: an optimizer has made a step."""
         self._backwards = 0
         self._optimizers: set[int] = set()
         """The ids of the optimizers that have made a step since the batch was read."""
         self._ends = [
             program_calls.around("__next__", self._batch),
             program_calls.around("backward", self._backward),
-            program_calls.around("eval", self._eval),
             program_calls.around("init_process_group", self._group),
             subscribe(Order.PHASE, self._step_begins, self._step_ends).remove,
         ]
@@ -164,7 +163,6 @@ class PlainProgram:
         self._begin()
         recorder, phases, before = self._recorder, self._phases, self._recorder.phase
         phases.backward_begins(None, None)
-        self._evaluates = False
         try:
             with self._within():
                 yield
@@ -197,25 +195,6 @@ class PlainProgram:
         self._optimizers.add(id(optimizer))
         if not self._read and self._recorder.on:
             self._phases.step_over()
-
-    @contextlib.contextmanager
-    def _eval(self) -> Iterator[None]:
-        yield
-        if self._is_inside() or self._evaluates or not self._recorder.on:
-            return
-        self._evaluates = True
-        self._phases.evaluation_begins()
-        self._ends.append(program_calls.around("train", self._train))
-
-    @contextlib.contextmanager
-    def _train(self) -> Iterator[None]:
-        """Record that an evaluation has ended."""
-        if not self._is_inside():
-            self._ends.pop()()
-            if self._evaluates and not self._phases.trained:
-                self._phases.since = self._recorder.turn("idle", "evaluate", self._phases.since)
-            self._evaluates = False
-        yield
 
     def _pass_gate(self) -> None:
         """Raise an exception that stops the program here, if the run was asked to stop."""
@@ -295,12 +274,11 @@ class PlainProgram:
         return ended
 
     def _waits(self) -> Ended | None:
-        """Record the time since the last watched call: as an evaluation after `model.eval()`, otherwise as a
-        forward."""
+        """Record the time since the last watched call as a forward."""
         recorder, since = self._recorder, self._phases.since
         if since is None or self._is_inside():
             return None
-        recorder.add(recorder.code("evaluate" if self._evaluates else "forward"), since, recorder.mark())
+        recorder.add(recorder.code("forward"), since, recorder.mark())
 
         def goes_on() -> None:
             self._phases.since = recorder.mark()
