@@ -199,19 +199,6 @@ def test_what_two_devices_have_left_goes_on_on_three(pool: Any) -> None:
     assert [first + rest for rest, _ in pool(3).run(resumed, "shuffled", None, state)] == [all_of_it] * 3
 
 
-def test_a_state_of_an_earlier_version_goes_on_in_its_own_order() -> None:
-    end_sessions()
-    torch.manual_seed(5)
-    loader = mw.distribute(LOADERS["shuffled"](), view="rank")
-    seen = []
-    for state in ({"epoch": 1, "index": 4}, {"epoch": 1, "index": 0}):
-        loader.load_state_dict(state)
-        torch.rand(3)
-        seen.append([whole(batch) for batch in loader])
-        assert loader.state_dict() == {"epoch": 2, "index": 0, "batches": 0}
-    assert seen[0] == seen[1][1:]
-
-
 def test_the_state_of_numpy_is_read_as_it_is_whatever_was_drawn() -> None:
     changes: list[Callable[[], Any]] = [
         numpy.random.rand,

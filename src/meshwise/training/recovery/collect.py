@@ -8,7 +8,7 @@ some parameters only. The ranks that hold the other entries send these to rank 0
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,15 +17,6 @@ from torch import Tensor, nn
 from meshwise.torch_compat.tree import map_leaves, map_tensors, tensors_in
 from meshwise.transfer import collectives, stages
 from meshwise.transfer.sharded import full_tensor, full_tensors
-
-
-@dataclass(frozen=True)
-class _Shape:
-    """The shape, dtype and device type of a tensor that another rank holds."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    device: str
 
 
 def collected(thing: Any) -> Any:
@@ -72,29 +63,18 @@ def _joined(optimizer: dict[str, Any]) -> dict[str, Any]:
 
 def _joined_over(own: dict[Any, Any], group: collectives.Group = None) -> dict[Any, Any]:
     """Return the entries of all ranks on rank 0 of the group, each sent by the first rank that has it."""
-    rank, ranks = collectives.get_rank(group), collectives.gather_objects(map_tensors(_shape_of, own), group)
+    rank, device = collectives.get_rank(group), collectives.device_of(group)
+    forms = map_tensors(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"), own)
+    ranks = collectives.gather_objects(forms, group)
     joined = {key: entry for key, entry in own.items() if key in ranks[0]}
-    for key in sorted({key for forms in ranks for key in forms} - ranks[0].keys()):
-        owner = next(rank for rank, forms in enumerate(ranks) if key in forms)
+    for key in sorted({key for held in ranks for key in held} - ranks[0].keys()):
+        owner = next(rank for rank, held in enumerate(ranks) if key in held)
         if rank == 0:
-            joined[key] = _received(ranks[owner][key], owner, group)
+            fresh = map_tensors(partial(torch.empty_like, device=device), ranks[owner][key])
+            for tensor in tensors_in(fresh):
+                collectives.receive(tensor, owner, group)
+            joined[key] = map_tensors(Tensor.cpu, fresh)
         elif rank == owner:
-            map_tensors(lambda tensor: _sent(tensor, group), own[key])
+            for tensor in tensors_in(own[key]):
+                collectives.send(full_tensor(tensor.detach()).to(device).contiguous(), 0, group)
     return joined
-
-
-def _shape_of(tensor: Tensor) -> Any:
-    return _Shape(tuple(tensor.shape), tensor.dtype, tensor.device.type)
-
-
-def _received(form: Any, owner: int, group: collectives.Group) -> Any:
-    def receive(shape: _Shape) -> Tensor:
-        into = torch.empty(shape.shape, dtype=shape.dtype, device=shape.device)
-        return collectives.receive(into, owner, group).cpu()
-
-    return map_leaves(receive, form, lambda leaf: isinstance(leaf, _Shape))
-
-
-def _sent(tensor: Tensor, group: collectives.Group) -> Tensor:
-    collectives.send(full_tensor(tensor.detach()).contiguous(), 0, group)
-    return tensor

@@ -6,7 +6,7 @@ of an optimizer that does not come from torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -18,6 +18,8 @@ from meshwise.spec.words import ranks_text
 from meshwise.torch_compat.sharding import local_of
 from meshwise.transfer import collectives, stages
 
+_Named = tuple[str, Tensor, bool]
+"""A tensor with its name, and whether it may not hold infinity either."""
 _OWN = "torch.optim"  # what torch's own optimizers keep is never inf
 
 GO_ON_BEFORE = "Remove this folder to continue from the state that was saved before it, or use another folder."
@@ -25,7 +27,7 @@ GO_ON_BEFORE = "Remove this folder to continue from the state that was saved bef
 
 def not_finite_names(models: Mapping[str, nn.Module]) -> frozenset[str]:
     """Return the names of the parameters that contain NaN or infinity on this rank."""
-    return frozenset(name for name, _ in _bad([(n, t, True) for n, t in _parameters(models)]))
+    return frozenset(_bad(_parameters(models)))
 
 
 def not_finite_in(
@@ -40,12 +42,8 @@ def not_finite_in(
 
 def not_finite_here(models: Mapping[str, nn.Module], optimizers: Mapping[str, Optimizer], known: frozenset[str]) -> str:
     """Return the name of the first entry of this rank's state that contains NaN or infinity."""
-    parameters = [(name, tensor, True) for name, tensor in _parameters(models) if name not in known]
-    return next(_bad([*parameters, *_kept(models, optimizers)]), ("", None))[0]
-
-
-def _name(name: str, of: str) -> str:
-    return f"the parameter {name}" + (f" of model {of}" if of else "")
+    parameters = [each for each in _parameters(models) if each[0] not in known]
+    return next(_bad([*parameters, *_kept(models, optimizers)]), "")
 
 
 def not_saved(what: str, newest: int | None, folder: Path) -> str:
@@ -57,16 +55,16 @@ def not_saved(what: str, newest: int | None, folder: Path) -> str:
     return f"{what}, so the state is not saved. {before} {advice}."
 
 
-def _parameters(models: Mapping[str, nn.Module]) -> Iterator[tuple[str, Tensor]]:
+def _parameters(models: Mapping[str, nn.Module]) -> Iterator[_Named]:
     for of, model in models.items():
         lacking = stages.absent_parameters(model)  # another rank's of a pipeline, which are NaN here
         for name, p in model.named_parameters():
             if p not in lacking and not p.is_meta and not isinstance(p, UninitializedParameter):
-                yield _name(name, of), local_of(p.detach())
+                yield f"the parameter {name}" + (f" of model {of}" if of else ""), local_of(p.detach()), True
 
 
-def _kept(models: Mapping[str, nn.Module], optimizers: Mapping[str, Optimizer]) -> Iterator[tuple[str, Tensor, bool]]:
-    """Yield (name, tensor, strict) for each tensor of optimizer state that belongs to this rank's parameters."""
+def _kept(models: Mapping[str, nn.Module], optimizers: Mapping[str, Optimizer]) -> Iterator[_Named]:
+    """Yield each tensor of optimizer state that belongs to this rank's parameters."""
     names: dict[Tensor, str] = {p: name for model in models.values() for name, p in model.named_parameters()}
     lacking = {p for model in models.values() for p in stages.absent_parameters(model)}
     for optimizer in optimizers.values():
@@ -79,22 +77,12 @@ def _kept(models: Mapping[str, nn.Module], optimizers: Mapping[str, Optimizer]) 
                     yield f"{key} of {kind} for {names.get(p, 'a parameter')}", local_of(value.detach()), strict
 
 
-def _bad(named: list[tuple[str, Tensor, bool]]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the floating-point tensors that contain NaN."""
-    floats = [
-        each
-        for each in named
-        if each[1].numel() and (each[1].is_floating_point() or each[1].is_complex()) and each[1].itemsize > 1
-    ]
-    if not floats:
-        return
-    sums = [_sum(tensor).isfinite() for _, tensor, _ in floats]
-    device = sums[0].device
-    fine = torch.stack([each.to(device) for each in sums]).tolist()
+def _bad(named: Iterable[_Named]) -> Iterator[str]:
+    """Yield the names of the floating-point tensors that contain NaN."""
+    found = [each for each in named if each[1].is_floating_point() or each[1].is_complex()]
+    floats = [(name, tensor, strict) for name, tensor, strict in found if tensor.numel() and tensor.itemsize > 1]
+    sums = [tensor.sum(dtype=torch.float32 if tensor.itemsize == 2 else None).isfinite() for _, tensor, _ in floats]
+    fine = torch.stack([each.to(sums[0].device) for each in sums]).tolist() if sums else []
     for (name, tensor, strict), whole in zip(floats, fine, strict=True):
         if not whole and bool((~tensor.isfinite() if strict else tensor.isnan()).any()):
-            yield name, tensor
-
-
-def _sum(tensor: Tensor) -> Tensor:
-    return tensor.sum(dtype=torch.float32) if tensor.itemsize == 2 else tensor.sum()
+            yield name

@@ -202,7 +202,8 @@ class Saver:
     def _sent(self, own: Tensor, content: list[Content]) -> list[Content]:
         """Send what each rank writes to rank 0, and return what this rank writes: all of it, or nothing."""
         assert self._deal is not None
-        device, everyone = self._world.device, collectives.everyone()
+        everyone = collectives.everyone()
+        device = collectives.device_of(everyone)
         for rank in range(1, self._world.size):
             if self._world.rank == 0:
                 beginning, _, size = laid_out(self._deal.parts[rank], self._deal.shapes)
@@ -216,22 +217,21 @@ class Saver:
         return content if self._world.rank == 0 else []
 
     def _written(self, writing: Writing) -> None:
-        """Write a checkpoint, and report an error to the user."""
+        """Write a checkpoint, tell how it went, and remove older ones."""
         writing.run()
         self.write_seconds = time.monotonic() - writing.began
-        if not writing.said:
-            self._gate.longest_save = max(self._gate.longest_save, time.monotonic() - self._asked)
-        again = bool(self.wrong)  # of several that fail in a row the first is told
-        if again and not writing.said:
-            self.tell(f"saving works again: step {writing.facts['step']} is saved.")
-        if writing.said and again:
-            return
+        step, before = writing.facts["step"], self.wrong
         if writing.said:
-            self.tell(
-                f"step {writing.facts['step']} could not be saved: {writing.said}. Earlier checkpoints are unharmed. "
-                "The next save will be tried as usual; a note says when it succeeds."
-            )
-        elif writing.rank == 0 and (writing.room is not None or not newest(files.claims_folder(self.folder))):
+            if not before:  # of several that fail in a row the first is told
+                self.tell(
+                    f"step {step} could not be saved: {writing.said}. Earlier checkpoints are unharmed. The next save "
+                    "will be tried as usual; a note says when it succeeds."
+                )
+            return
+        self._gate.longest_save = max(self._gate.longest_save, time.monotonic() - self._asked)
+        if before:
+            self.tell(f"saving works again: step {step} is saved.")
+        if writing.rank == 0 and (writing.room is not None or not newest(files.claims_folder(self.folder))):
             found = self._known()
             left = files.abandoned_by([c for c in found if c.attempt < writing.facts["attempt"]], self._resumed)
             old = [] if writing.facts.get(BACKGROUND) or not self._saves.in_background else in_background(found[:-1])

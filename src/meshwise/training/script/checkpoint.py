@@ -35,7 +35,7 @@ from meshwise.training.recovery.finite_state import (
 from meshwise.training.recovery.loading import has_checkpoint, load
 from meshwise.training.recovery.saving import BACKGROUND, Saver
 from meshwise.training.script import saved_loop
-from meshwise.training.script.distributed_loader import DistributedLoader, kept_by
+from meshwise.training.script.distributed_loader import DistributedLoader
 from meshwise.training.script.saved_loop import Loaders, LoopParts, Things
 from meshwise.training.script.state_folder import HeldFolder, hold
 from meshwise.training.slips.in_a_run import says_unread
@@ -179,7 +179,7 @@ class LoopState:
         if self._saver is None:
             return
         self._due, began = False, time.monotonic()
-        self._refuse_not_finite(self._saver)
+        self._check(self._saver, *self._not_finite())
         epoch, index = (0, 0) if self._loader is None else self._loader.place
         facts = {"step": self._step, "epoch": epoch, "index": index, "plan": str(self._engine.plan)}
         if self._saver.save(self._tree, facts | {BACKGROUND: background}, began=began):
@@ -189,17 +189,13 @@ class LoopState:
     def _tree(self) -> dict[str, Any]:
         return saved_loop.tree_of(self._parts, self._step, self._drawn or saved_loop.random_of(self._engine))
 
-    def _refuse_not_finite(self, saver: Saver) -> None:
-        what, ranks = self._not_finite()
+    def _check(self, saver: Saver, what: str, ranks: str) -> None:
+        """Raise LossError if something, of these ranks, is not finite."""
         if what:
             saver.settle()
-            self._clean = False  # whatever comes, this is not saved
-            raise LossError(self._not_saved(saver, what, ranks))
-
-    def _not_saved(self, saver: Saver, what: str, ranks: str) -> str:
-        self._refused = True
-        newest = saver.saved if saver.saved >= 0 else self._last if self.restored else None
-        return not_saved(f"step {self._step}: {what} is not finite on {ranks}", newest, self._folder)
+            self._clean, self._refused = False, True  # whatever comes, this is not saved
+            newest = saver.saved if saver.saved >= 0 else self._last if self.restored else None
+            raise LossError(not_saved(f"step {self._step}: {what} is not finite on {ranks}", newest, self._folder))
 
     # What the engine asks and tells.
 
@@ -256,8 +252,12 @@ class LoopState:
             return
         self._looked_at, say, engine, program = True, self._engine.notify, self._engine, self._engine.program
         say(saved_loop.unread_numbers(held=sys.getrefcount(self._parts.extra), extra=self._parts.extra))
-        kept = [*kept_by(engine.given.loop_states), *engine.given.earlier]
-        say(saved_loop.forgotten(kept, program.models, program.optimizers, engine.given.schedulers))
+        kept = [each for state in engine.given.loop_states for each in state.keeps()]
+        say(
+            saved_loop.forgotten(
+                [*kept, *engine.given.earlier], program.models, program.optimizers, engine.given.schedulers
+            )
+        )
         if self.restored and not self._read:
             say(says_unread(self._epoch, self._parts.extra))
 
@@ -280,7 +280,7 @@ class LoopState:
         loader, engine = self._loader, self._engine
         ahead = loader is not None and loader.place[1] > 0 and loader.given_at == engine.phases.done  # not trained on
         if not self._clean or ahead or (loader is None and self._counted != engine.program.backwards):
-            where = "between the batches of one step" if self._clean is not None else "in its first step"
+            where = "between the batches of one step"
             if loader is None and self._clean is None and engine.phases.done:
                 where = "before saved.step_done(), which a loop without a loader calls after each step"
             newest = f"the newest saved state is that of step {self._last}" if self._last else "no state is saved"
@@ -295,27 +295,26 @@ class LoopState:
         Raise SaveError if the last state could not be written, and LossError if a model or optimizer is not finite."""
         if self._saver is None:
             return
-        if sys.exc_info()[0] is not None or hasattr(sys, "last_type"):  # it failed: nobody waits for long
-            self._saver.close()
-            self._let_go()
-            return
+        saver, things = self._saver, self._parts.things
+        failed = sys.exc_info()[0] is not None or hasattr(sys, "last_type")
         opened = self._engine.phases.half and not self._refused  # a window of accumulation that makes no step
-        if self._due and self._between and (self._clean or opened):
+        if failed:  # nobody waits for long
+            saver.close()
+        elif self._due and self._between and (self._clean or opened):
             self._engine.notify(OPENED.format(folder=self._folder) if opened else "")
             self._save_at_end()
-        saver = self._saver
-        saver.settle()
-        self._let_go()
-        things, rank = self._parts.things, rank_context().world.rank
-        if not self._refused and (what := not_finite_here(things["model"], things["optimizer"], self._never_finite)):
-            raise LossError(self._not_saved(saver, what, ranks_text([rank])))
-        if saver.wrong:
-            raise SaveError(f"the last state, of step {self._step}, could not be saved: {saver.wrong}.")
-
-    def _let_go(self) -> None:
         self._saver = None
+        if not failed:
+            saver.settle()
         if self._held is not None:
             self._held.close()
+        if failed:
+            return
+        if not self._refused:
+            what = not_finite_here(things["model"], things["optimizer"], self._never_finite)
+            self._check(saver, what, ranks_text([rank_context().world.rank]))
+        if saver.wrong:
+            raise SaveError(f"the last state, of step {self._step}, could not be saved: {saver.wrong}.")
 
     def _save_at_end(self) -> None:
         if rank_context().world.size == 1 or is_initialized():

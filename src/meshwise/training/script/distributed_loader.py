@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -74,7 +74,6 @@ class DistributedLoader(OverLoader):
         `enumerate(loader, loader.start)`. `len(loader)` counts the whole epoch."""
         self._generators = OrderGenerators(engine.generator, spec.drawn or (TORCH,))
         self._order: States | None = None  # the states in which the order of this epoch began, once it has
-        self._keyed = False
         self._number = next(_loaders)
         self._loop: LoopRead | None = None  # the newest
         own_batches = type(loader.batch_sampler) is not BatchSampler
@@ -108,8 +107,6 @@ class DistributedLoader(OverLoader):
         states of the random generators. The first is their state when the order of this epoch was drawn, the second
         their state now. A run on any number of devices can resume from the position."""
         state: dict[str, Any] = {"epoch": self._epoch, "index": self._index, "batches": self._batches_given}
-        if self._keyed:
-            return state
         order = {} if self._order is None else {"order": packed(self._order)}
         return state | order | {"generators": packed(self._generators.states())}
 
@@ -134,14 +131,11 @@ class DistributedLoader(OverLoader):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Make the next loop over this loader resume from `state`. The program's random generators are restored too, so
-        that later epochs keep their order. A state saved by version 0.1 has no generators."""
+        that later epochs keep their order."""
         self._epoch, self._index = int(state["epoch"]), int(state["index"])
-        self._batches_given = int(state.get("batches", -(-self._index // (self.batch_size or 1))))
-        self.start = self._batches_given
-        self._running, self._keyed = False, "generators" not in state
-        self._order = unpacked(state["order"]) if "order" in state else None
-        if not self._keyed:
-            self._generators.set_states(unpacked(state["generators"]))
+        self.start = self._batches_given = int(state["batches"])
+        self._running, self._order = False, unpacked(state["order"]) if "order" in state else None
+        self._generators.set_states(unpacked(state["generators"]))
 
     def __iter__(self) -> Iterator[Any]:
         fed = None if self.wrapper is None else self.wrapper.take()
@@ -231,8 +225,7 @@ class DistributedLoader(OverLoader):
             return iter(())
         if limit is not None and self._whole_batches:
             limit = sys.maxsize
-        draws = None if self._keyed else self._draws()
-        read = as_rehearsed(self._spec.pairs(draws, self._epoch, self._index, limit))
+        read = as_rehearsed(self._spec.pairs(self._draws(), self._epoch, self._index, limit))
         pairs = prefetch(read, self._engine.program.device)
         return pairs if self.wrapper is None else self.wrapper.pairs(pairs)
 
@@ -243,8 +236,3 @@ class DistributedLoader(OverLoader):
         together = self._spec.drawn and not self._spec.own
         self._order = self._generators.take_rank_0s() if together else self._generators.states()
         return self._generators.draws(self._order, again=False)
-
-
-def kept_by(states: Iterable[Any]) -> list[Any]:
-    """Return the objects that these results of `mw.checkpoint` save."""
-    return [each for state in states for each in state.keeps()]
