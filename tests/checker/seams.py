@@ -48,7 +48,7 @@ SEAMS = {
     "replicas are made": "meshwise.parallel.data.DataParallel.__init__",
     "backward of replicas": "meshwise.parallel.data.DataParallel.backward",
     "mean of a bucket": "meshwise.transfer.collectives.begin_mean",
-    "mean of the only bucket": "meshwise.transfer.collectives.mean_now",
+    "sum of the only bucket": "meshwise.transfer.collectives.sum_now",
     "asynchronous sum": "meshwise.transfer.collectives.begin_sum",
     "shards are made": "meshwise.parallel.shard.Sharded.__init__",
     "backward of shards": "meshwise.parallel.shard.Sharded.backward",
@@ -102,8 +102,12 @@ class Training:
 def replaced(patch: Any, seam: str, value: Any) -> None:
     """Put `value` in the place of what lies at a seam."""
     patch.setattr(SEAMS[seam], value)
-    if seam == "mean of a bucket":  # that of the only one is the same, waited for at once
-        patch.setattr(SEAMS["mean of the only bucket"], lambda tensor, **of: value(tensor, **of).wait())
+    if seam == "mean of a bucket":  # that of the only one is waited for at once, and divided before
+
+        def only(tensor: Tensor, **of: Any) -> None:
+            value(tensor.mul_(collectives.world_size()), **of).wait()
+
+        patch.setattr(SEAMS["sum of the only bucket"], only)
 
 
 def around(patch: Any, seam: str, change: Callable[..., Any]) -> None:

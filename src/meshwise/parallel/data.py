@@ -213,11 +213,12 @@ class DataParallel:
         gradients = list(map(_GRADIENT, bucket.members))
         if not all(map(operator.is_not, gradients, itertools.repeat(None))):
             return False
-        copy_each(bucket.views, gradients)
         if self._factor is None and not self._kept and self._dtype is None:
             self._calls += 1
-            collectives.mean_now(bucket.flat, of="gradients")
+            bucket.fill(gradients, bucket.ranks)
+            collectives.sum_now(bucket.flat, of="gradients")
         else:
+            copy_each(bucket.views, gradients)
             self._on_bucket(bucket).wait()
         copy_each(gradients, bucket.views)
         return True

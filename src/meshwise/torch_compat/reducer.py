@@ -31,18 +31,32 @@ _VERSION = operator.attrgetter("_version")
 Hook = Callable[[Any], torch.futures.Future[Tensor]]
 
 
+LARGE = 8192  # mean elements of a parameter from which one call for each costs less than a second pass over all
+
+
 class PlainBucket:
     """A bucket of gradients that works without torch's reducer. It has the methods of torch's `GradBucket`.
 
     It is used if one bucket holds all parameters. Such a bucket is full only when the backward ends, so the reducer
     could not send it during the backward."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter], ranks: int = 1) -> None:
         first = parameters[0]
-        self.members = list(parameters)
+        self.members, self.ranks = list(parameters), ranks
         self.flat = torch.zeros(sum(p.numel() for p in parameters), dtype=first.dtype, device=first.device)
         parts = self.flat.split([p.numel() for p in parameters])
         self.views = [part.view(p.shape) for part, p in zip(parts, parameters, strict=True)]
+        self._large = first.device.type == "cpu" and self.flat.numel() > LARGE * len(self.members)
+
+    def fill(self, gradients: list[Tensor], divisor: int) -> None:
+        """Copy these gradients into the bucket, divided by `divisor`."""
+        if self._large:  # in one pass over their memory
+            with torch.no_grad():
+                for view, gradient in zip(self.views, gradients, strict=True):
+                    torch.div(gradient, divisor, out=view)
+        else:
+            copy_each(self.views, gradients)
+            self.flat.div_(divisor)
 
     def buffer(self) -> Tensor:
         return self.flat
@@ -113,7 +127,7 @@ def make_reducer(
     if all(type(p.data) in (Tensor, FakeTensor) for p in parameters) and len(_assigned(parameters, bucket_mb)) == 1:
         if not rehearsing():
             _verify_param_shape_across_processes(group or dist.group.WORLD, list(parameters))  # type: ignore[arg-type]
-        return PlainBucket(parameters[::-1])
+        return PlainBucket(parameters[::-1], dist.get_world_size(group))
     if rehearsing():
         return PlainReducer(parameters[::-1], bucket_mb, hook)
     holder = nn.Module()

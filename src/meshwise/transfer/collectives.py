@@ -75,21 +75,21 @@ def begin_mean(tensor: Tensor, *, of: str = "") -> Future[Tensor]:
     return _begin_sum(tensor, of, mean=True)
 
 
-def mean_now(tensor: Tensor, *, of: str = "") -> None:
-    """Average `tensor` over all ranks in place, and wait for the result.
+def sum_now(tensor: Tensor, *, of: str = "") -> None:
+    """Sum `tensor` over all ranks in place, and wait for the result.
 
-    On the CPU this calls the process group directly. The overhead of `begin_mean` and `dist.all_reduce` would take as
+    On the CPU this calls the process group directly. The overhead of `begin_sum` and `dist.all_reduce` would take as
     long as the sum of a small tensor.
     """
     group, name, recorder = DIVIDING[0] or dist.group.WORLD, collective_name("all-reduce", of), current()
     if group is None or COUNTERS or OPEN or has_streams(tensor.device) or tensor.dtype not in backend.PLAIN:
-        begin_mean(tensor, of=of).wait()
+        begin_sum(tensor, of=of).wait()
         return
     key, beat = key_of(DIVIDING[0]), heartbeat.beat
     entered[key] += 1
     at, begun = 0 if beat is None else beat.enter(name, key), recorder.begin_collective(name)
     try:
-        group.allreduce([tensor.div_(group.size())]).wait()
+        group.allreduce([tensor]).wait()
     finally:
         recorder.end_collective(*begun, tensor)
         if beat is not None:

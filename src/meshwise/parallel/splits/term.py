@@ -88,7 +88,7 @@ class Known:
         elif made.device.type != "cpu":
             self.total, self.value = made[1] * times, made[0] / made[1]
         else:
-            whole, count = made[:2].tolist()
+            whole, count, *_ = made.tolist()
             self.total, self.value = count * times, whole / count if count else math.nan
 
 
