@@ -42,21 +42,14 @@ def train(*mistakes: str) -> list[str]:
 @pytest.mark.parametrize(
     ("mistake", "says"),
     [
-        ("twice", "called twice after one mw.backward"),
+        ("twice", "mw.backward did not make since the last step: they were used already"),
         ("weight", "weight must be the number of items that the loss is a mean over, 0 or more, but it is -1"),
         ("DDP", "mw.distribute was given a DistributedDataParallel. Remove that wrapper"),
     ],
 )
 def test_a_mistake_is_refused_for_the_right_reason(mistake: str, says: str, pool: Any) -> None:
-    with pytest.raises(CaseFailed, match=says) as failed:
+    with pytest.raises(CaseFailed, match=says):
         pool(2).run(train, mistake)
-    assert "instead of loss.backward" not in failed.value.text
-
-
-def test_a_weight_that_counts_nothing_is_refused_on_one_device_too() -> None:
-    with pytest.raises(mw.UsageError, match=r"weight must be .*, but it is -1"):
-        train("weight")
-    end_sessions()
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@
     loop_ends(loop)          it is over, or was left
 
 and, by `send`, what happens outside of steps: data_given(data, samples, samplers), joined(value), which was reduced
-over the ranks, shown(place, text), unsummed(place), in_stage(stage, microbatch), forward_ends(), program_begins(),
-evaluations_end(), program_ends().
+over the ranks, shown(place, text), in_stage(stage, microbatch), forward_ends(), program_begins(), evaluations_end(),
+program_ends().
 
 A listener returns nothing and steers nothing. An event without listeners costs nothing. A listener may leave after its
 probation: a number of backwards, which all ranks count alike, or in each loop a number of batches.
@@ -24,15 +24,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-EVENTS = (
-    "batch_asked",
-    "batch_given",
-    "backward_begins",
-    "backward_ends",
-    "step_begins",
-    "step_ends",
-    "loop_ends",
-)
+EVENTS = ("batch_asked", "batch_given", "backward_begins", "backward_ends", "step_begins", "step_ends", "loop_ends")
 Hear = Callable[..., None]
 
 
@@ -133,10 +125,9 @@ class Events:
     def tell(self) -> None:
         """Update the tuples of methods to call at each event, after a listener was added or removed."""
         now = self._hearing()
-        self.backward_begins, self.step_begins = _heard(now, "backward_begins"), _heard(now, "step_begins")
-        now.reverse()
-        self.backward_ends, self.step_ends = _heard(now, "backward_ends"), _heard(now, "step_ends")
-        self.loop_ends = _heard(now, "loop_ends")
+        for event in EVENTS[2:]:
+            heard = _heard(now, event)
+            setattr(self, event, heard[::-1] if event.endswith("_ends") else heard)
         self.due = min((each.ends for each in now), default=math.inf)
         self.state = object()
 

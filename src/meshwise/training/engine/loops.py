@@ -91,16 +91,12 @@ class Loops:
         own = {(part.samples * parts[0].total, parts[0].samples * part.total) for part in parts}
         if len(padded) < 2 and (weighed or (len(shares) < 2 and all(a == b for a, b in own))):
             return
-        sizes, loaders = " and ".join(str(part.total) for part in parts), len(self.round)
-        one, given = ("loader", f"{loaders} loaders have") if loaders == len(parts) else ("batch", "one loader has")
-        then = f"before the next {one} {'returns a batch' if one == 'loader' else 'comes'}. Or use drop_last=True."
-        if len(padded) < 2:
-            then = "and pass the number of its samples: weight=len(x). Or use batch sizes that "
-            then += f"{self.ranks} divides, with drop_last=True."
-        how = "own loss (inside mw.accumulate(), except for the last)" if backward else "own value"
+        sizes = " and ".join(str(part.total) for part in parts)
         raise UsageError(
-            f"{user_place()}: {verb}: {given} returned batches of {sizes} samples. The ranks' shares of these batches "
-            f"differ, so it is unknown over which one this value is a mean. Call {verb} for each {one}'s {how}, {then}"
+            f"{user_place()}: {verb}: batches of {sizes} samples came, and the ranks' shares of them differ, so it is "
+            f"unknown over which one this value is a mean. Call {verb} for each batch's own value, before the next one "
+            "comes, or give this one weight=len(x) where each batch has a sample for each rank, or use batch sizes "
+            "that the ranks divide, with drop_last=True."
         )
 
     def backward(self, *, weighed: bool) -> None:

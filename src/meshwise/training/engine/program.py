@@ -30,14 +30,9 @@ from meshwise.torch_compat.tree import map_tensors
 from meshwise.transfer import collectives
 
 NOT_OURS = (
-    "optimizer.step() found gradients that mw.backward did not make, so the ranks have different gradients. "
-    "Write mw.backward(loss) instead of loss.backward()."
+    "optimizer.step() found gradients that mw.backward did not make since the last step: they were used already, or "
+    "are of each rank alone. Write mw.backward(loss) instead of loss.backward() before each step."
 )
-STEPPED_TWICE = (
-    "optimizer.step() was called twice after one mw.backward. Its gradients were used already, or loss.backward() made "
-    "gradients on each rank alone. Call mw.backward(loss) before each step."
-)
-WHOLE_STATE = "An optimizer that was not given to mw.distribute keeps its whole state on every rank."
 
 
 @dataclass(frozen=True)
@@ -83,7 +78,7 @@ class Program:
         self._alive = 0
         self._numbers = itertools.count()
         self._given = set[weakref.ref[Optimizer]]()
-        self.optimizers: weakref.WeakKeyDictionary[Optimizer, _Holds | None] = weakref.WeakKeyDictionary()
+        self.optimizers: weakref.WeakKeyDictionary[Optimizer, None] = weakref.WeakKeyDictionary()
         """Optimizers that were passed to `mw.distribute`, or that have stepped, in the same order on all ranks."""
         self._bound: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._stepped: list[weakref.ref[Optimizer]] = []  # since the last backward
@@ -269,10 +264,7 @@ class Program:
         """Run the backward of a microbatch of a job. last: whether this is the last microbatch of its step."""
         if self.reduction is not None:
             self.reduction.backward(loss, reduce=last, factor=factor, whole=True)
-        else:
-            self._backward(loss, factor)
-
-    def _backward(self, loss: Tensor, factor: Callable[[], Tensor] | None) -> None:
+            return
         loss.backward()
         if factor is not None:
             by = factor()
@@ -288,37 +280,20 @@ class Program:
             if holds.foreign or holds.replaced or not ours:
                 ours = self._check_held(optimizer, holds)
             if ours and holds.new:
-                self._first_step(optimizer, holds)
+                if self.plan and self.plan.parameters_divided:
+                    parallel.shard_refusals.check_steps_on_parts(optimizer, self.plan)
+                self.optimizers.setdefault(optimizer, None)
+                self._holds[own] = replace(holds, new=False)
             if ours and reduction is not None:
-                if own in self._stepped or self.backwards == self.began:
-                    self._check_backward(optimizer)
+                again = own in self._stepped or (self.backwards == self.began and optimizer not in self._older)
+                if again and not self.by_construction and any(p.grad is not None for p in held_parameters(optimizer)):
+                    raise UsageError(NOT_OURS)
                 if reduction.unreduced:
                     program_calls.leave_gradients()  # torch's FSDP sets gradients while it reduces them
                     reduction.reduce_now()
         if own not in self._stepped:
             self._stepped.append(own)
         return ours or own in self._given
-
-    def _first_step(self, optimizer: Optimizer, holds: _Holds) -> None:
-        """Before the first step of an optimizer, raise PlanError if the step may be wrong where ranks hold parts of
-        parameters. Also tell the user if zero1 does not divide the state of this optimizer."""
-        plan = self.plan
-        if plan and plan.state_divided and not plan.parameters_divided and optimizer not in self._bound:
-            self._notify(WHOLE_STATE)
-        if plan and plan.parameters_divided:
-            parallel.shard_refusals.check_steps_on_parts(optimizer, plan)
-        self.optimizers[optimizer] = holds
-        self._holds[weakref.ref(optimizer)] = replace(holds, new=False)
-
-    def _check_backward(self, optimizer: Optimizer) -> None:
-        """Raise UsageError for a second step after the same `mw.backward`, and for gradients that `mw.backward` did not
-        make."""
-        if self.by_construction:
-            return
-        none = self.backwards == self.began and optimizer not in self._older
-        again = weakref.ref(optimizer) in self._stepped
-        if (none or again) and any(p.grad is not None for p in held_parameters(optimizer)):
-            raise UsageError(NOT_OURS if none else STEPPED_TWICE)
 
     def holds(self, optimizer: Optimizer) -> _Holds:
         """Return which parameters the optimizer holds."""

@@ -115,66 +115,58 @@ class StepDraws:
 
 class ModelStream:
     """Gives models the random numbers of their forward, once the program has called `mw.split`. They are keyed by the
-    state of the program's stream, the batches since it moved, and the rank."""
+    state of the program's stream, the forwards since it moved, and the rank."""
 
     def __init__(self, world: World, paused: Callable[[], bool]) -> None:
         self._world, self._paused = world, paused
         self._known: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._handles: list[Any] = []
-        self._depth = self._key = self._batches = 0  # batches since the program's stream moved
-        self._before: Tensor | None = None  # the program's state when the last batch began
-        self._program: list[Tensor] = []  # the program's states, while a model runs
-        self._states: list[Tensor] | None = None  # of this stream, between two forwards of a batch
+        self._depth = self._forwards = 0  # forwards since the program's stream moved
+        self._program: list[Tensor] = []  # the program's states when the last forward began
+        self._draws = False
+        _streams.append(self)
 
-    def begin(self, models: Iterable[nn.Module]) -> None:
-        """Begin a batch for these models."""
+    def follow(self, models: Iterable[nn.Module]) -> None:
+        """Draw for the forwards of these models from now on."""
         for model in models:
             if model not in self._known:
                 self._known.add(model)
-                self._handles.append(model.register_forward_pre_hook(_Hook(self._enter)))
-                self._handles.append(model.register_forward_hook(_Hook(self._leave), always_call=True))
-        state = torch.get_rng_state()
-        moved = self._before is None or not torch.equal(state, self._before)
-        self._before, self._batches = state, 0 if moved else self._batches + 1
-        self._key = mixed(zlib.crc32(state.numpy().tobytes()), self._batches, self._world.rank)
-        self._states = None
+                self._handles.append(model.register_forward_pre_hook(_enter))
+                self._handles.append(model.register_forward_hook(_leave, always_call=True))
 
     def close(self) -> None:
         """Remove the hooks from the models."""
+        _streams.remove(self)
         for handle in self._handles:
             handle.remove()
 
-    def _enter(self) -> None:
+    def enter(self) -> None:
+        """Begin a forward: put the program's stream aside."""
         self._depth += 1
         if self._depth > 1 or self._paused():
             return
-        self._program = states(self._world.device)
-        if self._states is None:
-            seed_generators(self._world.device, self._key)
-        else:
-            set_states(self._world.device, self._states)
+        device, before = self._world.device, self._program
+        self._program, self._draws = states(device), True
+        moved = not before or not torch.equal(before[0], self._program[0])
+        self._forwards = 0 if moved else self._forwards + 1
+        seed_generators(device, mixed(zlib.crc32(self._program[0].numpy().tobytes()), self._forwards, self._world.rank))
 
-    def _leave(self) -> None:
+    def leave(self) -> None:
+        """End a forward: the program's stream goes on."""
         self._depth -= 1
-        if self._depth == 0 and self._program:
-            self._states = states(self._world.device)
+        if self._depth == 0 and self._draws:
             set_states(self._world.device, self._program)
-            self._program = []
+            self._draws = False
 
 
-class _Hook:
-    """A hook on a model that works only in this process. A copy of the model keeps it, but after unpickling it does
-    nothing."""
+_streams: list[ModelStream] = []
 
-    def __init__(self, call: Callable[[], None] | None = None) -> None:
-        self._call = call
 
-    def __call__(self, *_: object) -> None:
-        if self._call is not None:
-            self._call()
+def _enter(*_: object) -> None:  # functions, which a copy of the model shares, and a pickled one finds again
+    for stream in _streams[-1:]:
+        stream.enter()
 
-    def __deepcopy__(self, memo: object) -> _Hook:
-        return self
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _Hook, ()
+def _leave(*_: object) -> None:
+    for stream in _streams[-1:]:
+        stream.leave()

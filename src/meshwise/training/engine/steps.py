@@ -33,7 +33,6 @@ from meshwise.training.engine.loops import LoopRead
 from meshwise.training.engine.program import Program
 from meshwise.training.engine.weighing import (
     StepWeights,
-    as_weight,
     check_said,
     mean_of_sum,
     refuse_joined_sum,
@@ -136,7 +135,7 @@ def _run_backward(
     """Run the backward of this rank's loss, and return the loss of the global batch."""
     reduction, reads = engine.program.reduction, engine.reads
     if reduction is None:
-        return _alone(engine, loss, before, weight)
+        return _alone(engine.program, loss, before)
     if len(reads.round) > 1 or (reads.round and reads.round[0].earlier is not None):
         reads.check_one_share("mw.backward", weighed=summed or weight is not None)
     if part is None or loss.numel() != 1:
@@ -176,11 +175,8 @@ def _means_of_sums(engine: Engine, own: Tensor, before: Tensor, part: BatchSlice
     return mean_of_sum(own, part, part.total), mean_of_sum(before, part, part.total)
 
 
-def _alone(engine: Engine, loss: Tensor, before: Tensor, weight: Tensor | float | None) -> Tensor:
+def _alone(program: Program, loss: Tensor, before: Tensor) -> Tensor:
     """Run the backward on one device, without reducing gradients. Raise UsageError if there are several ranks."""
-    if weight is not None:
-        as_weight(weight, before)  # refuses what counts nothing
-    program = engine.program
     program.check_has_models()
     program.plain(loss).backward()
     whole: Tensor = program.plain(before.detach())

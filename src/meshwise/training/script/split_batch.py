@@ -34,7 +34,7 @@ def split_batch(engine: Engine, batch: tuple[Any, ...], *, whole: bool, dim: int
     if engine.given.stream is None:
         engine.given.stream = ModelStream(engine.world, lambda: engine.generator.in_loop or engine.watcher is not None)
         engine.ends.callback(engine.given.stream.close)
-    engine.given.stream.begin(engine.program.models)
+    engine.given.stream.follow(engine.program.models)
     own = (slice(None),) * dim + (slice(int(part.indices[0]), int(part.indices[-1]) + 1),)
     return map_kind(ARRAYS, lambda each: each[own] if each.ndim > dim else each, batch) if several else batch
 
