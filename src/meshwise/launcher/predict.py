@@ -83,14 +83,11 @@ shown_by(Predictions, lambda found, width: summary(found))
 
 
 def _check_out(options: PredictOptions) -> None:
-    """Raise UsageError, before any worker starts, if the output file exists or cannot be written."""
+    """Raise UsageError, before any worker starts, if the output file exists."""
     if options.out is not None:
         out = Path(options.out)
         if out.exists() and (not options.overwrite or not out.is_file()):
             raise UsageError(f"--out {out}: the file exists. Name another file, or replace it with --overwrite.")
-        folder = next(parent for parent in out.absolute().parents if parent.exists())
-        if not folder.is_dir() or not os.access(folder, os.W_OK):
-            raise UsageError(f"--out {out}: {folder} is not a folder in which files can be written. Use another path.")
 
 
 def _job_of(options: PredictOptions) -> Job:
@@ -104,12 +101,8 @@ def _job_of(options: PredictOptions) -> Job:
             data, args = None, [*args, f"data={data}"]
     if isinstance(given, str | Job):
         job = find_job(given, seed=options.seed, args=args)
-    elif not callable(given):
-        raise UsageError(
-            f"mw.predict needs a Job, an nn.Module or a function that builds one, but got a {type(given).__name__}."
-        )
-    elif data is None:
-        raise UsageError("mw.predict needs a model and a data set. Write mw.predict(model, dataset).")
+    elif not callable(given) or data is None:
+        raise UsageError("mw.predict needs a Job, or a model and a data set. Write mw.predict(model, dataset).")
     else:
         name = type(given).__name__ if isinstance(given, nn.Module) else getattr(given, "__name__", "model")
         make = (lambda: given) if isinstance(given, nn.Module) else given

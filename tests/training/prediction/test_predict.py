@@ -282,9 +282,7 @@ def test_batches_that_are_dicts_are_given_by_name_and_logits_are_the_output() ->
     torch.manual_seed(0)
     assert torch.equal(found.outputs, by_batches(Named().layer))
     assert any("it does not get row of the batches" in note for note in found.notes)
-    with pytest.raises(
-        mw.UsageError, match=r"Named.forward takes \(inputs.*missing a required argument: 'inputs'. Write Job"
-    ):
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'inputs'"):
         predicted(replace(given, data=lambda: {"x": X}))
 
 
@@ -293,14 +291,14 @@ def test_batches_that_are_dicts_are_given_by_name_and_logits_are_the_output() ->
     [
         (
             lambda model, batch: model(batch[0]).mean(),
-            r"must predict a row for each of 8 samples, but predicts a tensor of torch.float64 and of shape \(\)",
+            r"must predict a real row for each of 8 samples, .*, but predicts a Tensor of shape \(\)",
         ),
-        (lambda model, batch: model(batch[0])[:3], r"a tensor of torch.float64 and of shape \(3, 4\)"),
+        (lambda model, batch: model(batch[0])[:3], r"a Tensor of shape \(3, 4\)"),
         (lambda model, batch: None, "predicts a NoneType"),
-        (lambda model, batch: ["a"], "a list of length 1"),
+        (lambda model, batch: ["a"], r"a list of shape \(1,\)"),
         (
             lambda model, batch: torch.zeros(len(batch[0]), dtype=torch.complex64),
-            "but predicts a tensor of torch.complex64",
+            "must predict a real row",
         ),
         (lambda model, batch: [object()] * len(batch[0]), "cannot be written as JSON"),
     ],
@@ -362,7 +360,6 @@ def test_a_run_folder_gives_its_weights_and_its_newest_state_those_that_are_writ
     [
         ({"out": "x.csv"}, r"ends in \.jsonl or \.safetensors"),
         ({"out": "{tmp}/there.jsonl"}, "exists. Name another file, or replace it with --overwrite"),
-        ({"out": "{tmp}/there.jsonl/x.jsonl"}, "there.jsonl is not a folder"),
         ({"weights": "{tmp}/none"}, r"none does not exist. Name a run that has finished"),
         ({"batch_size": 0}, "must be at least 1"),
         ({"train": True, "data": (X,)}, "Use only one option"),
@@ -382,9 +379,9 @@ def test_bad_input_is_one_sentence(options: dict[str, Any], says: str, tmp_path:
 
 
 def test_a_model_is_given_with_its_data() -> None:
-    with pytest.raises(mw.UsageError, match="needs a model and a data set"):
+    with pytest.raises(mw.UsageError, match="needs a Job, or a model and a data set"):
         mw.predict(net())
-    with pytest.raises(mw.UsageError, match=r"needs a Job, an nn.Module or a function that builds one, but got a list"):
+    with pytest.raises(mw.UsageError, match="needs a Job, or a model and a data set"):
         mw.predict([1], (X,))
 
 

@@ -42,25 +42,18 @@ HOW = "Write Job(predict=lambda model, batch: model(...)), or mw.predict(..., pr
 
 def plain_call(model: nn.Module, notify: Callable[[str], None]) -> Predict:
     """Return a function that calls a model on a batch, with arguments that fit the model's forward."""
-    signature, name = inspect.signature(model.forward), type(model).__name__
-    kinds = [p.kind for p in signature.parameters.values()]
-    needed = [p for p in signature.parameters.values() if p.default is p.empty and p.kind in POSITIONAL]
+    parameters, name = inspect.signature(model.forward).parameters, type(model).__name__
+    any_name = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    needed = [p for p in parameters.values() if p.default is p.empty and p.kind in POSITIONAL]
 
     def call(model: nn.Module, batch: Any) -> Any:
-        given: tuple[Any, ...] = (batch,)
-        named: dict[str, Any] = {}
         if isinstance(batch, Mapping):
-            known = batch if inspect.Parameter.VAR_KEYWORD in kinds else signature.parameters
-            given, named = (), {key: value for key, value in batch.items() if key in known}
-            if left := [str(key) for key in batch if key not in known]:
-                notify(f"{name}.forward takes {signature}, so it does not get {some(left)} of the batches")
-        elif isinstance(batch, tuple | list):
-            given = tuple(batch[: max(1, len(needed))])
-        try:
-            signature.bind(*given, **named)
-        except TypeError as error:
-            raise UsageError(f"{name}.forward takes {signature}, but of the batches: {error}. {HOW}") from None
-        return model(*given, **named)
+            named = {key: value for key, value in batch.items() if any_name or key in parameters}
+            if left := [str(key) for key in batch if key not in named]:
+                notify(f"{name}.forward takes {', '.join(parameters)}, so it does not get {some(left)} of the batches")
+            return model(**named)
+        given = batch[: max(1, len(needed))] if isinstance(batch, tuple | list) else (batch,)
+        return model(*given)
 
     return call
 
@@ -83,16 +76,18 @@ def _named(result: Any) -> Mapping[str | int, Any]:
 def _rows(value: Any, samples: int, job: str) -> Any:
     if isinstance(value, numpy.ndarray):
         value = torch.as_tensor(value)
-    rows, found = -1, f"a {type(value).__name__}"
+    rows = -1
     if isinstance(value, Tensor):
         value = gather(value.detach()).cpu()
-        found = f"a tensor of {value.dtype} and of shape {tuple(value.shape)}"
         rows = len(value) if value.dim() and not value.is_complex() else -1
     elif isinstance(value, list):
         value = map_tensors(lambda tensor: gather(tensor.detach()).tolist(), value)
-        rows, found = len(value), f"a list of length {len(value)}"
+        rows = len(value)
     if rows != samples:
-        raise UsageError(f"job '{job}' must predict a row for each of {samples} samples, but predicts {found}. {HOW}")
+        raise UsageError(
+            f"job '{job}' must predict a real row for each of {samples} samples, in a tensor or a list, but predicts a "
+            f"{type(value).__name__} of shape {tuple(getattr(value, 'shape', (rows,)))}. {HOW}"
+        )
     return value
 
 

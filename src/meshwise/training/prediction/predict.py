@@ -23,7 +23,6 @@ from meshwise.parallel.deferred import constructed
 from meshwise.parallel.fits import check_fits
 from meshwise.parallel.load import load_weights
 from meshwise.parallel.rng_notes import OF_DRAWS
-from meshwise.spec.errors import UsageError
 from meshwise.spec.plan import Plan
 from meshwise.spec.world import World
 from meshwise.torch_compat.tree import all_leaves
@@ -145,10 +144,6 @@ def predicting(job: Job, plan: Plan, engine: Engine, weights: str | Path | None)
     batch. Collective."""
     seed_all(job.seed)
     model, note = constructed(job.model) if plan.parameters_divided else (job.model(), "")
-    if not isinstance(model, nn.Module):
-        raise UsageError(
-            f"job '{job.name}': the model is a {type(model).__name__}. Use an nn.Module or a function that returns one."
-        )
     engine.notify(note)
     call = job.predict or plain_call(model, engine.notify)
     if weights is not None:
