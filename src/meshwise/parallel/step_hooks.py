@@ -27,7 +27,7 @@ from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from meshwise.torch_compat.modules import call_first, call_last
+from meshwise.torch_compat.modules import move_hook
 from meshwise.torch_compat.sharding import local_of
 
 BY_NUMBERS: set[Any] = {optim.Adadelta, optim.Adagrad, optim.Adam, optim.AdamW, optim.Adamax, optim.ASGD, optim.NAdam}
@@ -141,8 +141,8 @@ class _OneOptimizer:
 
     def move_inside(self) -> None:
         """Make these hooks the closest to the step: the last to run before it, and the first to run after it."""
-        call_last(self._hooks[0])
-        call_first(self._hooks[1])
+        move_hook(self._hooks[0], last=True)
+        move_hook(self._hooks[1], last=False)
 
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if id(sys._getframe(1)) in _inner:

@@ -260,13 +260,6 @@ def _is(code: CodeType, file: str, function: str) -> bool:
     return code.co_name.startswith(function) and f"{TORCH}{file}" in code.co_filename
 
 
-FUNCTIONAL = {
-    "all_reduce": "all-reduce",
-    "all_gather_into_tensor": "all-gather",
-    "reduce_scatter_tensor": "reduce-scatter",
-    "all_to_all_single": "all-to-all",
-    "broadcast": "broadcast",
-}
 WAIT_TENSOR = "wait_tensor"
 
 
@@ -319,12 +312,13 @@ def _functional(operator: Any, arguments: tuple[Any, ...], result: Any) -> Moved
     name = operator._schema.name.removeprefix("_c10d_functional::")
     if name == WAIT_TENSOR:
         return Moved("wait", (), None)
-    kind = FUNCTIONAL.get(name.removesuffix("_").removesuffix("_out").removesuffix("_coalesced"))
-    if kind is None:
+    kinds = [kind for kind, _ in OPERATORS.values() if name.replace("_", "-").startswith(kind)]
+    if not kinds:
         return None
     named = _named(operator, arguments)["group_name"]
     resolve: Any = dist.distributed_c10d._resolve_process_group  # type: ignore[attr-defined]
     group = resolve(named) if isinstance(named, str) else named
+    kind = max(kinds, key=len)
     full = result if kind == "all-gather" else arguments[0]
     return Moved(kind, tuple(tensors_in(full)), group, None, True)
 

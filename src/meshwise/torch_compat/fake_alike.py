@@ -10,6 +10,7 @@ Read in torch 2.11, 2.13 and 2.15: `_subclasses/fake_tensor.py`, `_cached_dispat
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from typing import Any
 
@@ -26,7 +27,6 @@ _PLAIN = {int, float, bool, str, type(None), torch.dtype, torch.device, torch.la
 _OTHER_RESULTS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}
 _CHANGES_SIZES = {"resize_", "resize_as_", "set_", "lift_fresh", "lift", "resize_storage_bytes_"}
 _known: dict[tuple[Any, ...], Alike] = {}
-_is_left_out: dict[Any, bool] = {}
 _META = torch.device("meta")
 
 
@@ -53,10 +53,7 @@ class Alike:
 
 def key_of(func: Any, args: Iterable[Any], kwargs: dict[str, Any], tensors: list[Any]) -> tuple[Any, ...] | None:
     """Return a key that is the same for calls of an operator with equal results."""
-    left_out = _is_left_out.get(func)
-    if left_out is None:
-        left_out = _is_left_out[func] = _leaves_out(func)
-    if left_out or torch.is_inference_mode_enabled():
+    if _leaves_out(func) or torch.is_inference_mode_enabled():
         return None
     key: list[Any] = [func, torch.get_default_dtype()]
     if not _add(key, args, tensors):
@@ -70,6 +67,7 @@ def key_of(func: Any, args: Iterable[Any], kwargs: dict[str, Any], tensors: list
     return tuple(key)
 
 
+@functools.cache
 def _leaves_out(func: Any) -> bool:
     own = getattr(func, "namespace", "") in _NAMESPACES and hasattr(func, "_schema")
     return not own or func._schema.name.split("::")[-1] in _CHANGES_SIZES or bool(_OTHER_RESULTS & set(func.tags))

@@ -136,15 +136,8 @@ def around_pre_hooks(module: nn.Module, before: Callable[[], T], after: Callable
     """Call `before()` before the module's forward pre-hooks run, and `after(result)` after they have run, where
     `result` is what `before()` returned."""
     found: list[T] = []
-
-    def begin(*unused: Any) -> None:
-        found.append(before())
-
-    def end(*unused: Any) -> None:
-        after(found.pop())
-
-    module.register_forward_pre_hook(begin, prepend=True)
-    module.register_forward_pre_hook(end)
+    module.register_forward_pre_hook(lambda *_: found.append(before()), prepend=True)
+    module.register_forward_pre_hook(lambda *_: after(found.pop()))
 
 
 def put_forward(module: nn.Module, around: Callable[..., Any]) -> None:
@@ -197,14 +190,9 @@ def _in_method(
     return output[0]
 
 
-def call_last(hook: Any) -> None:
-    """Make the optimizer call this hook after all others of the same kind."""
-    hook.hooks_dict_ref().move_to_end(hook.id)
-
-
-def call_first(hook: Any) -> None:
-    """Make the optimizer call this hook before all others of the same kind."""
-    hook.hooks_dict_ref().move_to_end(hook.id, last=False)
+def move_hook(hook: Any, *, last: bool) -> None:
+    """Make the optimizer call this hook after, or before, all others of the same kind."""
+    hook.hooks_dict_ref().move_to_end(hook.id, last)
 
 
 def step_without_hooks(optimizer: Optimizer) -> Callable[[Optimizer], Any]:

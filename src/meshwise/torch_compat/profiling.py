@@ -65,17 +65,14 @@ def allocations_of(call: Callable[[], object]) -> list[tuple[int, int]]:
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Send stderr to the null device: kineto prints a line at each start and end of a profile."""
-    with contextlib.ExitStack() as stack:
-        try:
-            before, nothing = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-        except OSError:  # there is no stderr
-            yield
-            return
-        stack.callback(os.close, before)
-        stack.callback(os.dup2, before, 2)
-        os.dup2(nothing, 2)
-        os.close(nothing)
+    before, nothing = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nothing, 2)
+    os.close(nothing)
+    try:
         yield
+    finally:
+        os.dup2(before, 2)
+        os.close(before)
 
 
 def flops_of(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> int:
