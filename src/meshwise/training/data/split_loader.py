@@ -38,11 +38,11 @@ from meshwise.spec.world import World
 from meshwise.torch_compat.tree import all_leaves, map_kind
 from meshwise.training.data.generators import GLOBAL, TORCH, Draws, Handle, handles_of
 from meshwise.training.data.order import BatchSlice, batch_slice, batch_slices, epoch_order, world_part
-from meshwise.training.data.source import LoaderSettings, count_samples, read_slices, reader, seeded_by
+from meshwise.training.data.source import LoaderSettings, count_samples, read_slices, reader
 from meshwise.transfer import collectives
 
 Pairs = Iterator[tuple[Any, BatchSlice]]
-Order = Callable[[Draws | None, int], Tensor]
+Order = Callable[[Draws, int], Tensor]
 """A function (draws, epoch) that returns the indices of an epoch's samples in the order in which they are read."""
 STREAMS = ("whole", "per-rank")
 _ARRAYS = (Tensor, numpy.ndarray)
@@ -82,7 +82,7 @@ def split_loader(loader: DataLoader[Any], seed: int, world: World, streams: str)
     if isinstance(sampler, DistributedSampler) or type(sampler) is SequentialSampler:
         return _ordered(loader, seed, world, lambda draws, epoch: torch.arange(samples))
     if type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == samples:
-        order, again = _shuffled(sampler.generator, seed, samples), sampler.generator is not None
+        order, again = _shuffled(sampler.generator, samples), sampler.generator is not None
         shuffled = _ordered(loader, seed, world, order, drawn_again=again)
         return replace(shuffled, drawn=(TORCH, *handles_of(loader, sampler)))
     return _foreign(loader, seed, world)
@@ -105,7 +105,7 @@ def _kept(loader: DataLoader[Any]) -> dict[str, Any]:
     return {name: getattr(loader, name) for name in names}
 
 
-def _shuffled(generator: torch.Generator | None, seed: int, samples: int) -> Order:
+def _shuffled(generator: torch.Generator | None, samples: int) -> Order:
     """Return a function that draws the order of an epoch as torch's RandomSampler does (torch/utils/data/sampler.py),
     but as a tensor."""
 
@@ -113,7 +113,7 @@ def _shuffled(generator: torch.Generator | None, seed: int, samples: int) -> Ord
         own = generator or torch.Generator().manual_seed(int(torch.empty((), dtype=torch.int64).random_()))
         return torch.randperm(samples, generator=own)
 
-    return lambda draws, epoch: epoch_order(seed, epoch, samples) if draws is None else draws.begin(permutation)
+    return lambda draws, epoch: draws.begin(permutation)
 
 
 def _ordered(
@@ -124,11 +124,11 @@ def _ordered(
     whole = samples - samples % size if loader.drop_last else samples
     read = reader(_rows(loader.dataset), _settings(loader, seed, world))
 
-    def pairs(draws: Draws | None, epoch: int, begin: int, most: int | None = None) -> Pairs:
+    def pairs(draws: Draws, epoch: int, begin: int, most: int | None = None) -> Pairs:
         order = order_of(draws, epoch)[:whole]
         order = order if most is None else order[: begin + min(most, size)]
         shares = batch_slices(order, size, world, begin)
-        if drawn_again and draws is not None:
+        if drawn_again:
             shares = _then(shares, partial(order_of, replace(draws, begin=draws.go_on), epoch))
         return read_slices(read, shares, epoch)
 
@@ -140,8 +140,9 @@ def _foreign(loader: DataLoader[Any], seed: int, world: World) -> LoaderSpec:
     read = reader(_rows(loader.dataset), _settings(loader, seed, world))
     batch_sampler: Iterable[list[int]] = loader.batch_sampler  # type: ignore[assignment]
 
-    def pairs(draws: Draws | None, epoch: int, begin: int, most: int | None = None) -> Pairs:
-        left = _sampled(batch_sampler, draws, begin) if draws else _keyed_batches(batch_sampler, seed, epoch, begin)
+    def pairs(draws: Draws, epoch: int, begin: int, most: int | None = None) -> Pairs:
+        batches = draws.begin(lambda: _behind(begin, map(list, batch_sampler)))
+        left: Iterable[list[int]] = iter(lambda: draws.go_on(lambda: next(batches, None)), None)
         left = left if most is None else (batch[:most] for batch in islice(left, 1))
         indices = (torch.as_tensor(batch, dtype=torch.int64) for batch in left)
         return read_slices(read, (batch_slice(batch, 0, len(batch), len(batch), world) for batch in indices), epoch)
@@ -149,16 +150,6 @@ def _foreign(loader: DataLoader[Any], seed: int, world: World) -> LoaderSpec:
     length = len(batch_sampler) if isinstance(batch_sampler, Sized) else None
     drawn = (*GLOBAL, *handles_of(loader, loader.sampler, loader.batch_sampler))
     return LoaderSpec(length, loader.batch_size or 1, pairs, drawn)
-
-
-def _sampled(batches: Iterable[Any], draws: Draws, begin: int) -> Iterator[list[Any]]:
-    iterator = draws.begin(lambda: _behind(begin, map(list, batches)))
-    return iter(lambda: draws.go_on(lambda: next(iterator, None)), None)
-
-
-def _keyed_batches(batches: Iterable[Any], seed: int, epoch: int, begin: int) -> Iterator[list[Any]]:
-    with seeded_by(seed, epoch):
-        return _behind(begin, iter([list(batch) for batch in batches]))
 
 
 def _behind(begin: int, batches: Iterator[list[Any]]) -> Iterator[list[Any]]:
@@ -189,8 +180,7 @@ def _stream(loader: DataLoader[Any], world: World, streams: str) -> LoaderSpec:
     )
     whole = streams == "whole"
 
-    def pairs(draws: Draws | None, epoch: int, begin: int, most: int | None = None) -> Pairs:
-        draws = draws or AT_ONCE
+    def pairs(draws: Draws, epoch: int, begin: int, most: int | None = None) -> Pairs:
         first, end = (0, size) if whole else world_part(0, size, world)
         behind = begin if whole else begin // size * (end - first)
         stream, last = draws.begin(lambda: _skipped(iter(items), behind))
@@ -223,8 +213,7 @@ def _skipped(items: Iterator[Any], count: int) -> tuple[Iterator[Any], Any]:
 def _ready(loader: DataLoader[Any], world: World) -> LoaderSpec:
     """Split a loader with `batch_size=None`, whose data set returns complete batches."""
 
-    def pairs(draws: Draws | None, epoch: int, begin: int, most: int | None = None) -> Pairs:
-        draws = draws or AT_ONCE
+    def pairs(draws: Draws, epoch: int, begin: int, most: int | None = None) -> Pairs:
         batches = draws.begin(lambda: _rows_behind(begin, iter(loader)))
         while True:
             batch = draws.go_on(lambda: next(batches, None))
@@ -288,10 +277,3 @@ def _checksum(items: Any) -> int:
 
 def _as_it_is(item: Any) -> Any:
     return item
-
-
-def _call(function: Callable[[], Any]) -> Any:
-    return function()
-
-
-AT_ONCE = Draws(_call, _call)
