@@ -134,7 +134,11 @@ class Job:
         if self.seed >= 2**31:
             raise UsageError(f"job '{self.name}': seed={self.seed} is too large. Use a seed below 2**31.")
         if self.best is not None:
-            _check_best(self.name, self.best, self.test)
+            if not re.fullmatch(r"(max|min) \S.*", self.best) or self.test is None:
+                raise UsageError(
+                    f"job '{self.name}': best={self.best!r} must be a direction and a metric of the test set, such as "
+                    "'max accuracy', and the job needs test=."
+                )
         elif self.patience is not None:
             raise UsageError(f"job '{self.name}': patience={self.patience} needs best=. Add best='max accuracy'.")
         check_trackers([name for name in self.trackers if isinstance(name, str)])
@@ -154,8 +158,8 @@ class Job:
     def evaluates(self) -> tuple[int, str]:
         """The field `validate_every` as a count and a unit, such as `(500, "steps")`. The count is 0 if the field is
         invalid."""
-        whole = isinstance(self.validate_every, int | str) and not isinstance(self.validate_every, bool)
-        return _count_and_unit(str(self.validate_every)) if whole else (0, "epochs")
+        found = re.fullmatch(r"(\d+)(?:\s*(epoch|step)s?)?", str(self.validate_every))
+        return (0, "epochs") if found is None else (int(found[1]), f"{found[2] or 'epoch'}s")
 
     def named(self, name: str = "") -> Job:
         """Return this job if it has a name. Otherwise return a copy that has a name.
@@ -167,22 +171,6 @@ class Job:
             return self
         bound = (key for key, value in vars(sys.modules["__main__"]).items() if value is self and key[0] != "_")
         return replace(self, name=name or next(bound, "job"))
-
-
-@functools.cache
-def _count_and_unit(text: str) -> tuple[int, str]:
-    found = re.fullmatch(r"(\d+)(?:\s*(epoch|step)s?)?", text.strip())
-    return (0, "epochs") if found is None else (int(found[1]), f"{found[2] or 'epoch'}s")
-
-
-def _check_best(job: str, best: str, test: Any) -> None:
-    """Raise UsageError if `best` is not `max NAME` or `min NAME`, or if there is no test set for that metric."""
-    direction, _, metric = best.partition(" ")
-    if direction not in ("max", "min") or not metric.strip():
-        word = best.split()[-1] if best.split() else "accuracy"
-        raise UsageError(f"job '{job}': best={best!r} must be a direction and a metric: 'max {word}' or 'min {word}'.")
-    if test is None:
-        raise UsageError(f"job '{job}': best={best!r} needs a test set, but the job has none. Add test=...")
 
 
 def _is_dataset(given: Any) -> bool:

@@ -50,21 +50,6 @@ from meshwise.workers.heartbeat import watched_loop
 from meshwise.workers.join import RankContext, join
 
 
-class Pace:
-    """The current speed of a run, and the time that the run still needs."""
-
-    def __init__(self, samples: int, done: int) -> None:
-        self._all = samples
-        self._since, self._samples = time.perf_counter(), done
-
-    def facts(self, done_now: int, behind: int) -> dict[str, float | None]:
-        now = time.perf_counter()
-        rate = (done_now - self._samples) / max(now - self._since, 1e-9)
-        if now - self._since > 1.0:
-            self._since, self._samples = now, done_now
-        return {"samples_per_second": rate, "seconds_left": (self._all - behind) / rate if rate > 0 else None}
-
-
 @dataclass
 class JobRun:
     """One rank's run of a job: the objects that the training loop works with, and the results."""
@@ -88,6 +73,8 @@ class JobRun:
     saver: Saver | None = None
     evaluated: tuple[int, bool] = (-1, False)
     """The step of the last evaluation, and whether this evaluation was better than all before it."""
+    epoch_began: tuple[float, int] = (0.0, 0)
+    """When this epoch began in this process, and how many samples had been read before."""
     began: dict[str, int] = field(default_factory=dict)
     """The epoch and the step at which training began in this process. They are not 0 if the run was resumed."""
 
@@ -226,7 +213,7 @@ def _train_epoch(run: JobRun) -> bool:
     gaps, nan = run.not_finite.ranges(state.epoch, state.index), run.not_finite if run.not_finite.checks else None
     steps = in_epoch + -(-(run.train.samples - state.index) // job.batch_size) - len(gaps)
     bounds = batch_bounds(run.train.samples, job.batch_size, state.index, gaps)
-    pace = Pace(run.train.samples * job.epochs, current().samples)
+    run.epoch_began = time.perf_counter(), current().samples
     log_every = run.options.log_every or LOG_EVERY
     in_steps = job.evaluates[1] == "steps"
     # Held by this frame: a rank that leaves inside the loop is still in the middle of an epoch when it is asked.
@@ -250,13 +237,13 @@ def _train_epoch(run: JobRun) -> bool:
         if due or in_epoch % log_every == 0 or in_epoch == steps:
             log.sync()
             log.send_memory()
-            _send_progress(run, "log", pace, in_epoch, steps)
+            _send_progress(run, "log", in_epoch, steps)
             if due:
                 _evaluate(run, state.epoch + 1)
             if due and run.best.is_over(state):
                 break
         elif time.monotonic() >= log.live_due and log.live_is_due():
-            _send_progress(run, "progress", pace, in_epoch, steps)
+            _send_progress(run, "progress", in_epoch, steps)
         if state.step >= run.clock.look and run.clock.is_due(state.step):
             _save(run, background=run.options.saves.in_background)
         if state.step % run.replicas.every == 0:
@@ -286,13 +273,15 @@ def _test_batches(run: JobRun, samples: int) -> Iterator[Microbatch]:
     return read_parts(run.test, slices, 0, run.engine.world.device)
 
 
-def _send_progress(run: JobRun, kind: str, pace: Pace, in_epoch: int, steps: int) -> None:
+def _send_progress(run: JobRun, kind: str, in_epoch: int, steps: int) -> None:
     if run.session.world.rank != 0:
         return
-    state = run.state
-    behind = state.epoch * run.train.samples + state.index
+    state, (began, samples) = run.state, run.epoch_began
+    left = (run.job.epochs - state.epoch) * run.train.samples - state.index
+    rate = (current().samples - samples) / max(time.perf_counter() - began, 1e-9)
     facts = {"epoch": state.epoch + 1, "epochs": run.job.epochs, "step": in_epoch, "steps": steps}
-    run.log.send(kind, **facts, loss=run.log.last_loss, **pace.facts(current().samples, behind))
+    speed = {"samples_per_second": rate, "seconds_left": left / rate if rate > 0 else None}
+    run.log.send(kind, **facts, loss=run.log.last_loss, **speed)
 
 
 def _save(run: JobRun, *, wait: bool = False, background: bool = False) -> None:

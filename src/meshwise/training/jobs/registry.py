@@ -122,8 +122,7 @@ def find_in_file(path: Path, name: str, instead: str = "Name a data set or a fun
     """Return the object called `name` in a Python file. Raises UsageError if there is none."""
     module = import_file(path)
     if not hasattr(module, name):
-        public = [key for key in vars(module) if not key.startswith("_")]
-        raise UsageError(f"{path} has no '{name}'.{nearest(name, public)} {instead}")
+        raise UsageError(f"{path} has no '{name}'.{nearest(name, vars(module))} {instead}")
     return getattr(module, name)
 
 

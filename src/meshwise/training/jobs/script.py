@@ -22,17 +22,17 @@ VERBS = {"meshwise.launcher.run", "meshwise.checker.check"}
 
 def is_plain(script: Path) -> bool:
     """Return whether a script does not mention meshwise. It may then use DDP or accelerate."""
-    return not _mentions(script, "meshwise")
+    return "meshwise" not in _text(script)
 
 
-def _mentions(script: Path, name: str) -> bool:
-    return name in script.read_text(encoding="utf-8", errors="replace")
+def _text(script: Path) -> str:
+    return script.read_text(encoding="utf-8", errors="replace")
 
 
 def run_script_file(script: Path, arguments: Sequence[str]) -> dict[str, Any]:
     """Run `script` as `__main__` with these arguments, and with its folder first on the module path. Return its global
     variables."""
-    if (is_plain(script) or _mentions(script, "Trainer")) and read_world(os.environ).device == "cpu":
+    if (is_plain(script) or "Trainer" in _text(script)) and read_world(os.environ).device == "cpu":
         os.environ.setdefault("ACCELERATE_USE_CPU", "true")  # else accelerate and Trainer look for GPUs alone
     sys.argv = [str(script), *arguments]
     sys.path.insert(0, str(script.resolve().parent))
