@@ -13,14 +13,12 @@ optimizer.step                                           optimizer; ends a step
 
 Not recorded: samples and losses; a backward by `torch.autograd.grad`; steps of optimizers that do not belong to torch;
 processes that the program starts itself. A step is a batch with the steps that all optimizers make on it. Without a
-DataLoader, each optimizer step is a step. If no optimizer steps in the first 64 backwards, each batch is a step from
-then on.
+DataLoader, each optimizer step is a step.
 """
 
 from __future__ import annotations
 
 import contextlib
-import resource
 import threading
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -32,7 +30,6 @@ from torch.optim import Optimizer
 from meshwise.parallel.step_hooks import Order, held_parameters, subscribe
 from meshwise.reports.recorder import Mark, Recorder, current, make_current
 from meshwise.reports.spans import NO_COLLECTIVE, collective_name
-from meshwise.spec.units import seconds_text
 from meshwise.spec.world import World
 from meshwise.torch_compat import program_calls
 from meshwise.torch_compat.collective_calls import Call, Ended, watch
@@ -42,10 +39,6 @@ from meshwise.workers import heartbeat, verb_log
 from meshwise.workers.join import made_process_group, rank_context
 
 PATIENCE = timedelta(seconds=10)  # for rank 0's clock: without it the records go on
-MOST_ACCUMULATED = 64
-"""If this many backwards run without an optimizer, each batch counts as a step. Without batches, each backward does."""
-UNSEEN = 1.0
-"""Child processes are reported if they have used at least this many seconds of CPU time."""
 BETWEEN_RANKS = ("send", "receive")
 _programs: list[PlainProgram] = []
 """Holds the `PlainProgram` that watches this process. Empty once the program calls a function of meshwise itself."""
@@ -70,25 +63,14 @@ def end() -> Recording | None:
 
 
 def tell_what_is_missing(script: str) -> None:
-    """At the end of a program, warn the user if its training was not recorded, or if its workers exchanged nothing.
-
-    If the workers exchanged nothing, each worker has trained a separate model. Only rank 0 warns of this. Also warn if
-    no step was recorded, although child processes of the program used CPU time.
-    """
-    theirs = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
+    """At the end of a program, warn the user on rank 0 if its workers exchanged nothing: each then has trained a
+    separate model."""
     for program in _programs:
-        size = program.world.size
         if program.recording is not None and program.world.rank == 0 and not program.exchanges:
             program.say(
-                f"{script}: the {size} workers exchanged nothing, so each trained a separate model. Wrap the model in "
-                "DistributedDataParallel (Accelerate on CPUs needs Accelerator(cpu=True), a Trainer use_cpu=True), or "
-                "pass model, optimizer and loaders to mw.distribute."
-            )
-        elif program.recording is None and theirs >= UNSEEN:
-            program.say(
-                f"{script}: no step was recorded. meshwise does not watch processes that the script starts itself "
-                f"(mp.spawn, subprocess), and these computed for {seconds_text(theirs)}. Let meshwise start the ranks: "
-                "use --devices 2xcpu, and call the spawned function with RANK and WORLD_SIZE from the environment."
+                f"{script}: the {program.world.size} workers exchanged nothing, so each trained a separate model. Wrap "
+                "the model in DistributedDataParallel (Accelerate on CPUs needs Accelerator(cpu=True), a Trainer "
+                "use_cpu=True), or pass model, optimizer and loaders to mw.distribute."
             )
 
 
@@ -100,7 +82,6 @@ class PlainProgram:
         self.world, self._own_group, self.say = world, own_group, say
         self.exchanges = world.size == 1
         """Whether the ranks have, or may have, exchanged values. True for a single rank, which needs no exchange."""
-        self._by_reducer: list[str] = []
         self._everyone = f"{','.join(map(str, range(world.size)))}/{heartbeat.PLAIN}"
         self._recorder = Recorder(world.device, on=False)
         self._before = make_current(self._recorder)
@@ -111,9 +92,8 @@ class PlainProgram:
         self._thread = threading.get_ident()  # what other threads read or compute is none of the loop's
         self._inside = False
         self._asked: Mark = 0
-        self._read = self._stepped = False
-        """_read: a batch was read. _stepped: an optimizer has made a step."""
-        self._backwards = 0
+        self._read = False
+        """Whether a batch was read for the current step."""
         self._optimizers: set[int] = set()
         """The ids of the optimizers that have made a step since the batch was read."""
         self._ends = [
@@ -168,13 +148,6 @@ class PlainProgram:
                 yield
         finally:
             phases.since = recorder.turn(before, "backward", phases.since)
-        while self._by_reducer:
-            verb_log.came_to(self._by_reducer.pop(0))
-        self._backwards += 1
-        if not self._stepped and self._backwards >= MOST_ACCUMULATED:  # it updates its parameters by hand
-            phases.optimizers = False
-            if not self._read:
-                phases.step_over()
 
     def _step_begins(self, optimizer: Optimizer, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         if threading.get_ident() != self._thread:
@@ -189,7 +162,6 @@ class PlainProgram:
         if threading.get_ident() != self._thread:
             return
         self._phases.step_ends(optimizer)
-        self._phases.optimizers = self._stepped = True
         if id(optimizer) in self._optimizers:  # its batch is no step: it was read once for many
             self._read = False
         self._optimizers.add(id(optimizer))
@@ -260,8 +232,6 @@ class PlainProgram:
             number, beat = recorder.arrive(), heartbeat.enter(collective_name(call.kind, call.of), self._everyone)
             if threading.get_ident() == self._thread:
                 verb_log.came_to(call.kind)
-            elif call.of == "gradients":  # on a GPU the reducer calls it in a thread of the backward
-                self._by_reducer.append(call.kind)
         lane = "main" if call.blocking else "communication"
         code, start = recorder.code("communication", collective_name(call.kind, call.of), lane), recorder.mark()
         if call.dtype:
