@@ -9,7 +9,6 @@ import math
 import textwrap
 from collections.abc import Mapping
 from datetime import datetime
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,7 @@ import numpy as np
 from meshwise.records.attempts import attempt_text, attempts_of, lost_texts
 from meshwise.records.run_list import fields_of
 from meshwise.reports.arrivals import ABSENT, OUTSIDE, Arrivals, session_of
-from meshwise.reports.expected import measured_alone, reconciled
+from meshwise.reports.expected import reconciled
 from meshwise.reports.findings import RunFacts, findings_of, verdict_of
 from meshwise.reports.pipeline_stages import pipeline_report
 from meshwise.reports.run_report import (
@@ -105,9 +104,9 @@ POINTS = 300
 def report_of(
     timeline: Timeline, folder: str = "", steps: tuple[int, int] | None = None, table: StepTable | None = None
 ) -> Report:
-    """Build the report of a timeline. `folder` is the folder of the run. Earlier runs of the same program are looked
-    for beside it. `steps` are the first and the last step to show in detail. Raises UsageError if the run does not have
-    these steps. `table` is the step table of the timeline, if the caller has already built it."""
+    """Build the report of a timeline. `folder` is the folder of the run. `steps` are the first and the last step to
+    show in detail. Raises UsageError if the run does not have these steps. `table` is the step table of the timeline,
+    if the caller has already built it."""
     table = table or step_table_of(timeline)
     wall, goodput, waiting = goodput_of(timeline, table)
     collectives = _collectives(timeline, table.arrivals)
@@ -121,7 +120,6 @@ def report_of(
         timeline.counters,
         RunFacts(
             program=str(timeline.facts.get("program", "job")),
-            alone=measured_alone(timeline, Path(folder)) if folder else None,
             pipeline=pipeline,
             shares=_shares(timeline),
         ),

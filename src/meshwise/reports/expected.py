@@ -1,28 +1,20 @@
 """Compare a run with its prediction and with one device.
 
-The kind of time that differs most from the prediction is named. The time of a step on one device is measured in an
-earlier run, else estimated. The upper estimate is the work of all ranks, one after the other: one device waits for no
-other rank, and larger batches do not compute slower. Work that all ranks do alike counts once: the optimizer's step, if
-every rank steps all parameters. The lower estimate is the work of one rank, since one device has that rank's samples,
-and more.
+The kind of time that differs most from the prediction is named. The time of a step on one device is estimated. The
+upper estimate is the work of all ranks, one after the other: one device waits for no other rank, and larger batches do
+not compute slower. Work that all ranks do alike counts once: the optimizer's step, if every rank steps all parameters.
+The lower estimate is the work of one rank, since one device has that rank's samples, and more.
 
-Measured against the truth in docs/measurements.md; tested in tests/reports/test_reconcile.py, test_findings.py and
-test_alone.py.
+Measured against the truth in docs/measurements.md; tested in tests/reports/test_reconcile.py and test_findings.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import islice
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from meshwise.records import folder as names
-from meshwise.records.run_list import fields_of, plan_of
-from meshwise.reports.read import read_timeline
 from meshwise.reports.run_report import (
     OUTSIDE_STEPS,
     CollectiveReport,
@@ -31,9 +23,9 @@ from meshwise.reports.run_report import (
     Reconciled,
     TimeBeside,
 )
-from meshwise.reports.spans import KIND, KINDS, Timeline
-from meshwise.reports.step_table import StepTable, step_table_of
-from meshwise.spec.errors import PlanError, UsageError
+from meshwise.reports.spans import KIND, KINDS
+from meshwise.reports.step_table import StepTable
+from meshwise.spec.errors import PlanError
 from meshwise.spec.plan_file import PREDICTED
 from meshwise.spec.prediction import Prediction, prediction_of
 from meshwise.spec.units import bytes_text, percent_text, seconds_text
@@ -120,71 +112,6 @@ def _memory_sentence(memory: Sequence[MemoryBeside]) -> str:
 
 SAMPLES = [KIND[kind] for kind in ("forward", "backward", "data", "transfer")]
 """The kinds of time that grow with the number of samples that a rank works on."""
-WORK = ("accumulate", "precision", "recompute", "compile", "param_dtype", "compute_dtype", "grad_dtype")
-"""Fields of the plan that change the work of one device. The others say how work is divided over devices."""
-FEWEST = 10
-"""A run with fewer steps is too short to tell how long a step takes."""
-MOST_READ, BLOCKS = 5, 40
-"""How many earlier runs are read at most, and how many blocks at the end of a log. A block covers about a second."""
-SAME_BATCH = 0.1
-"""Mean numbers of samples a step count as equal up to this relative difference. A log may end within a step."""
-
-
-@dataclass(frozen=True)
-class Alone:
-    """How long a step took in an earlier run of the same program on one device."""
-
-    run: str
-    seconds: float
-
-
-def measured_alone(timeline: Timeline, folder: Path) -> Alone | None:
-    """Find the newest earlier run of the same work on one device, and return the time of its steps."""
-    facts = timeline.facts
-    if len(timeline.ranks) < 2 or facts.get("status") == "running":
-        return None
-    mine, work = _place_and_batch(timeline), _work(facts, folder)
-    for other in islice(_of_one_device(folder, work), MOST_READ) if mine and work else ():
-        alone = read_timeline(other, last_blocks=BLOCKS)
-        table, theirs = step_table_of(alone), _place_and_batch(alone)
-        alike = mine and theirs and theirs[0] == mine[0] and abs(theirs[1] / mine[1] - 1) <= SAME_BATCH
-        if alike and table.steady.sum() >= FEWEST:
-            return Alone(str(other), float(np.median(table.step_seconds()[table.steady])))
-    return None
-
-
-def _of_one_device(folder: Path, work: Mapping[str, Any]) -> Iterator[Path]:
-    """Yield the folders of runs beside `folder` that did the same work on one device, the newest first."""
-    for run in sorted((path.parent for path in folder.parent.glob(f"*/{names.RUN}")), reverse=True):
-        try:
-            facts = names.read_run(run)
-        except UsageError:
-            continue
-        if facts.get("world") == 1 and facts.get("status") != "running" and _work(facts, run) == work:
-            yield run
-
-
-def _work(facts: Mapping[str, Any], folder: Path) -> dict[str, Any] | None:
-    """Return the facts that determine how long a step takes on one device; None if the source is unknown."""
-    request = facts.get("request")
-    asked = request if isinstance(request, dict) else {}
-    known = {name: asked.get(name) for name in ("batch_size", "args", "data", "exact_random")}
-    known |= {"source": facts.get("source"), "arguments": facts.get("arguments"), "versions": facts.get("versions")}
-    known["job"] = str(asked.get("job")).rpartition(":")[2]
-    known["devices"] = {str(device).partition(":")[0] for device in facts.get("devices") or ()}
-    known["plan"] = {name: text for name, text in fields_of(plan_of(folder)).items() if name in WORK}
-    return known if facts.get("source") else None
-
-
-def _place_and_batch(timeline: Timeline) -> tuple[set[str], float] | None:
-    """Return the hosts of a run, and the mean number of samples in its steps."""
-    counter = timeline.newest_session().counter("samples")
-    if counter is None or not counter.step[-1] or timeline.facts.get("program") == "plain":
-        return None
-    steps, samples = counter.step[-1], counter.value[-1]
-    if len(counter.step) > 1 and steps > counter.step[0]:
-        steps, samples = steps - counter.step[0], samples - counter.value[0]
-    return {rank.host for rank in timeline.ranks}, max(float(samples / steps), 1e-9)
 
 
 def one_device_seconds(table: StepTable, collectives: Sequence[CollectiveReport]) -> tuple[float, float]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from meshwise.reports.advice import TRY, TRY_FOR_COMMUNICATION, TRY_FOR_STRAGGLER, advised
-from meshwise.reports.expected import Alone, one_device_seconds
+from meshwise.reports.expected import one_device_seconds
 from meshwise.reports.run_report import COMPUTING, MEMORY, CollectiveReport, Finding, GoodputPart, PipelineReport
 from meshwise.reports.spans import KIND, KINDS, Counter
 from meshwise.reports.step_table import StepTable, straggler_ranks
@@ -22,8 +22,8 @@ from meshwise.spec.units import bytes_text, percent_text, seconds_text
 LEAST = {"straggler": 0.02, "input": 0.10, "communication": 0.10, "imbalance": 0.10, "idle": 0.10, "stalls": 0.10}
 LEAST_OF_RUN = {"checkpoint": 0.10, "evaluation": 0.30}
 STALL = 3.0
-SLOWER, SLOWER_MEASURED = 0.9, 0.95
-"""One device counts as faster if its step takes at most SLOWER (estimated) or SLOWER_MEASURED of the run's step."""
+SLOWER = 0.9
+"""One device counts as faster if its step is estimated to take at most this share of the run's step."""
 FEWEST = 10
 """A run with fewer steps is too short to name a straggler."""
 LEAST_UNEQUAL = 1.1
@@ -41,7 +41,6 @@ class RunFacts:
     """Facts about a run that its spans do not show."""
 
     program: str
-    alone: Alone | None
     pipeline: PipelineReport | None
     shares: Sequence[float]
 
@@ -151,18 +150,19 @@ def _stragglers(shares: _Shares, error_seconds: float) -> Iterator[Finding]:
 
 def _slower_than_one(shares: _Shares) -> Iterator[Finding]:
     """Report that one device would be faster than all ranks, if a step takes clearly less time on one device."""
-    table, alone = shares.table, shares.facts.alone
+    table = shares.table
     ranks = len(table.ranks)
     if ranks < 2 or shares.steps < FEWEST:
         return
-    least, most = (alone.seconds,) * 2 if alone else one_device_seconds(table, shares.collectives)
+    least, most = one_device_seconds(table, shares.collectives)
     step = float(np.median(table.step_seconds()[table.steady]))
-    if most > (SLOWER_MEASURED if alone else SLOWER) * step:
+    if most > SLOWER * step:
         return
     headline = f"{ranks} devices are slower than one."
-    one = f"would need {seconds_text(least)} to {seconds_text(most)} (estimated from what the ranks compute and read)"
-    one = f"took {seconds_text(most)} (measured in {alone.run})" if alone else one
-    sentence = f"{ranks} devices are slower than one: a step takes {seconds_text(step)}, and one device {one}."
+    sentence = (
+        f"{headline[:-1]}: a step takes {seconds_text(step)}, and one device would need {seconds_text(least)} to "
+        f"{seconds_text(most)} (estimated from what the ranks compute and read)."
+    )
     yield Finding("slower", headline, sentence, shares.advised(TRY["slower"]), 1 - most / step, step - most)
 
 
