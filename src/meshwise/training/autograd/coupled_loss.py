@@ -19,12 +19,10 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge
 from torch.utils.weak import WeakIdKeyDictionary
 
-from meshwise.training.autograd.loss_graph import KNOWN, LEAF, PRODUCTS, signed
+from meshwise.training.autograd.loss_graph import KNOWN, LEAF, PRODUCTS, VIEWS, below_of, is_parameter, signed
 
 MOST_NODES, MOST_ELEMENTS = 5_000, 2**24
 FAR = 1e-5  # of the second derivatives by two samples, relative to those by one
-VIEWS = ("ViewBackward0", "UnsafeViewBackward0", "TransposeBackward0", "PermuteBackward0", "TBackward0",
-         "ToCopyBackward0", "SqueezeBackward1", "UnsqueezeBackward0")  # fmt: skip
 WITH_PARAMETERS = (*PRODUCTS, "BmmBackward0", "BaddbmmBackward0", "NativeLayerNormBackward0",
                    "NativeGroupNormBackward0", "NativeBatchNormBackward0", "CudnnBatchNormBackward0")  # fmt: skip
 CHOICES = {"TopkBackward0", "SortBackward0", "KthvalueBackward0", "MaxBackward0", "MinBackward0", "MedianBackward1",
@@ -33,6 +31,7 @@ CHOICES = {"TopkBackward0", "SortBackward0", "KthvalueBackward0", "MaxBackward0"
 SEPARATE = {*KNOWN, "AddBackward0", "SubBackward0", "NegBackward0", "MeanBackward0", "SumBackward0",
             "LogSoftmaxBackward0", *VIEWS}  # fmt: skip
 """Operators that keep samples independent of each other, except for a LogSoftmax over the dim of the samples."""
+MIXED = "a choice among samples"
 _seen: Any = WeakIdKeyDictionary()  # tensors of which a program has asked to see the gradients
 
 
@@ -43,12 +42,12 @@ def couples_samples(loss: Tensor, samples: int) -> bool | None:
     found = _between(loss.grad_fn, samples)
     if found is None:
         return None
-    kinds, rows, nodes, chosen = found
-    if chosen:
+    kinds, rows, nodes = found
+    if MIXED in kinds:
         return True
     if kinds <= SEPARATE:
         return False
-    if not rows or sum(map(_elements, rows)) > MOST_ELEMENTS or _has_hooked(nodes):
+    if not rows or sum(math.prod(_shape(*row)) for row in rows) > MOST_ELEMENTS or _has_hooked(nodes):
         return None
     try:
         return _are_coupled(loss, rows)
@@ -56,7 +55,7 @@ def couples_samples(loss: Tensor, samples: int) -> bool | None:
         return None
 
 
-def _between(first: Any, samples: int) -> tuple[set[str], list[tuple[Any, int]], set[Any], bool] | None:
+def _between(first: Any, samples: int) -> tuple[set[str], list[tuple[Any, int]], set[Any]] | None:
     """Walk the autograd graph of a loss, from the loss back to the outputs of the model."""
     open_nodes, seen, rows = [(first, 0)], {(first, 0)}, []
     kinds: set[str] = set()
@@ -71,63 +70,42 @@ def _between(first: Any, samples: int) -> tuple[set[str], list[tuple[Any, int]],
             continue
         if output and kind not in VIEWS:  # rows of something else, such as tokens
             continue
-        if _chooses_samples(node, kind, samples) or _compares(node, kind, samples):
-            return kinds, rows, set(), True
         over_samples = kind == "LogSoftmaxBackward0" and signed(node._saved_dim) % len(shape) == 0
-        kinds.add("a softmax over samples" if over_samples else kind)
+        kinds.add(MIXED if _mixes_samples(node, kind, samples) else "softmax over samples" if over_samples else kind)
         new = [edge for edge in node.next_functions if edge[0] is not None and edge not in seen]
         seen.update(new)
         open_nodes += new
         if len(seen) > MOST_NODES:
             return None
-    return kinds, rows, {node for node, _ in seen}, False
+    return kinds, rows, {node for node, _ in seen}
 
 
 def _shape(node: Any, number: int = 0) -> tuple[int, ...]:
     return tuple(node._input_metadata[number].shape)
 
 
-def _elements(edge: tuple[Any, int]) -> int:
-    return math.prod(_shape(*edge))
-
-
 def _is_output(node: Any) -> bool:
     """Return whether the result of a node comes from a layer of the model, or from a custom autograd function."""
-    while True:
-        kind, below = node.name(), [following for following, _ in node.next_functions if following is not None]
-        if kind == "AddBackward0" and len(below) == 2 and any(map(_is_parameter, below)):
-            node = below[0] if _is_parameter(below[1]) else below[1]
-        elif kind in VIEWS and below:
-            node = below[0]
-        else:
-            break
+    kind, below = node.name(), below_of(node)
+    while below and (kind in VIEWS or (kind == "AddBackward0" and len(below) == 2 and any(map(is_parameter, below)))):
+        node = below[-1] if is_parameter(below[0]) and kind not in VIEWS else below[0]
+        kind, below = node.name(), below_of(node)
     if isinstance(node, BackwardCFunction) or "Convolution" in kind or "Rnn" in kind or kind == "EmbeddingBackward0":
         return True
-    return kind in WITH_PARAMETERS and any(map(_is_parameter, below))
+    return kind in WITH_PARAMETERS and any(map(is_parameter, below))
 
 
-def _is_parameter(node: Any) -> bool:
-    while node.name() in VIEWS and node.next_functions[0][0] is not None:
-        node = node.next_functions[0][0]
-    return bool(node.name() == LEAF)
-
-
-def _chooses_samples(node: Any, kind: str, samples: int) -> bool:
-    """Return whether a node sorts samples, or selects the largest or smallest values among several samples."""
-    below = node.next_functions[0][0] if kind in CHOICES else None
-    if below is None:
+def _mixes_samples(node: Any, kind: str, samples: int) -> bool:
+    """Return whether a node sorts samples, selects the largest or smallest values among several samples, or computes
+    the distances between them (`torch.cdist`)."""
+    below = below_of(node)
+    if "CdistBackward" in kind and not any(map(is_parameter, below)):
+        return all(size % samples == 0 for size in _shape(node)[-2:])
+    if kind not in CHOICES or not below:
         return False
-    shape, dim = _shape(below, node.next_functions[0][1]), getattr(node, "_saved_dim", ())
+    shape, dim = _shape(*node.next_functions[0]), getattr(node, "_saved_dim", ())
     dims = [signed(number) % len(shape) for number in (dim if isinstance(dim, tuple) else (dim,))] if shape else [-1]
     return (not dims or 0 in dims) and shape[0] % samples == 0
-
-
-def _compares(node: Any, kind: str, samples: int) -> bool:
-    """Return whether a node of the graph computes the distances between samples (`torch.cdist`)."""
-    computed = [following for following, _ in node.next_functions if following is not None]
-    if "CdistBackward" not in kind or any(map(_is_parameter, computed)):
-        return False
-    return all(size % samples == 0 for size in _shape(node)[-2:])
 
 
 @functools.cache

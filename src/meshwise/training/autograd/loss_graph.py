@@ -41,13 +41,15 @@ OF_ROWS = {"SigmoidBackward0", "TanhBackward0", "ReluBackward0", "SoftmaxBackwar
            "ConvolutionBackward0", "CtcLossBackward0"}  # fmt: skip
 """Operators at the end of a model that return one row per sample. PRODUCTS with a parameter also return such rows."""
 PRODUCTS = ("AddmmBackward0", "MmBackward0", "MvBackward0")
+VIEWS = ("ViewBackward0", "UnsafeViewBackward0", "TransposeBackward0", "PermuteBackward0", "TBackward0",
+         "ToCopyBackward0", "SqueezeBackward1", "UnsqueezeBackward0")  # fmt: skip
 LEAF = "torch::autograd::AccumulateGrad"
 
 
 def summed_loss(loss: Tensor) -> str:
     """Return the name of a loss function that `loss` adds up over samples without dividing by their number."""
     for node, following in _walk(loss.grad_fn):
-        kind, below = node.name(), _below(node)
+        kind, below = node.name(), below_of(node)
         if kind in KNOWN and getattr(node, "_saved_reduction", None) == SUM:
             if any(map(reads_data, below)):
                 return f"{KNOWN[kind]}, reduction='sum'"
@@ -68,7 +70,8 @@ def _walk(node: Any) -> Iterator[tuple[Any, deque[Any]]]:
             yield node, open_nodes
 
 
-def _below(node: Any) -> list[Any]:
+def below_of(node: Any) -> list[Any]:
+    """Return the nodes whose results a node has computed with."""
     return [each for each, _ in node.next_functions if each is not None]
 
 
@@ -76,12 +79,12 @@ def _of_each(elements: Any) -> str:
     """Return the name of the loss function with which `elements`, a node of the graph, was computed for each sample."""
     what = "a loss"
     for node, following in _walk(elements):
-        kind, below = node.name(), _below(node)
+        kind, below = node.name(), below_of(node)
         if kind in KNOWN and getattr(node, "_saved_reduction", None) in (NONE, SUM):
             what = KNOWN[kind]
         elif kind in OF_EACH or _is_of_each(node, kind):
             following += below
-        elif kind not in OF_ROWS and not (kind in PRODUCTS and any(map(_is_parameter, below))):
+        elif kind not in OF_ROWS and not (kind in PRODUCTS and any(map(is_parameter, below))):
             return ""
     return what
 
@@ -107,8 +110,11 @@ def _constant(node: Any) -> Tensor | None:
     return node._saved_self if left is None else node._saved_other if right is None else None
 
 
-def _is_parameter(node: Any) -> bool:
-    return bool((_below(node)[0] if node.name() == "TBackward0" else node).name() == LEAF)
+def is_parameter(node: Any) -> bool:
+    """Return whether a node is that of a leaf, or a view of it."""
+    while node.name() in VIEWS and (below := below_of(node)):
+        node = below[0]
+    return bool(node.name() == LEAF)
 
 
 def reads_data(term: Any) -> bool:
@@ -119,7 +125,7 @@ def reads_data(term: Any) -> bool:
         beside = kind in SUMS or kind in KNOWN or (number is not None and number.numel() == 1)
         if kind == "EmbeddingBackward0" or (constant and not beside):
             return True
-        following += _below(node)
+        following += below_of(node)
     return False
 
 
@@ -140,7 +146,7 @@ def uneven_mean(loss: Tensor, samples: int) -> str:
         if (kind in KNOWN or kind == "MeanBackward0") and _is_mean_of_some(node, samples):
             return "…"
         if kind in SUMS or kind in FACTORS or kind == "MulBackward1":
-            following += _below(node)
+            following += below_of(node)
     return ""
 
 
@@ -155,7 +161,7 @@ def cross_entropy_means(loss: Tensor) -> list[tuple[Tensor, int, bool]]:
         if kind.startswith("NllLoss") and getattr(node, "_saved_reduction", None) == MEAN:
             found.append((node._saved_total_weight, node._saved_target.numel(), node._saved_weight is not None))
         elif kind in SUMS or kind in FACTORS or kind in ("MulBackward1", "ToCopyBackward0", "ViewBackward0"):
-            following += _below(node)
+            following += below_of(node)
     return found
 
 
@@ -201,9 +207,9 @@ def _is_mean_of_some(node: Any, samples: int) -> bool:
         return False
     for each, following in _walk(below):
         if each.name() in PICKS:
-            return any(map(reads_data, _below(each)))
+            return any(map(reads_data, below_of(each)))
         if each.name() in OF_EACH or each.name() in FACTORS:
-            following += _below(each)
+            following += below_of(each)
     return False
 
 
@@ -231,5 +237,5 @@ def scale_of(loss: Tensor) -> float:
             break
         with without_interception():  # which would be given a plain number
             scale = scale / float(number) if divides else scale * float(number)
-        node = _below(node)[0]
+        node = below_of(node)[0]
     return scale

@@ -47,11 +47,10 @@ def count_samples(data: Any, what: str) -> int:
     """Return the number of samples in `data`."""
     if isinstance(data, (tuple, dict)):
         tensors = list(data.values()) if isinstance(data, dict) else list(data)
-        strange = [type(t).__name__ for t in tensors if not isinstance(t, Tensor) or t.dim() == 0]
-        if strange or not tensors:
+        if not tensors or not all(isinstance(tensor, Tensor) and tensor.dim() for tensor in tensors):
             raise DataError(
-                f"{what} cannot be a {type(data).__name__} of {strange[0] if strange else 'nothing'}. Give tensors "
-                "with one row per sample, for instance torch.as_tensor(array), or a map-style dataset."
+                f"{what} must be a map-style dataset, or a tuple or dict of tensors with one row per sample, for "
+                "instance torch.as_tensor(array)."
             )
         lengths = {len(tensor) for tensor in tensors}
         if len(lengths) != 1:

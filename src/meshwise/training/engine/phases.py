@@ -35,7 +35,7 @@ class Phases:
         self._range: Any = None  # of a profiler that is attached
         self.since: Mark | None = None
         """When the phase began that is recorded at its end. None while there is no such phase."""
-        self._trained = self._open = False  # a backward since the last batch was given, and since the last step's end
+        self.trained = self._open = False  # a backward since the last batch was given, and since the last step's end
         self._optimizer: Mark | None = None
         self._stepped = False
         self._before = "idle"  # the phase around a backward
@@ -50,12 +50,7 @@ class Phases:
     @property
     def step(self) -> int:
         """The number of the current step. Between two loops, the number of the last step."""
-        return self.steps + (self._trained or self.step_done)
-
-    @property
-    def trained(self) -> bool:
-        """Whether there was a backward since the loop received its newest batch."""
-        return self._trained
+        return self.steps + (self.trained or self.step_done)
 
     @property
     def step_done(self) -> bool:
@@ -74,7 +69,7 @@ class Phases:
 
     def step_over(self) -> None:
         """End a step of a program that asks for no batches."""
-        self.steps, self._open, self._stepped, self._trained = self.steps + 1, False, False, False
+        self.steps, self._open, self._stepped, self.trained = self.steps + 1, False, False, False
         self._recorder.begin_step(self.steps + 1)
 
     def go_on(self, steps: int) -> None:
@@ -87,8 +82,8 @@ class Phases:
         if self._open and (self._stepped or not self.optimizers):
             self.steps += 1
             self._open = self._stepped = False
-        since = None if self._trained else self.since
-        self._trained = False
+        since = None if self.trained else self.since
+        self.trained = False
         self.since = self._recorder.turn("data", "evaluate", since)
         if NVTX or is_profiled():
             self._range = open_range("data")
@@ -120,10 +115,10 @@ class Phases:
         if self.since is None:  # outside of loops
             self._recorder = current()
         recorder = self._recorder
-        if not self._trained and part is not None:
+        if not self.trained and part is not None:
             recorder.samples += part.total
         self._stepped = self._stepped and self._open  # a step before the first backward prepares state
-        self._trained = self._open = True
+        self.trained = self._open = True
         self.number = self.steps + 1
         self._before = recorder.phase
         self.since = recorder.turn("backward", "forward", self.since)
@@ -147,7 +142,7 @@ class Phases:
 
     def step_begins(self, optimizer: Optimizer) -> None:
         """Record that an optimizer of the program begins its step."""
-        if not self._trained:
+        if not self.trained:
             self._recorder = current()
         self._optimizer = self._recorder.turn("optimizer")
 

@@ -143,7 +143,9 @@ def _run_backward(
     own = reduction.plain(loss)
     before = own if before is loss else reduction.plain(before.detach())
     if summed:
-        own, before = _means_of_sums(engine, own, before, part)
+        if engine.program.joined_at == engine.program.backwards - 1:
+            refuse_joined_sum()
+        own, before = (mean_of_sum(each, part, part.total) for each in (own, before))
     if weight is not None:
         return _weighted(engine, own, before, weight, part)
     ratio, own, seen = part.ratio(engine.world.size), own.reshape(()) if own.ndim else own, before.detach().reshape(1)
@@ -167,12 +169,6 @@ def _weighted(engine: Engine, own: Tensor, before: Tensor, weight: Tensor | floa
     program.reduction.backward(scaled, reduce=engine.reduce, factor=factor)
     engine.carried.compare(weights.means(), (program.backwards, engine.phases.number, part, weights.losses[-1][0]))
     return weights.global_mean().to(own.dtype)
-
-
-def _means_of_sums(engine: Engine, own: Tensor, before: Tensor, part: BatchSlice) -> tuple[Tensor, Tensor]:
-    if engine.program.joined_at == engine.program.backwards - 1:
-        refuse_joined_sum()
-    return mean_of_sum(own, part, part.total), mean_of_sum(before, part, part.total)
 
 
 def _alone(program: Program, loss: Tensor, before: Tensor) -> Tensor:

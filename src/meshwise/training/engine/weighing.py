@@ -37,13 +37,10 @@ class StepWeights:
     ) -> Tensor:
         """Return the loss to call backward on."""
         seen = mean.detach() if before is None else before.detach()
-        if weight is not None:
-            return self._scale(mean, weight, seen)
-        self.losses.append((seen, float(part.samples)))
-        ratio = part.ratio(self._ranks)
-        return mean if ratio == 1 else mean * ratio
-
-    def _scale(self, mean: Tensor, weight: Tensor | float, seen: Tensor) -> Tensor:
+        if weight is None:
+            self.losses.append((seen, float(part.samples)))
+            ratio = part.ratio(self._ranks)
+            return mean if ratio == 1 else mean * ratio
         weight = as_weight(weight, mean)
         self.losses.append((seen, weight))
         if self.unit is None:
