@@ -65,7 +65,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 SENTENCES = {
     "mnist-mlpp": "UsageError: there is no job 'mnist-mlpp'. Did you mean 'mnist-mlp'?",
     "gpt:tinny": "UsageError: gpt has no size 'tinny'. Did you mean 'tiny'?",
-    "mlp:large": "UsageError: job 'mlp' exists in one size only, so leave out the part after the colon. Use mlp.",
+    "mlp:large": "UsageError: --arg size=large: mlp:large has no parameter 'size'.",
     "missing.py:job": "missing.py: no such file",
     "broken.py:job": "broken.py cannot be imported. Line 3: AttributeError",
     "unfinished.py:job": "unfinished.py cannot be imported. SyntaxError",
