@@ -23,6 +23,7 @@ from meshwise.checker.engine_watcher import EngineWatcher
 from meshwise.checker.races.watch import find_races
 from meshwise.checker.short_loops import ScriptEnds
 from meshwise.checker.trace import Batches, CheckSpec, Draws, ProgramTrace, test_samples
+from meshwise.checker.unsummed import UnsummedLoops
 from meshwise.checker.upcast import called_in_float64, plain_attention, upcast
 from meshwise.parallel.splits.rules import said
 from meshwise.torch_compat.perturbed import perturbed
@@ -49,6 +50,8 @@ def watch_script(script: Callable[[], object], spec: CheckSpec, draws: Draws | N
     watcher = EngineWatcher(engine, spec, seed, draws)
     seed_all(seed)
     engine.watch(watcher)
+    if engine.world.size > 1:
+        engine.events.listen(UnsummedLoops(engine, watcher.unsummed), batches=2, whole=())
     try:
         inside = spec.in_float64
         with (

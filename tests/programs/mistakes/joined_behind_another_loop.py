@@ -1,4 +1,4 @@
-"""What a loop whose last batch is padded has added up is joined behind a later loop. Expected: said."""
+"""What a loop whose last batch is padded has added up is joined behind a later loop. Expected: check."""
 
 import torch
 from torch import nn

@@ -1,4 +1,4 @@
-"""Each rank averages its own accuracies, and rank 0 prints its own. Expected: said, check."""
+"""Each rank averages its own accuracies, and rank 0 prints its own. Expected: check."""
 
 # After https://github.com/pyannote/pyannote-audio/issues/591
 

@@ -1,4 +1,4 @@
-"""Right answers are not added over ranks. Expected: said."""
+"""Right answers are not added over ranks. Expected: check."""
 
 # After https://github.com/pytorch/examples/issues/905: each process has the accuracy of its own part
 

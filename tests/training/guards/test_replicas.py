@@ -150,6 +150,26 @@ def test_data_that_was_split_by_rank_already_is_refused(pool: Any) -> None:
         assert "(rank 0: 3, rank 1: 4 samples)" in unequal
 
 
+def train_by_hand() -> list[str]:
+    end_sessions()
+    x = torch.randn(8, 4, generator=torch.Generator().manual_seed(1))
+    model, loader = mw.distribute(nn.Linear(4, 2), DataLoader(TensorDataset(x), 4), view="rank")
+    for (rows,) in loader:
+        model(rows).square().mean().backward()
+        with torch.no_grad():
+            for p in model.parameters():
+                p -= 0.1 * p.grad
+                p.grad = None
+    said = list(default_engine().notes)
+    end_sessions()
+    return said
+
+
+def test_an_update_by_hand_of_a_ranks_own_gradients_is_said(pool: Any) -> None:
+    for (said,) in pool(2).run(train_by_hand):
+        assert "test_replicas.py:" in said and "mw.backward(loss) instead of loss.backward()" in said
+
+
 class Lazy(nn.Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.head: nn.Module = getattr(self, "head", None) or nn.Linear(2, 2)

@@ -14,8 +14,8 @@ from meshwise.training.engine.steps import follow_optimizers
 from meshwise.training.guards.agreed import Agreed, held_alike
 from meshwise.training.guards.finite_losses import FiniteLosses
 from meshwise.training.guards.loss_looks import BACKWARDS, LossLooks
+from meshwise.training.guards.replicas import UpdatesByHand
 from meshwise.training.guards.same_data import SameData
-from meshwise.training.guards.unsummed import UnsummedLoops
 
 
 def attach(engine: Engine) -> Engine:
@@ -29,7 +29,7 @@ def attach(engine: Engine) -> Engine:
         listen(looks, backwards=BACKWARDS, anew=looks.begins, whole=())
         engine.ends.callback(looks.close)
     if several and engine.script:
-        listen(UnsummedLoops(engine), batches=2, whole=())
+        listen(UpdatesByHand(engine), batches=1, whole=())
     if engine.script:
         losses = FiniteLosses(engine)
         engine.phases.look = losses.look

@@ -16,6 +16,9 @@ from torch import Tensor, nn
 
 from meshwise.spec.user_code import user_place
 from meshwise.torch_compat.dispatch import rehearsing
+from meshwise.torch_compat.reducer import versions
+from meshwise.training.engine.engine import Engine
+from meshwise.training.engine.loops import LoopRead
 from meshwise.training.engine.program import Program
 
 Settings: TypeAlias = tuple[tuple[str, str, Any], ...]
@@ -97,3 +100,30 @@ _BUFFER = (
     "the ranks' buffers {name} differ: the model updates this buffer from the rank's own samples. It differs from the "
     "buffer on one device, and only rank 0's is saved. Let the model compute it from sums over the ranks (mw.sum)."
 )
+
+
+_BY_HAND = (
+    "{place}: this loop changes parameters, but never calls mw.backward, so each rank trains on the gradients of its "
+    "own samples. Write mw.backward(loss) instead of loss.backward()."
+)
+
+
+class UpdatesByHand:
+    """Says which loops of a program by rank update parameters by hand, after a backward of their own."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._program, self._say = engine.program, engine.notify
+        self._before: dict[LoopRead, tuple[int, list[int]]] = {}
+
+    def _now(self) -> tuple[int, list[int]]:
+        return self._program.backwards, versions(self._program.named_parameters().values())
+
+    def batch_asked(self, loop: LoopRead) -> None:
+        """Record the parameters' version counters as a loop begins."""
+        self._before.setdefault(loop, self._now())
+
+    def loop_ends(self, loop: LoopRead) -> None:
+        """Compare them as it ends."""
+        (backwards, now), before = self._now(), self._before.pop(loop, None)
+        if before is not None and before[0] == backwards and before[1] != now:
+            self._say(_BY_HAND.format(place=loop.place))

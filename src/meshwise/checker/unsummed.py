@@ -1,13 +1,13 @@
-"""Warn of evaluation loops that never reduce across ranks.
+"""Find evaluation loops that never reduce across ranks.
 
-Each rank then has the figures of its samples only, which silently differ from those of one device.
+Each rank of a program by rank then has the figures of its samples only, which differ from those of one device.
 
 An evaluation is a loop over a distributed loader that has no backward and runs a distributed model in its first batch.
-It warns when it is certain that no `mw.sum`, `mw.mean` or `mw.gather_samples` comes, which may stand after the loop as
-well: at the next loop at another place, or the end of the program. Not said are loops whose results the program reduces
-itself by torch.distributed, loops before a training (they may prepare it), loops that are left after one batch, and
-`update_bn`. Models that use torch.compile get no hook: their loops run a model if gradients are off or a model is in
-evaluation mode.
+It is told when it is certain that no `mw.sum`, `mw.mean` or `mw.gather_samples` comes, which may stand after the loop
+as well: at the next loop at another place, or the end of the program. Not told are loops whose results the program
+reduces itself by torch.distributed, loops before a training (they may prepare it), loops that are left after one batch,
+and `update_bn`. Models that use torch.compile get no hook: their loops run a model if gradients are off or a model is
+in evaluation mode.
 """
 
 from __future__ import annotations
@@ -27,11 +27,6 @@ from meshwise.training.engine.engine import Engine
 from meshwise.training.engine.loops import LoopRead
 from meshwise.transfer.traced import Foreign
 
-MISSING = (
-    "{place}: this loop evaluates a model, but nothing sums its results over the ranks, so each rank has the results "
-    "of its own samples only. Use mw.sum(correct), mw.mean(value, weight=n) or mw.gather_samples(values), in the loop "
-    "or after it."
-)
 OF_STATISTICS = "torch/optim/swa_utils.py"
 """The file of torch with `update_bn`, which runs a model for its batch norms alone."""
 
@@ -49,10 +44,11 @@ class Loop:
 
 
 class UnsummedLoops:
-    """Warns the user if an evaluation's results are never summed over the ranks."""
+    """Finds evaluations whose results are never summed over the ranks."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine, self._program = engine, engine.program
+    def __init__(self, engine: Engine, found: Callable[[str], None]) -> None:
+        """found: called with the place of such a loop."""
+        self._program, self._found = engine.program, found
         self._open: dict[LoopRead, Loop] = {}
         self._waiting: list[Loop] = []
 
@@ -105,8 +101,7 @@ class UnsummedLoops:
         for loop in [loop for loop in self._waiting if which(loop)]:
             self._waiting.remove(loop)
             if not loop.foreign.close():
-                self._engine.notify(MISSING.format(place=loop.place))
-                self._engine.events.send("unsummed", loop.place)
+                self._found(loop.place)
 
 
 def _ran(loop: Loop, modules: set[nn.Module], module: nn.Module, arguments: Any, output: Any) -> None:
