@@ -8,21 +8,9 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterable, Iterator
+from typing import TypeGuard
 
-from meshwise.training.slips.user_source import (
-    FUNCTIONS,
-    Scope,
-    Source,
-    adds,
-    bare,
-    given,
-    inside,
-    loops_at,
-    name_of,
-    reads,
-    sources_in,
-    whole_of,
-)
+from meshwise.training.slips.user_source import FUNCTIONS, Scope, Source, given, inside, name_of, sources_in
 
 TEXTS = {
     "twice": "mw.sum of a value that mw.sum or mw.mean returned: it covers all ranks already. Sum once, in the loop or "
@@ -38,6 +26,8 @@ TEXTS = {
 }
 JOINS = ("reduce", "gather", "sync", "sum", "mean", "average", "append", "extend", "update", "add", "push", "put")
 """Parts of the names of functions that reduce a value over the ranks, or keep it for later."""
+PLAIN = {"item", "float", "double", "long", "int", "cpu", "clone", "detach", "to", "tolist", "tensor", "as_tensor"}
+"""Functions and methods that convert their argument, or the object they are called on, but keep its value."""
 COMPREHENSIONS = ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
 Found = Iterator[tuple[int, str]]
 """Source lines and what is wrong there."""
@@ -204,3 +194,39 @@ def _divisor(node: ast.AST) -> str:
 def _called(source: Source, node: ast.AST) -> list[ast.FunctionDef]:
     names = {name_of(each) for each in ast.walk(node) if isinstance(each, ast.Call)}
     return [each for each in ast.walk(source.tree) if isinstance(each, ast.FunctionDef) and each.name in names]
+
+
+def loops_at(tree: ast.Module, line: int) -> list[ast.For]:
+    """Return the `for` statements that have this line between the word `for` and the colon."""
+    loops = [node for node in ast.walk(tree) if isinstance(node, ast.For)]
+    return [node for node in loops if node.lineno <= line <= (node.iter.end_lineno or 0)]
+
+
+def adds(node: ast.AST) -> TypeGuard[ast.AugAssign]:
+    """Return whether a statement is `a += b`."""
+    return isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Add)
+
+
+def reads(node: ast.AST, name: str) -> bool:
+    """Return whether a name occurs in the code of a node."""
+    return any(isinstance(each, ast.Name) and each.id == name for each in ast.walk(node))
+
+
+def whole_of(node: ast.expr) -> str:
+    """Return the name of which an expression is a part: `x` for `x[0]`, `x.shape` and `x[0].shape[1]`."""
+    while isinstance(node, ast.Subscript | ast.Attribute):
+        node = node.value
+    return getattr(node, "id", "")
+
+
+def bare(node: ast.expr) -> ast.expr:
+    """Return an expression without conversions of its value: `x` for `float(x)`, `x.item()` and `torch.tensor(x)`."""
+    while isinstance(node, ast.Call):
+        function = node.func
+        if isinstance(function, ast.Attribute) and function.attr in PLAIN:
+            node = node.args[0] if function.attr in ("tensor", "as_tensor") and node.args else function.value
+        elif isinstance(function, ast.Name) and function.id in ("float", "int", "round") and node.args:
+            node = node.args[0]
+        else:
+            break
+    return node

@@ -6,15 +6,13 @@ import ast
 import linecache
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, TypeGuard
+from typing import Any
 
 from meshwise.spec.user_code import place
 
 FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
 Scope = ast.Module | ast.FunctionDef | ast.AsyncFunctionDef
 DEEP = 3  # names behind names
-PLAIN = {"item", "float", "double", "long", "int", "cpu", "clone", "detach", "to", "tolist", "tensor", "as_tensor"}
-"""Functions and methods that convert their argument, or the object they are called on, but keep its value."""
 
 
 @dataclass(frozen=True)
@@ -72,12 +70,6 @@ def sources_in(file: str, names: dict[str, Any] | None = None) -> list[Source]:
     return [Source(file, tree, scope) for scope in ast.walk(tree) if isinstance(scope, Scope)]
 
 
-def loops_at(tree: ast.Module, line: int) -> list[ast.For]:
-    """Return the `for` statements that have this line between the word `for` and the colon."""
-    loops = [node for node in ast.walk(tree) if isinstance(node, ast.For)]
-    return [node for node in loops if node.lineno <= line <= (node.iter.end_lineno or 0)]
-
-
 def inside(scope: Scope | ast.For) -> Iterator[ast.AST]:
     """Yield all nodes in a function or a loop, but not the contents of nested functions and classes."""
     waiting: list[ast.AST] = list(ast.iter_child_nodes(scope))
@@ -86,11 +78,6 @@ def inside(scope: Scope | ast.For) -> Iterator[ast.AST]:
         yield node
         if not isinstance(node, FUNCTIONS | ast.ClassDef | ast.Lambda):
             waiting += ast.iter_child_nodes(node)
-
-
-def adds(node: ast.AST) -> TypeGuard[ast.AugAssign]:
-    """Return whether a statement is `a += b`."""
-    return isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Add)
 
 
 def given(node: ast.AST, *, added: bool = False) -> Iterator[tuple[str, ast.expr]]:
@@ -109,32 +96,7 @@ def given(node: ast.AST, *, added: bool = False) -> Iterator[tuple[str, ast.expr
         yield from ((each.id, of) for each, of in zip(targets, values, strict=False) if isinstance(each, ast.Name))
 
 
-def reads(node: ast.AST, name: str) -> bool:
-    """Return whether a name occurs in the code of a node."""
-    return any(isinstance(each, ast.Name) and each.id == name for each in ast.walk(node))
-
-
 def name_of(call: ast.Call) -> str:
     """Return the name of the called function or method: `f` for `f(x)` and `a.f(x)`. Return an empty string if it has
     no name."""
     return call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
-
-
-def whole_of(node: ast.expr) -> str:
-    """Return the name of which an expression is a part: `x` for `x[0]`, `x.shape` and `x[0].shape[1]`."""
-    while isinstance(node, ast.Subscript | ast.Attribute):
-        node = node.value
-    return getattr(node, "id", "")
-
-
-def bare(node: ast.expr) -> ast.expr:
-    """Return an expression without conversions of its value: `x` for `float(x)`, `x.item()` and `torch.tensor(x)`."""
-    while isinstance(node, ast.Call):
-        function = node.func
-        if isinstance(function, ast.Attribute) and function.attr in PLAIN:
-            node = node.args[0] if function.attr in ("tensor", "as_tensor") and node.args else function.value
-        elif isinstance(function, ast.Name) and function.id in ("float", "int", "round") and node.args:
-            node = node.args[0]
-        else:
-            break
-    return node
