@@ -143,5 +143,5 @@ def test_settings_of_groups_are_told_by_their_name() -> None:
 
     assert settings_differ([made(0.1), made(0.1)]) == ""
     assert settings_differ([made(0.5), made(0.5), made(0.25)]).startswith(
-        "rank 2 has lr 0.25, rank 0 0.5 (group 0 of Adam 2)"
+        "rank 2 has lr 0.25, rank 0 0.5 (group 0 of Adam)"
     )

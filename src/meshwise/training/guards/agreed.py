@@ -88,18 +88,15 @@ class Agreed:
             return
         if is_captured():
             return
-        earlier, there = self._on_its_way, means.detach().to("cpu", non_blocking=True)
+        there = means.detach().to("cpu", non_blocking=True)
         event = torch.Event(means.device)
         event.record()
+        self.finish()
         self._on_its_way = there, event, held
-        self._check_earlier(earlier)
 
     def finish(self) -> None:
-        """Check the checksums that were sent with the last loss, at the end of the program."""
+        """Check the checksums that were sent with the last loss, as at the end of the program."""
         earlier, self._on_its_way = self._on_its_way, None
-        self._check_earlier(earlier)
-
-    def _check_earlier(self, earlier: tuple[Tensor, Any, _Held] | None) -> None:
         if earlier is not None:
             earlier[1].synchronize()
             self._check(earlier[0].tolist(), earlier[2])
@@ -131,21 +128,17 @@ def held_alike(program: Program, fed: Sequence[Any]) -> Settings:
 
 def settings_of(optimizers: Iterable[Callable[[], Optimizer | None]], fed: Iterable[Any]) -> Settings:
     """Return the settings of each optimizer, by parameter group, and the best metric of each scheduler."""
+    used = [optimizer for ref in optimizers if (optimizer := ref()) is not None]
     found: list[tuple[str, str, Any]] = []
-    number = 0
-    for ref in optimizers:
-        if (optimizer := ref()) is None:
-            continue
-        number += 1
+    for optimizer in used:
         for place, group in enumerate(optimizer.param_groups):
-            whose = f"group {place} of {type(optimizer).__name__}" + (f" {number}" if number > 1 else "")
+            whose = f"group {place} of {type(optimizer).__name__}"
             for key, name in NAMES.items():
                 if key in group:
                     value = group[key]
                     known = PLAIN.issuperset(map(type, value if type(value) is tuple else (value,)))
                     found.append((name, whose, value if known else _plain(value)))
     if fed:
-        used = [optimizer for ref in optimizers if (optimizer := ref()) is not None]
         plateaus = [each for ref in fed if (each := ref()) is not None and each.optimizer in used]
         found += sorted((PLATEAU, "ReduceLROnPlateau", f"{float(each.best):.6g}") for each in plateaus)
     return tuple(found)

@@ -92,7 +92,8 @@ def smaller_plan(
     """Return a plan that needs less memory than `plan`, and a text that says what it changes."""
     rows = 0 if batch_size is None else batch_size // (world.size * plan.accumulate)
     divided = world.size > 1 or plan.accumulate > 1
-    if apart and rows >= 2 and divided and not has_batch_norm(model) and not may_draw(model):
+    normed = any(isinstance(module, BATCH_NORMS) for module in model.modules())
+    if apart and rows >= 2 and divided and not normed and not may_draw(model):
         several = 2 * plan.accumulate
         if fewer := _changed(plan, accumulate=several):
             return fewer, f"accumulate={several}: microbatches of half the size"
@@ -107,25 +108,21 @@ def smaller_plan(
     return None
 
 
-def has_batch_norm(model: nn.Module) -> bool:
-    """Check whether the model has a batch norm."""
-    return any(isinstance(module, BATCH_NORMS) for module in model.modules())
-
-
 def may_draw(model: nn.Module) -> bool:
     """Check whether a forward pass may draw random numbers, judged by the settings and the source code of the
     modules."""
-    kinds = {type(module) for module in model.modules()}
-    shares = [getattr(module, name, 0) for module in model.modules() for name in ("p", "dropout")]
-    active = any(isinstance(share, int | float) and share > 0 for share in shares)
-    return active or any(_draws(kind) for kind in kinds if not kind.__module__.startswith("torch.nn."))
-
-
-def _draws(kind: type[nn.Module]) -> bool:
-    try:
-        return _DRAWS.search(inspect.getsource(kind)) is not None
-    except (OSError, TypeError):  # made in an interpreter, or not in Python
-        return True
+    for module in model.modules():
+        shares = (getattr(module, "p", 0), getattr(module, "dropout", 0))
+        if any(isinstance(share, int | float) and share > 0 for share in shares):
+            return True
+        if not type(module).__module__.startswith("torch.nn."):
+            try:
+                source = inspect.getsource(type(module))
+            except (OSError, TypeError):  # made in an interpreter, or not in Python
+                return True
+            if _DRAWS.search(source):
+                return True
+    return False
 
 
 def _changed(plan: Plan, **fields: object) -> Plan | None:

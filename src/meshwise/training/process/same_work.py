@@ -38,9 +38,7 @@ def refuse_same_work(script: str, world: World) -> None:
         if process.session.has_distributed_model() or (dist.is_initialized() and not made_process_group()):
             return
         what = "passed no model to mw.distribute" if process.session.has_begun() else "does not use mw.distribute"
-        times = "twice" if world.size == 2 else f"{world.size} times"
-        said = f"{script} {what}: {world.size} workers would do the same work {times}. "
-        said += f"Use --devices 1x{world.kind} to run it once, or"
+        said = f"{script} {what}: {world.size} workers would do the same work. Use --devices 1x{world.kind}, or"
         refuse_lightning(said)
         raise UsageError(f"{said} pass its model, optimizer and loaders to mw.distribute.")
 
