@@ -46,6 +46,7 @@ USE_A_HOUSE = (
     *("training/script/test_lightning.py", "training/script/test_trainer.py"),
     *(f"parallel/test_{name}.py" for name in ("complex", "expert_layouts", "experts", "pipeline")),
     *("parallel/test_torch_utilities.py", "parallel/test_probe_optimizer.py", "transfer/test_faults_collectives.py"),
+    "torch_compat/test_strategies.py",
 )
 
 
