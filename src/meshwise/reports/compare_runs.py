@@ -109,7 +109,8 @@ def _settings(report: Report) -> dict[str, str]:
     """Return the settings of a run by name: job, devices, versions, options, fields of the plan and so on."""
     facts = report.facts
     found = {"job": facts.get("job"), "devices": facts.get("world"), "commit": facts.get("commit")}
-    found["source"] = facts.get("source")
+    kinds = {rank.device.partition(":")[0] for rank in report.ranks}
+    found |= {"source": facts.get("source"), "kind of device": ", ".join(sorted(kinds))}
     for group in ("versions", "request"):
         found |= facts.get(group) or {}
     found |= dict(text.partition("=")[::2] for text in found.pop("args", None) or ())
@@ -209,9 +210,6 @@ def _notes(names: tuple[str, str], first: Report, second: Report) -> list[str]:
         notes.append(
             f"The runs have {len(first.ranks)} and {len(second.ranks)} ranks: their steps differ. Compare samples/s."
         )
-    devices = [sorted({rank.device.partition(":")[0] for rank in report.ranks}) for report in (first, second)]
-    if devices[0] != devices[1] and all(devices):
-        notes.append(f"The runs have different devices: {', '.join(devices[0])} and {', '.join(devices[1])}.")
     for name, report in zip(names, (first, second), strict=True):
         if 0 < report.steps < FEWEST:
             notes.append(f"{name} has {report.steps} steps: too few to tell a difference from chance.")

@@ -115,9 +115,9 @@ def test_different_numbers_of_ranks_and_devices_are_noted() -> None:
     assert comparison.ranks == (3, 2)
     assert comparison.notes == [
         "The runs have 3 and 2 ranks: their steps differ. Compare samples/s.",
-        "The runs have different devices: cpu and cuda.",
         "two is not complete: rank 2 left no log.",
     ]
+    assert "kind of device cpu → cuda" in comparison.differs
 
 
 def test_figures_of_the_runs_as_a_whole() -> None:

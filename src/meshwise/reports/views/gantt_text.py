@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 
 from rich.text import Text
 
-from meshwise.reports.run_report import Bar, RankReport, Report, StepTimes, StepWindow
+from meshwise.reports.run_report import Bar, Report, StepTimes, StepWindow
 from meshwise.reports.spans import KINDS, Timeline, stage_and_microbatch
 from meshwise.spec.errors import UsageError
 from meshwise.spec.units import count_text, plural, seconds_text
@@ -161,7 +161,8 @@ def gantt(report: Report, bars: Sequence[Bar]) -> str:
     if len(report.clocks) > 1:
         lines.append(f"    %% times of different ranks agree to ±{seconds_text(report.error_seconds)}.")
     for rank in sorted({bar.rank for bar in drawn}):
-        lines.append(f"    section {_escaped(_rank_name(rank, report.ranks))}")
+        device = next((f" · {known.device}" for known in report.ranks if known.rank == rank), "")
+        lines.append(f"    section {_escaped(f'rank {rank}{device}')}")
         lines += [_task(bar, origin, per_second) for bar in drawn if bar.rank == rank]
     return "\n".join(lines) + "\n"
 
@@ -177,10 +178,6 @@ def _scale(seconds: float) -> tuple[float, str, str]:
     if seconds < IN_MICROSECONDS:
         return 1e6, "%Q", "axis in µs"
     return (1e3, "%S.%L", "axis in s") if seconds < 60 else (1e3, "%M:%S", "axis in min:s")
-
-
-def _rank_name(rank: int, ranks: Sequence[RankReport]) -> str:
-    return next((f"rank {rank} · {known.device}" for known in ranks if known.rank == rank), f"rank {rank}")
 
 
 def _task(bar: Bar, origin: float, per_second: float) -> str:
