@@ -264,7 +264,10 @@ class Program:
         """Run the backward of a microbatch of a job. last: whether this is the last microbatch of its step."""
         if self.reduction is not None:
             self.reduction.backward(loss, reduce=last, factor=factor, whole=True)
-            return
+        else:
+            self._backward(loss, factor)
+
+    def _backward(self, loss: Tensor, factor: Callable[[], Tensor] | None) -> None:
         loss.backward()
         if factor is not None:
             by = factor()

@@ -37,10 +37,13 @@ class StepWeights:
     ) -> Tensor:
         """Return the loss to call backward on."""
         seen = mean.detach() if before is None else before.detach()
-        if weight is None:
-            self.losses.append((seen, float(part.samples)))
-            ratio = part.ratio(self._ranks)
-            return mean if ratio == 1 else mean * ratio
+        if weight is not None:
+            return self._scale(mean, weight, seen)
+        self.losses.append((seen, float(part.samples)))
+        ratio = part.ratio(self._ranks)
+        return mean if ratio == 1 else mean * ratio
+
+    def _scale(self, mean: Tensor, weight: Tensor | float, seen: Tensor) -> Tensor:
         weight = as_weight(weight, mean)
         self.losses.append((seen, weight))
         if self.unit is None:
@@ -106,6 +109,14 @@ def split_weight(
     A padding sample has weight 0. Raises UsageError if the loss or its weight is not a single number.
     summed: None if the loss is a mean. If the loss is a sum over samples, return `mean_of_sum` of it, with
         `over=summed`."""
+    if isinstance(result, Tensor) and summed is None and result.numel() == 1:
+        return result.reshape(()), None
+    return _split_weight(result, part, where, summed)
+
+
+def _split_weight(
+    result: Any, part: BatchSlice, where: str, summed: int | None
+) -> tuple[Tensor, Tensor | float | None]:
     mean, weight = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
     if not isinstance(mean, Tensor) or mean.numel() != 1:
         shape = f"a tensor of shape {tuple(mean.shape)}" if isinstance(mean, Tensor) else f"a {type(mean).__name__}"
