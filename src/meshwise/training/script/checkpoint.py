@@ -26,14 +26,12 @@ from meshwise.torch_compat.dispatch import rehearsing
 from meshwise.training.process.session import default_engine, tell
 from meshwise.training.recovery.clock import SaveClock
 from meshwise.training.recovery.finite_state import (
-    GO_ON_BEFORE,
     not_finite_here,
     not_finite_in,
     not_finite_names,
-    not_saved,
 )
 from meshwise.training.recovery.loading import has_checkpoint, load
-from meshwise.training.recovery.saving import BACKGROUND, Saver
+from meshwise.training.recovery.saving import Saver
 from meshwise.training.script import saved_loop
 from meshwise.training.script.distributed_loader import DistributedLoader
 from meshwise.training.script.saved_loop import Loaders, LoopParts, Things
@@ -146,14 +144,16 @@ class LoopState:
         """Restore the newest saved state, and return it. Return None if there is none."""
         if not has_checkpoint(self._folder):
             return None
-        world = rank_context().world
-        found = load(self._folder, world, tell, again="Use another folder")
+        found = load(self._folder, rank_context().world, tell)
         held.tell_origin(found.saved, self._engine.notify)
         self._step = self._last = saved_loop.restore(self._parts, self._folder, found.tree)
         self.restored, self._epoch = True, 0 if self._loader is None else self._loader.place[0]
         self._engine.phases.go_on(self._step)
         if wrong := self._not_finite()[0]:
-            raise CheckpointError(f"{found.saved.path}: {wrong} is not finite in this saved state. {GO_ON_BEFORE}")
+            raise CheckpointError(
+                f"{found.saved.path}: {wrong} is not finite in this saved state. Remove this folder to continue from "
+                "the state that was saved before it, or use another folder."
+            )
         return found.saved
 
     def _not_finite(self) -> tuple[str, str]:
@@ -171,9 +171,9 @@ class LoopState:
         self._step, self._clean, self._drawn = self._step + 1, True, saved_loop.random_of(self._engine)
         self._counted = self._engine.program.backwards
         if self._clock.is_due(self._step):
-            self.save(background=self._saves.in_background)
+            self.save()
 
-    def save(self, *, background: bool = False) -> None:
+    def save(self) -> None:
         """Save the state now, between two steps. Collective. Raise LossError, and save nothing, if the state is not
         finite."""
         if self._saver is None:
@@ -182,7 +182,7 @@ class LoopState:
         self._check(self._saver, *self._not_finite())
         epoch, index = (0, 0) if self._loader is None else self._loader.place
         facts = {"step": self._step, "epoch": epoch, "index": index, "plan": str(self._engine.plan)}
-        if self._saver.save(self._tree, facts | {BACKGROUND: background}, began=began):
+        if self._saver.save(self._tree, facts, began=began):
             self._last = self._step
             self._engine.notify(saved_loop.says_beside(self._parts))
 
@@ -195,7 +195,13 @@ class LoopState:
             saver.settle()
             self._clean, self._refused = False, True  # whatever comes, this is not saved
             newest = saver.saved if saver.saved >= 0 else self._last if self.restored else None
-            raise LossError(not_saved(f"step {self._step}: {what} is not finite on {ranks}", newest, self._folder))
+            before = "No state was saved before."
+            if newest is not None:
+                before = f"The newest saved state is of step {newest}, in {self._folder}. The same command resumes it."
+            raise LossError(
+                f"step {self._step}: {what} is not finite on {ranks}, so the state is not saved. {before} Skip updates "
+                "whose loss is not finite, or lower the learning rate."
+            )
 
     # What the engine asks and tells.
 
@@ -214,7 +220,7 @@ class LoopState:
             return
         self._due |= self._count() and self._clock.is_due(self._step)
         if self._due and self._clean and not loader.at_end:
-            self.save(background=self._saves.in_background)
+            self.save()
 
     def epoch_ends(self, loader: DistributedLoader, *, early: bool) -> None:
         """Record that `loader` has no further batch in this epoch. early: whether the program has left the loop before
