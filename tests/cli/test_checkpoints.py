@@ -92,7 +92,7 @@ def test_a_run_without_states_says_how_to_save(run: Path, command: Command) -> N
 
 def test_weights_are_those_of_the_newest_whole_state(run: Path, command: Command) -> None:
     code, shown, _ = command("weights", "net")
-    assert code == 0 and shown.startswith("step 10: 4 tensors, 132 B in 1 file: ")
+    assert code == 0 and shown.startswith("step 10: 4 tensors, 132 B: ")
     want, found = load_file(run / "weights.safetensors"), load_file(run / "weights" / "model.safetensors")
     assert found.keys() == want.keys() and all(found[name].equal(want[name]) for name in want)
     code, _, told = command("weights", "net")
@@ -110,14 +110,12 @@ def save(folder: Path, model: dict[str, Any]) -> None:
     saver.settle()
 
 
-def test_large_weights_are_several_files_with_an_index(tmp_path: Path) -> None:
+def test_what_is_no_tensor_is_left_out_and_said(tmp_path: Path) -> None:
     model = nn.Sequential(*(nn.Linear(10, 10) for _ in range(5)))
     said: list[str] = []
     save(tmp_path, model.state_dict() | {"0._extra_state": {"a": 1}})
-    out, sentence = weights(tmp_path, None, None, said.append, most=1000)
-    files = sorted(path.name for path in out.glob("*.safetensors"))
-    assert len(files) == 3 and files[0] == "model-00001-of-00003.safetensors"
-    assert sentence == f"step 3: 10 tensors, 2.1 KiB in 3 files: {out}"
+    out, sentence = weights(tmp_path, None, None, said.append)
+    assert sentence == f"step 3: 10 tensors, 2.1 KiB: {out}"
     assert said == ["left out because they are not tensors: 0._extra_state"]
     other = nn.Sequential(*(nn.Linear(10, 10) for _ in range(5)))
     mw.load_weights(other, out)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
 from meshwise.records.checkpoints import CHECKPOINTS
-from meshwise.records.files import write_text, write_with
+from meshwise.records.files import write_with
 from meshwise.spec.errors import UsageError
 from meshwise.spec.units import bytes_text, plural
 from meshwise.spec.words import some
@@ -17,13 +16,10 @@ from meshwise.training.recovery.loading import Stored, load
 from meshwise.training.recovery.tensor_files import NAMES, Held, WriteItem, as_bytes, laid_out, whole_box
 
 FOLDER = "weights"
-MOST = 5_000_000_000  # bytes of a file, as Hugging Face divides
 
 
-def weights(
-    folder: Path, out: Path | None, only: str | None, say: Callable[[str], None], most: int = MOST
-) -> tuple[Path, str]:
-    """Write the model's tensors from a run's newest complete checkpoint, in files of at most `most` bytes each.
+def weights(folder: Path, out: Path | None, only: str | None, say: Callable[[str], None]) -> tuple[Path, str]:
+    """Write the model's tensors from a run's newest complete checkpoint.
 
     Returns the folder, and a sentence that says what was written."""
     out = out or folder / FOLDER
@@ -37,21 +33,8 @@ def weights(
     shapes = {name: Held(each.tensor.dtype, each.shape, (whole_box(each.shape),)) for name, each in tensors.items()}
     if strange := sorted({each.dtype for each in shapes.values()} - NAMES.keys()):
         raise UsageError(f"safetensors cannot store {strange[0]} of this model. Use mw.checkpoint instead.")
-    groups: list[list[str]] = [[]]
-    for name, each in shapes.items():
-        if groups[-1] and sum(shapes[other].size for other in groups[-1]) + each.size > most:
-            groups.append([])
-        groups[-1].append(name)
-    places: dict[str, str] = {}
-    for number, names in enumerate(groups, 1):
-        file = f"model-{number:05d}-of-{len(groups):05d}.safetensors" if len(groups) > 1 else "model.safetensors"
-        write_with(out / file, partial(_write, {name: tensors[name] for name in names}, shapes))
-        places |= dict.fromkeys(names, file)
-    size = sum(each.size for each in shapes.values())
-    if len(groups) > 1:
-        index = {"metadata": {"total_size": size}, "weight_map": places}
-        write_text(out / "model.safetensors.index.json", json.dumps(index, indent=2) + "\n")
-    written = f"{plural(len(shapes), 'tensor')}, {bytes_text(size)} in {plural(len(groups), 'file')}"
+    write_with(out / "model.safetensors", partial(_write, tensors, shapes))
+    written = f"{plural(len(shapes), 'tensor')}, {bytes_text(sum(each.size for each in shapes.values()))}"
     return out, f"step {found.saved.step}: {written}: {out}"
 
 

@@ -167,7 +167,7 @@ WRONG = {
     "nothing": (lambda x: [], "no tensor"),
     "another number of rows": (lambda x: x[:-1], "a rank's rows are not its samples"),
     "a scalar": (lambda x: x.sum(), "rows are not its samples"),
-    "other columns": (lambda x: x[:, : 1 + mw.rank()], "do not fit together (shapes rank 0: (2, 1); rank 1: (2, 2))"),
+    "other columns": (lambda x: x[:, : 1 + mw.rank()], "do not fit together (rank 0: (2, 1); rank 1: (2, 2))"),
 }
 
 

@@ -160,13 +160,13 @@ def test_one_device_gets_its_own_objects_back() -> None:
 @pytest.mark.parametrize(
     ("batch", "said"),
     [
-        ((torch.ones(4), torch.ones(3)), "must have the same number of rows"),
+        ((torch.ones(4), torch.ones(3)), "that have the same number of rows"),
         ((torch.ones(0, 2),), "at least one"),
-        ((torch.ones(4), ["a", "b"]), "contains a str"),
+        ((torch.ones(4), ["a", "b"]), "str, str"),
         ((torch.ones(4), object()), "whole=True"),
-        ((torch.tensor(1.0),), "must have the same number of rows"),
+        ((torch.tensor(1.0),), "that have the same number of rows"),
         ((nn.utils.rnn.pack_sequence([torch.ones(2)]),), "PackedSequence"),
-        ((), "without a batch"),
+        ((), "has none"),
     ],
 )
 def test_what_cannot_be_cut_is_refused(batch: Any, said: str) -> None:

@@ -75,9 +75,7 @@ class SaveClock:
         wait = max(LEAST, STALLS * self._saver.stall_seconds, WRITINGS * self._saver.write_seconds)
         if wait > 2 * self._told:
             self._told = wait
-            held, written = map(seconds_text, (self._saver.stall_seconds, self._saver.write_seconds))
-            why = f"the last save held the training for {held}, and took {written} in the background"
-            self._saver.tell(f"the state is saved every {seconds_text(wait)} from now on: {why}.")
+            self._saver.tell(f"the state is saved every {seconds_text(wait)} from now on, as saving takes that long.")
         return wait
 
     def _begins(self, saver: Saver) -> bool:

@@ -7,7 +7,6 @@ of an optimizer that does not come from torch.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -21,8 +20,6 @@ from meshwise.transfer import collectives, stages
 _Named = tuple[str, Tensor, bool]
 """A tensor with its name, and whether it may not hold infinity either."""
 _OWN = "torch.optim"  # what torch's own optimizers keep is never inf
-
-GO_ON_BEFORE = "Remove this folder to continue from the state that was saved before it, or use another folder."
 
 
 def not_finite_names(models: Mapping[str, nn.Module]) -> frozenset[str]:
@@ -44,15 +41,6 @@ def not_finite_here(models: Mapping[str, nn.Module], optimizers: Mapping[str, Op
     """Return the name of the first entry of this rank's state that contains NaN or infinity."""
     parameters = [each for each in _parameters(models) if each[0] not in known]
     return next(_bad([*parameters, *_kept(models, optimizers)]), "")
-
-
-def not_saved(what: str, newest: int | None, folder: Path) -> str:
-    """Return the message that a state is not saved."""
-    before = "No state was saved before."
-    if newest is not None:
-        before = f"The newest saved state is of step {newest}, in {folder}. The same command continues from it."
-    advice = "Skip updates whose loss is not finite, or lower the learning rate"
-    return f"{what}, so the state is not saved. {before} {advice}."
 
 
 def _parameters(models: Mapping[str, nn.Module]) -> Iterator[_Named]:

@@ -29,7 +29,6 @@ from meshwise.transfer import collectives
 from meshwise.transfer.sharded import local_part, shard_like
 
 ALONE = World()
-AGAIN = "Start over, without --resume"
 
 
 @dataclass(frozen=True)
@@ -62,12 +61,10 @@ class Loaded:
     """A checkpoint that was verified.
 
     tree: the state, whose leaves are plain values, and `Stored` objects or tensors.
-    facts: the facts in the manifest, such as the step.
     """
 
     saved: Checkpoint
     tree: Any
-    facts: Any
 
 
 def whole(tree: Any) -> Any:
@@ -85,7 +82,6 @@ def load(
     world: World = ALONE,
     say: Callable[[str], None] = lambda text: None,
     only: str | None = None,
-    again: str = AGAIN,
 ) -> Loaded:
     """Load the newest undamaged checkpoint in `folder` on every rank. Collective.
 
@@ -93,7 +89,6 @@ def load(
 
     say: called with a line of text about each damaged checkpoint.
     only: the name of the only checkpoint to consider.
-    again: how to start over, for the message of the error.
     """
     every, first, wrong = collectives.everyone(), world.rank == 0, list[str]()
     shared = seen_by_all(folder, world, "load")
@@ -111,12 +106,14 @@ def load(
             tree = decoded(manifest.values, tensors.__getitem__)
             if not shared:
                 tree = collectives.broadcast_object(whole(tree) if first else None, every)
-            return Loaded(saved, tree, manifest.facts)
+            return Loaded(saved, tree)
         wrong.append(f"{saved.path}: {told}")
         if first:
             say(f"the checkpoint of {saved} is not used: {told}.")
     if wrong:
-        raise CheckpointError(f"no checkpoint can be used: {'; '.join(wrong)}. {again}.")
+        raise CheckpointError(
+            f"no checkpoint can be used: {'; '.join(wrong)}. Start over, without --resume or in another folder."
+        )
     if only is not None:
         name = folder / only
         raise CheckpointError(f"{name}: there is no such checkpoint. Use a name that meshwise checkpoints RUN lists.")

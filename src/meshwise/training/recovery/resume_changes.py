@@ -18,19 +18,17 @@ _OF_TORCH = ("params", "initial_lr", "foreach", "fused", "capturable", "differen
 """Settings of parameter groups that a resumed run does not compare with the saved settings."""
 
 
-def settings_of(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Return the settings of each of the optimizer's parameter groups, as plain values."""
-    return [
-        {name: value for name, value in group.items() if name not in _OF_TORCH and isinstance(value, _PLAIN)}
-        for group in optimizer.param_groups
-    ]
-
-
 def made_with(
     optimizers: Mapping[str, Optimizer], batch_size: int | None, samples: int | None, seed: int | None = None
 ) -> dict[str, Any]:
     """Return the settings of a program that a saved state keeps, as plain values."""
-    groups = {name: settings_of(each) for name, each in optimizers.items()}
+    groups = {
+        name: [
+            {key: value for key, value in group.items() if key not in _OF_TORCH and isinstance(value, _PLAIN)}
+            for group in each.param_groups
+        ]
+        for name, each in optimizers.items()
+    }
     return {"seed": seed, "batch_size": batch_size, "samples": samples, "optimizers": groups}
 
 

@@ -101,7 +101,16 @@ def gather_over_ranks(engine: Engine, values: Any) -> Any:
     counts = _counts_of(engine, tensors)
     mine = (counts, [(tuple(t.shape), t.dtype) for t in tensors])
     ranks = collectives.gather_objects(mine)
-    _check_rows(ranks)
+    kinds = [[(shape[1:], dtype) for shape, dtype in shapes] for _, shapes in ranks]
+    batches = {None if counts is None else len(counts) for counts, _ in ranks}
+    if None in batches or len(batches) > 1 or any(kind != kinds[0] for kind in kinds):
+        shown = "; ".join(f"rank {n}: {', '.join(str(s) for s, _ in shapes)}" for n, (_, shapes) in enumerate(ranks))
+        raise UsageError(
+            f"mw.gather_samples: a rank's rows are not its samples, or the ranks' tensors do not fit together ({shown}"
+            "). Pass one row for each sample of this rank's batch, in the loop or after it (torch.cat of all batches), "
+            "with the same further dimensions and dtype on all ranks. For values of another loop, pass its loader to "
+            "mw.distribute."
+        )
     table = torch.tensor([counts for counts, _ in ranks])  # samples of each rank in each batch
     gather = partial(rows_of_all, table=table, rank=engine.world.rank, of="mw.gather_samples")
     result = map_tensors(lambda tensor: gather(tensor.detach()), values)
@@ -121,23 +130,6 @@ def _counts_of(engine: Engine, tensors: Sequence[Tensor]) -> list[int] | None:
         if rows == {end}:
             return read[:number]
     return None
-
-
-def _check_rows(ranks: Sequence[tuple[list[int] | None, Sequence[tuple[tuple[int, ...], torch.dtype]]]]) -> None:
-    """Raise UsageError, on every rank, if the tensors of the ranks cannot be gathered."""
-    kinds = [[(shape[1:], dtype) for shape, dtype in tensors] for _, tensors in ranks]
-    batches = {None if counts is None else len(counts) for counts, _ in ranks}
-    if None not in batches and len(batches) == 1 and all(kind == kinds[0] for kind in kinds):
-        return
-    shown = "; ".join(
-        f"rank {rank}: {', '.join(str(s) for s, _ in tensors)}" for rank, (_, tensors) in enumerate(ranks)
-    )
-    what = "the ranks' tensors do not fit together" if None not in batches else "a rank's rows are not its samples"
-    raise UsageError(
-        f"mw.gather_samples: {what} (shapes {shown}). Pass one row for each sample of this rank's batch, inside the "
-        "loop or after it (torch.cat of all batches). All ranks need the same further dimensions and dtype. For values "
-        "of another loop, pass its loader to mw.distribute."
-    )
 
 
 def rows_of_all(rows: Tensor, table: Tensor, rank: int, *, of: str) -> Tensor:

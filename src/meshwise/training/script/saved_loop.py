@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from torch import Tensor, nn
@@ -38,23 +39,22 @@ class LoopParts:
 
 def parts_of(engine: Engine, given: Mapping[str, Things], loader: Loaders, extra: Any) -> LoopParts:
     """Return the parts of a loop that were given to `mw.checkpoint`. Raise UsageError for objects of another kind."""
-    loaders, things = _loaders_of(loader), {kind: _named(each) for kind, each in given.items()}
-    _check(things)
-    data = loaders[0].dataset if loaders else None
-    samples = len(data) if isinstance(data, Sized) else None
-    now = made_with(things["optimizer"], loaders[0].batch_size if loaders else None, samples)
-    return LoopParts(engine, things, loaders, extra, now)
-
-
-def _loaders_of(given: Loaders) -> tuple[DistributedLoader, ...]:
-    several = () if given is None else tuple(given) if isinstance(given, list | tuple) else (given,)
-    for each in several:
+    things = {kind: _named(each) for kind, each in given.items()}
+    for kind, cls in (("model", nn.Module), ("optimizer", Optimizer), ("scheduler", object)):
+        for each in things[kind].values():
+            if not isinstance(each, cls) or not hasattr(each, "load_state_dict"):
+                raise UsageError(f"mw.checkpoint: {kind}= takes no {type(each).__name__}. Pass it in the dict extra=.")
+    loaders = list(_named(loader).values())
+    for each in loaders:
         if not isinstance(each, DistributedLoader):
             raise UsageError(
                 f"mw.checkpoint: loader= is a {type(each).__name__}, but must be the DataLoader of mw.distribute. "
                 "A loader that reads ahead does not know which batches the program has trained on."
             )
-    return several
+    data = loaders[0].dataset if loaders else None
+    samples = len(data) if isinstance(data, Sized) else None
+    now = made_with(things["optimizer"], loaders[0].batch_size if loaders else None, samples)
+    return LoopParts(engine, things, loaders, extra, now)
 
 
 def says_beside(parts: LoopParts) -> str:
@@ -133,14 +133,6 @@ def _named(things: Things) -> dict[str, Any]:
     return {str(name): each for name, each in things.items()} if isinstance(things, dict) else {"": things}
 
 
-def _check(things: Mapping[str, dict[str, Any]]) -> None:
-    for kind, cls in (("model", nn.Module), ("optimizer", Optimizer), ("scheduler", None)):
-        for each in things[kind].values():
-            fits = isinstance(each, cls) if cls is not None else hasattr(each, "load_state_dict")
-            if not fits:
-                raise UsageError(f"mw.checkpoint: {kind}= takes no {type(each).__name__}. Pass it in the dict extra=.")
-
-
 def forgotten(
     given: Sequence[Any],
     models: Iterable[nn.Module],
@@ -170,12 +162,10 @@ def _state_of_extra(extra: Any) -> Any:
 
 
 def _restore_extra(extra: Any, saved: Any) -> None:
-    if not isinstance(extra, dict):
-        if extra is not None and saved is not None:
-            extra.load_state_dict(saved)
-        return
-    for name, value in (saved or {}).items():
-        extra[name] = _filled(extra.get(name), value)
+    if isinstance(extra, dict):
+        extra |= {name: _filled(extra.get(name), value) for name, value in (saved or {}).items()}
+    elif saved is not None:
+        _filled(extra, saved)
 
 
 def _filled(own: Any, value: Any) -> Any:
@@ -209,10 +199,5 @@ def unread_numbers(*, held: int, extra: Any) -> str:
     )
 
 
-class _Holder:
-    def __init__(self) -> None:
-        self.extra: Any = {}
-
-
-_HOLDER = _Holder()
+_HOLDER = SimpleNamespace(extra={})
 _HELD_ONCE = sys.getrefcount(_HOLDER.extra)  # what Python says of a dict that one attribute holds

@@ -59,24 +59,17 @@ def _begin_step(engine: Engine, part: BatchSlice) -> None:
 
 def _rows_in(batch: tuple[Any, ...], dim: int, whole: bool) -> int:
     """Return how many rows a batch has."""
-    if not batch:
-        raise UsageError("mw.split() was called without a batch. Write x, y = mw.split(x, y).")
     leaves = [leaf for leaf in all_leaves(batch) if leaf is not None]
     arrays = [leaf for leaf in leaves if isinstance(leaf, ARRAYS)]
     if whole:
         return next((len(array) for array in arrays if array.ndim and len(array)), 1)
-    others = [type(leaf).__name__ for leaf in leaves if not isinstance(leaf, ARRAYS)]
-    others += [type(leaf).__name__ for leaf in leaves_of(PackedSequence, batch)]
-    if others:
-        raise UsageError(
-            f"mw.split divides tensors and arrays by rows, but this batch contains a {others[0]}. Remove it, convert "
-            "it to a tensor, or let every rank compute on the whole batch: mw.split(…, whole=True)."
-        )
+    others = [leaf for leaf in leaves if not isinstance(leaf, ARRAYS)] + list(leaves_of(PackedSequence, batch))
     counts = {array.shape[dim] for array in arrays if array.ndim > dim}
-    if len(counts) != 1 or 0 in counts:
+    if others or len(counts) != 1 or 0 in counts:
+        shown = [*(str(tuple(array.shape)) for array in arrays), *(type(other).__name__ for other in others)]
         raise UsageError(
-            "mw.split: the tensors of a batch must have the same number of rows, at least one, but have the shapes "
-            f"{', '.join(str(tuple(array.shape)) for array in arrays)}. Split tensors of other sizes in a separate "
-            "call, or name the dimension of the samples: mw.split(…, dim=1)."
+            "mw.split divides tensors and arrays that have the same number of rows, at least one, but this batch has "
+            f"{', '.join(shown) or 'none'}. Split tensors of other sizes in a separate call, name the dimension of the "
+            "samples (mw.split(…, dim=1)), or let every rank compute on the whole batch (mw.split(…, whole=True))."
         )
     return int(counts.pop())

@@ -44,18 +44,14 @@ class Integration:
     view: Literal["whole", "rank"] = "rank"
 
 
-def integration_of(thing: Any) -> Integration | None:
-    """Return what distributes an object, if it is a Trainer or an instance of a subclass. Else return None."""
-    for cls in type(thing).__mro__:
-        if cls.__name__ == "Trainer" and cls.__module__ in TRAINERS:
-            found: Integration = import_module(TRAINERS[cls.__module__]).INTEGRATION
-            return found
-    return None
-
-
 def integrations_of(things: Iterable[Any]) -> dict[int, Integration]:
     """Return what distributes the Trainers among some objects, by the ids of the Trainers."""
-    return {id(thing): found for thing in things if (found := integration_of(thing)) is not None}
+    found: dict[int, Integration] = {}
+    for thing in things:
+        for cls in type(thing).__mro__:
+            if cls.__name__ == "Trainer" and cls.__module__ in TRAINERS:
+                found.setdefault(id(thing), import_module(TRAINERS[cls.__module__]).INTEGRATION)
+    return found
 
 
 REFUSED = "mw.distribute(trainer) on {ranks} devices does not support {what}: {instead}."
