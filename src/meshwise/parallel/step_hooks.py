@@ -224,11 +224,10 @@ def _end(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 def _is_inner(frame: FrameType) -> bool:
     """Return whether an optimizer step runs inside another step, and must be ignored."""
-    optimizer, outer = frame.f_locals["self"], frame.f_back
+    code, outer = frame.f_code, frame.f_back
     while outer is not None:
-        if (
-            outer.f_code is frame.f_code and outer.f_locals["self"] is optimizer
-        ) or outer.f_code.co_name == MAKES_STATE:
+        same = outer.f_code is code and outer.f_locals["self"] is frame.f_locals["self"]
+        if same or outer.f_code.co_name == MAKES_STATE:
             return True
         outer = outer.f_back
     return False
