@@ -93,9 +93,9 @@ def _rows(value: Any, samples: int, job: str) -> Any:
 
 def merged(pieces: Sequence[Mapping[Any, Any]]) -> dict[Any, Any]:
     """Return the rows of all pieces in one: for each output a tensor, or a list of rows if they form no tensor."""
-    names = {tuple(piece): None for piece in pieces}
+    names = {tuple(piece) for piece in pieces}
     if len(names) > 1:
-        raise UsageError(f"the outputs are called {' and elsewhere '.join(map(str, names))}. Return the same for all.")
+        raise UsageError(f"the outputs have different names: {names}. Return the same for all batches.")
     return {name: _one([piece[name] for piece in pieces]) for name in pieces[0]}
 
 
@@ -129,12 +129,11 @@ def locked_folder(out: Path, facts: Mapping[str, Any], *, overwrite: bool) -> It
         if not (folder / FACTS).exists():
             write_text(folder / FACTS, json.dumps(facts, indent=2) + "\n")
         before = json.loads((folder / FACTS).read_text(encoding="utf-8"))
-        for name in facts:
-            if before.get(name) != facts[name]:
+        for name, now in facts.items():
+            if before.get(name) != now:
                 raise UsageError(
-                    f"{folder} contains predictions with {name} {before.get(name)!s:.80}, but this command has {name} "
-                    f"{facts[name]!s:.80}. Use the earlier {name} to continue, name another --out, or start over with "
-                    "--overwrite."
+                    f"{folder} contains predictions with {name} {before.get(name)!s:.80}, but this command has "
+                    f"{now!s:.80}. Use the same {name}, name another --out, or start over with --overwrite."
                 )
         yield
 

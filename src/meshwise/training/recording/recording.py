@@ -62,9 +62,9 @@ class Clocks:
 
     def close(self) -> None:
         """Close the clock server on rank 0. On other ranks, close the connection to the server."""
-        for end in (self._probe, self._server):
-            if end is not None:
-                end.close()
+        end = self._probe or self._server
+        if end is not None:
+            end.close()
 
 
 class Recording:
