@@ -283,20 +283,27 @@ class Program:
             if holds.foreign or holds.replaced or not ours:
                 ours = self._check_held(optimizer, holds)
             if ours and holds.new:
-                if self.plan and self.plan.parameters_divided:
-                    parallel.shard_refusals.check_steps_on_parts(optimizer, self.plan)
-                self.optimizers.setdefault(optimizer, None)
-                self._holds[own] = replace(holds, new=False)
+                self._first_step(optimizer, holds)
             if ours and reduction is not None:
-                again = own in self._stepped or (self.backwards == self.began and optimizer not in self._older)
-                if again and not self.by_construction and any(p.grad is not None for p in held_parameters(optimizer)):
-                    raise UsageError(NOT_OURS)
+                if own in self._stepped or self.backwards == self.began:
+                    self._check_backward(optimizer)
                 if reduction.unreduced:
                     program_calls.leave_gradients()  # torch's FSDP sets gradients while it reduces them
                     reduction.reduce_now()
         if own not in self._stepped:
             self._stepped.append(own)
         return ours or own in self._given
+
+    def _first_step(self, optimizer: Optimizer, holds: _Holds) -> None:
+        if self.plan and self.plan.parameters_divided:
+            parallel.shard_refusals.check_steps_on_parts(optimizer, self.plan)
+        self.optimizers.setdefault(optimizer, None)
+        self._holds[weakref.ref(optimizer)] = replace(holds, new=False)
+
+    def _check_backward(self, optimizer: Optimizer) -> None:
+        stale = weakref.ref(optimizer) in self._stepped or optimizer not in self._older
+        if stale and not self.by_construction and any(p.grad is not None for p in held_parameters(optimizer)):
+            raise UsageError(NOT_OURS)
 
     def holds(self, optimizer: Optimizer) -> _Holds:
         """Return which parameters the optimizer holds."""
