@@ -128,9 +128,10 @@ def held_alike(program: Program, fed: Sequence[Any]) -> Settings:
 
 def settings_of(optimizers: Iterable[Callable[[], Optimizer | None]], fed: Iterable[Any]) -> Settings:
     """Return the settings of each optimizer, by parameter group, and the best metric of each scheduler."""
-    used = [optimizer for ref in optimizers if (optimizer := ref()) is not None]
     found: list[tuple[str, str, Any]] = []
-    for optimizer in used:
+    for ref in optimizers:
+        if (optimizer := ref()) is None:
+            continue
         for place, group in enumerate(optimizer.param_groups):
             whose = f"group {place} of {type(optimizer).__name__}"
             for key, name in NAMES.items():
@@ -139,6 +140,7 @@ def settings_of(optimizers: Iterable[Callable[[], Optimizer | None]], fed: Itera
                     known = PLAIN.issuperset(map(type, value if type(value) is tuple else (value,)))
                     found.append((name, whose, value if known else _plain(value)))
     if fed:
+        used = [optimizer for ref in optimizers if (optimizer := ref()) is not None]
         plateaus = [each for ref in fed if (each := ref()) is not None and each.optimizer in used]
         found += sorted((PLATEAU, "ReduceLROnPlateau", f"{float(each.best):.6g}") for each in plateaus)
     return tuple(found)
