@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import meshwise as mw
-from meshwise.training.jobs.mnist import MNIST, read_digits
+from meshwise.training.jobs.mnist import MNIST, read_images
 
 options = argparse.ArgumentParser()
 options.add_argument("--epochs", type=int, default=5)
@@ -19,8 +19,8 @@ epochs = options.parse_args().epochs
 
 torch.manual_seed(0)
 device = "cuda" if torch.cuda.is_available() else "cpu"
-train = DataLoader(read_digits(MNIST, "train"), batch_size=64, shuffle=True)
-test = DataLoader(read_digits(MNIST, "test"), batch_size=1000)
+train = DataLoader(read_images(MNIST, "train"), batch_size=64, shuffle=True)
+test = DataLoader(read_images(MNIST, "test"), batch_size=1000)
 model = nn.Sequential(nn.Flatten(), nn.Linear(784, 128), nn.ReLU(), nn.Linear(128, 10)).to(device)
 optimizer = torch.optim.Adam(model.parameters(), lr=0.001)
 criterion = nn.CrossEntropyLoss()

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import meshwise as mw
-from meshwise.training.jobs.mnist import MNIST, read_digits
+from meshwise.training.jobs.mnist import MNIST, read_images
 
 
 class Net(nn.Module):
@@ -37,8 +37,8 @@ job = mw.Job(
     loss=loss,
     optimizer=lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9),
     scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, step_size=235, gamma=0.5),
-    data=lambda: read_digits(MNIST, "train"),
-    test=lambda: read_digits(MNIST, "test"),
+    data=lambda: read_images(MNIST, "train"),
+    test=lambda: read_images(MNIST, "test"),
     metrics=accuracy,
     batch_size=256,
     epochs=3,

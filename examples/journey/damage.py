@@ -12,7 +12,7 @@ import numpy as np
 from PIL import Image
 from station import FOLDER, needs, report
 
-from meshwise.training.jobs.mnist import read_digits
+from meshwise.training.jobs.mnist import read_images
 
 
 def again(image, rng):
@@ -32,7 +32,7 @@ def plant(images, rng):
         return path
 
     for part, count in ("test", images // 2), ("train", images):
-        digits = read_digits(needs("download", "download"), part)
+        digits = read_images(needs("download", "download"), part)
         for image, label in zip(digits.pixels[:count].numpy(), digits.labels[:count].tolist(), strict=True):
             fault = rng.choice(["wrong label", "broken", ""], p=[0.05, 0.01, 0.94]) if part == "train" else ""
             path = write(part, image, (label + rng.integers(1, 10)) % 10 if fault == "wrong label" else label)

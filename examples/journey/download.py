@@ -13,7 +13,7 @@ from fetch import download
 from rich.progress import BarColumn, DownloadColumn, Progress, TransferSpeedColumn
 from station import FOLDER, report, show
 
-from meshwise.training.jobs.mnist import MNIST, read_digits
+from meshwise.training.jobs.mnist import MNIST, read_images
 
 if __name__ == "__main__":
     folder = FOLDER / "download"
@@ -30,7 +30,7 @@ if __name__ == "__main__":
     if not complete:
         shutil.copytree(MNIST, folder, dirs_exist_ok=True)
 
-    train, test = read_digits(folder, "train"), read_digits(folder, "test")
+    train, test = read_images(folder, "train"), read_images(folder, "test")
     figures = {"training images": f"{len(train):,}", "test images": f"{len(test):,}"}
     fallback = "Not every file could be downloaded: the MNIST that meshwise ships is used, handwritten digits."
     done = "Handwritten digits, downloaded; every SHA-256 matches." if complete else fallback

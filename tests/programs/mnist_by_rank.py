@@ -5,10 +5,10 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import meshwise as mw
-from meshwise.training.jobs.mnist import MNIST, read_digits
+from meshwise.training.jobs.mnist import MNIST, read_images
 
 torch.manual_seed(0)
-train = DataLoader(read_digits(MNIST, "train"), batch_size=64, shuffle=True)
+train = DataLoader(read_images(MNIST, "train"), batch_size=64, shuffle=True)
 model = nn.Sequential(nn.Flatten(), nn.Linear(784, 128), nn.ReLU(), nn.Linear(128, 10))
 optimizer = torch.optim.Adam(model.parameters(), lr=0.001)
 model, optimizer, train = mw.distribute(model, optimizer, train, view="rank")

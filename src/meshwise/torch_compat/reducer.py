@@ -46,17 +46,7 @@ class PlainBucket:
         self.flat = torch.zeros(sum(p.numel() for p in parameters), dtype=first.dtype, device=first.device)
         parts = self.flat.split([p.numel() for p in parameters])
         self.views = [part.view(p.shape) for part, p in zip(parts, parameters, strict=True)]
-        self._large = first.device.type == "cpu" and self.flat.numel() > LARGE * len(self.members)
-
-    def fill(self, gradients: list[Tensor], divisor: int) -> None:
-        """Copy these gradients into the bucket, divided by `divisor`."""
-        if self._large:  # in one pass over their memory
-            with torch.no_grad():
-                for view, gradient in zip(self.views, gradients, strict=True):
-                    torch.div(gradient, divisor, out=view)
-        else:
-            copy_each(self.views, gradients)
-            self.flat.div_(divisor)
+        self.large = first.device.type == "cpu" and self.flat.numel() > LARGE * len(self.members)
 
     def buffer(self) -> Tensor:
         return self.flat
