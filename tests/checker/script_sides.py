@@ -21,8 +21,8 @@ from meshwise.spec.plan import Plan
 from meshwise.spec.plan_file import plan_to_toml
 from meshwise.training.jobs.script import run_script_file
 from meshwise.training.process.plan_choice import PLAN_FILE
-from meshwise.training.process.scratch_files import scratch_files
 from meshwise.training.process.session import end_sessions, process_engine
+from meshwise.workers.scratch_files import scratch_files
 
 STEPS = 3
 

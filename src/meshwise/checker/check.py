@@ -48,17 +48,17 @@ from meshwise.torch_compat.compiling import uncompile, unwrapped
 from meshwise.training.job.job import Job
 from meshwise.training.jobs.registry import find_job
 from meshwise.training.jobs.script import is_plain, run_script_file
-from meshwise.training.process.file_view import can_lock, free_folders, lock_files
-from meshwise.training.process.scratch_files import scratch_files
 from meshwise.training.tracking.tracking import nowhere
 from meshwise.workers.environment import PLAN_FILE, started_by_launcher
 from meshwise.workers.failure import user_traceback
+from meshwise.workers.file_view import can_lock, free_folders, lock_files
 from meshwise.workers.fork_server import Forks
 from meshwise.workers.gate import Halt
 from meshwise.workers.hang import HANG_LIMIT
 from meshwise.workers.join import join
 from meshwise.workers.launch import launch
 from meshwise.workers.scratch import scratch_folder
+from meshwise.workers.scratch_files import scratch_files
 from meshwise.workers.watched import Listeners
 
 shown_by(Proof, check_text)

@@ -215,7 +215,13 @@ class DataParallel:
             return False
         if self._factor is None and not self._kept and self._dtype is None:
             self._calls += 1
-            _fill(bucket, gradients)
+            if bucket.large:  # both in one pass
+                with torch.no_grad():
+                    for view, gradient in zip(bucket.views, gradients, strict=True):
+                        torch.div(gradient, bucket.ranks, out=view)
+            else:
+                copy_each(bucket.views, gradients)
+                bucket.flat.div_(bucket.ranks)
             collectives.sum_now(bucket.flat, of="gradients")
         else:
             copy_each(bucket.views, gradients)
@@ -358,17 +364,6 @@ def _loss_carrier(first: nn.Parameter) -> nn.Parameter:
     """Make an extra parameter."""
     dtype = first.dtype if first.dtype in (torch.float32, torch.float64) else torch.float32
     return nn.Parameter(torch.zeros(CARRIED, dtype=dtype, device=first.device))
-
-
-def _fill(bucket: PlainBucket, gradients: list[Tensor]) -> None:
-    """Copy gradients into their bucket, divided by the number of ranks: in one pass if they are large."""
-    if not bucket.large:
-        copy_each(bucket.views, gradients)
-        bucket.flat.div_(bucket.ranks)
-        return
-    with torch.no_grad():
-        for view, gradient in zip(bucket.views, gradients, strict=True):
-            torch.div(gradient, bucket.ranks, out=view)
 
 
 def _untouched(p: nn.Parameter, gradient: Tensor | None, version: int) -> bool:

@@ -35,8 +35,8 @@ from meshwise.training.job.job import Job
 from meshwise.training.job.run import open_data
 from meshwise.training.jobs.registry import find_job
 from meshwise.training.jobs.script import run_script_file
-from meshwise.training.process.scratch_files import scratch_files
 from meshwise.workers.scratch import scratch_folder
+from meshwise.workers.scratch_files import scratch_files
 
 ROOMY = 0.5
 """Variants that save memory are skipped if the best plan needs less than this fraction of a device's memory."""

@@ -59,9 +59,7 @@ def test_a_state_that_is_not_finite_is_not_saved_and_ends_the_loop(tmp_path: Pat
     message = (
         r"step 3: the parameter weight is not finite on rank 0, so the state is not saved\. The newest saved state "
     )
-    with pytest.raises(
-        LossError, match=message + rf"is of step 2, in {tmp_path}\. The same command resumes it\."
-    ):
+    with pytest.raises(LossError, match=message + rf"is of step 2, in {tmp_path}\. The same command resumes it\."):
         train(model, optimizer, loader, {2: math.nan})
     end_sessions()
     assert [saved.step for saved in checkpoints_in(tmp_path)] == [1, 2]

@@ -26,10 +26,10 @@ from typing import Any
 
 from meshwise.torch_compat.reducer import default_store
 from meshwise.training.process.rank_files import FirstFiles, LaterFiles
-from meshwise.training.process.scratch_files import replaced
 from meshwise.training.process.session import tell
 from meshwise.workers.environment import RUN_FOLDER
 from meshwise.workers.scratch import made_folder, own
+from meshwise.workers.scratch_files import replaced
 
 ALONE = (
     "a rank does not see {folder}: what it writes stays private. Set MESHWISE_RUN to a folder that all machines share."

@@ -32,10 +32,10 @@ from torch import Tensor, nn
 from meshwise.spec.errors import UsageError
 from meshwise.spec.user_code import OURS, is_users, user_lines, user_place
 from meshwise.torch_compat.tree import leaves_of, map_tensors
-from meshwise.training.process.file_view import parents
-from meshwise.training.process.scratch_files import FileFunctions, Function
 from meshwise.training.process.session import tell
 from meshwise.transfer.reading import meet, together
+from meshwise.workers.file_view import parents
+from meshwise.workers.scratch_files import FileFunctions, Function
 
 PATIENCE = 60.0  # seconds in which rank 0 must begin what another rank asks for
 SAVES, RUNS = (torch.save, safetensors.torch.save_file), (subprocess.run, subprocess.call, os.system)

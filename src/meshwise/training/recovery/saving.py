@@ -30,15 +30,7 @@ from meshwise.spec.errors import SaveError
 from meshwise.spec.saves import Saves
 from meshwise.spec.world import World
 from meshwise.torch_compat.reducer import own_connection_to_store
-from meshwise.training.recovery.tensor_files import (
-    Held,
-    as_bytes,
-    deal,
-    held,
-    laid_out,
-    plainly_held,
-    views,
-)
+from meshwise.training.recovery.tensor_files import Held, as_bytes, deal, held, laid_out, plainly_held, views
 from meshwise.training.recovery.values import encoded, merged
 from meshwise.training.recovery.writing import LAST, Content, Deal, Writing
 from meshwise.transfer import collectives

@@ -25,11 +25,7 @@ from meshwise.spec.words import ranks_text
 from meshwise.torch_compat.dispatch import rehearsing
 from meshwise.training.process.session import default_engine, tell
 from meshwise.training.recovery.clock import SaveClock
-from meshwise.training.recovery.finite_state import (
-    not_finite_here,
-    not_finite_in,
-    not_finite_names,
-)
+from meshwise.training.recovery.finite_state import not_finite_here, not_finite_in, not_finite_names
 from meshwise.training.recovery.loading import has_checkpoint, load
 from meshwise.training.recovery.saving import Saver
 from meshwise.training.script import saved_loop

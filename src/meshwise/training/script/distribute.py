@@ -38,12 +38,7 @@ from meshwise.training.guards.same_data import samplers_of
 from meshwise.training.process.plan_choice import choose_plan
 from meshwise.training.process.session import default_engine, engines
 from meshwise.training.script.distributed_loader import DistributedLoader
-from meshwise.training.script.over_ranks import (
-    Number,
-    gather_over_ranks,
-    mean_over_ranks,
-    sum_over_ranks,
-)
+from meshwise.training.script.over_ranks import Number, gather_over_ranks, mean_over_ranks, sum_over_ranks
 from meshwise.training.script.split_batch import split_batch
 from meshwise.training.script.trainers import integrations_of
 from meshwise.training.slips.in_a_run import says_divided

@@ -1,27 +1,22 @@
-"""Open trackers by name: TensorBoard, Weights & Biases, MLflow.
+"""Find the trackers that are asked for.
 
-By default, each tracker keeps its files on this machine.
-
-A tracker is a function that takes values by name, and a step. Its library is imported when the tracker is opened, on
-rank 0. Nothing is sent over the network unless the user's environment says so: WANDB_MODE=online,
-MLFLOW_TRACKING_URI=http://...
+A tracker is a function that takes values by name, and a step. The known ones are in integrations/trackers.py.
 """
 
 from __future__ import annotations
 
-import os
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
-from meshwise.records import folder as names
-from meshwise.records.claims import newest
-from meshwise.records.run_list import args_of
 from meshwise.spec.errors import UsageError, check_known
-from meshwise.workers.environment import attempt
+
+TRACKERS = ("tensorboard", "wandb", "mlflow")
+WHERE = "meshwise.integrations.trackers"
+"""The module that opens them, by the names of their packages."""
 
 Tracker: TypeAlias = Callable[[Mapping[str, float], int], object]
 """A function `tracker(values, step)` that records numbers of a run, by name."""
@@ -49,71 +44,5 @@ def open_tracker(wanted: str | Tracker, folder: Path, step: int) -> OpenTracker:
     """Open a tracker for the run in `folder`."""
     if not isinstance(wanted, str):
         return OpenTracker(getattr(wanted, "__name__", type(wanted).__name__), wanted)
-    return TRACKERS[wanted](folder, step)
-
-
-def _tensorboard(folder: Path, step: int) -> OpenTracker:
-    from torch.utils.tensorboard import SummaryWriter
-
-    # Its file is opened by name again and again: one of an earlier attempt, which may go on, lies elsewhere.
-    own = [f"attempt-{attempt()}"] if attempt() > 1 and newest(folder) else []
-    writer = SummaryWriter(str(folder.joinpath(names.TENSORBOARD, *own)), purge_step=step + 1)
-
-    def track(values: Mapping[str, float], step: int) -> None:
-        for name, value in values.items():
-            writer.add_scalar(name, value, step)
-
-    return OpenTracker("tensorboard", track, writer.close)
-
-
-def _wandb(folder: Path, step: int) -> OpenTracker:
-    os.environ.setdefault("WANDB_MODE", "offline")
-    import wandb
-
-    name, project = folder.resolve().name, os.environ.get("WANDB_PROJECT", "meshwise")
-    settings = wandb.Settings(console="off", silent=True)
-    run = wandb.init(
-        project=project, name=name, id=name, resume="allow", dir=folder, config=_facts(folder), settings=settings
-    )
-    run.define_metric("*", step_metric="step")  # W&B's own step drops what comes late
-    return OpenTracker("wandb", lambda values, step: run.log({**values, "step": step}), run.finish)
-
-
-def _mlflow(folder: Path, step: int) -> OpenTracker:
-    from mlflow import MlflowClient
-    from mlflow.entities import Metric
-
-    home, facts = folder.resolve().parent, _facts(folder)
-    client = MlflowClient(os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{home / 'mlflow.db'}")
-    name = str(facts.get("job", "meshwise"))
-    known = client.get_experiment_by_name(name)
-    experiment = known.experiment_id if known else client.create_experiment(name, (home / "mlruns").as_uri())
-    key = folder.resolve().name
-    earlier = client.search_runs([experiment], f"tags.`meshwise.run` = '{key}'", max_results=1)
-    run = (earlier or [client.create_run(experiment, tags={"meshwise.run": key}, run_name=key)])[0].info.run_id
-    for name, value in facts.items() if not earlier else ():
-        client.log_param(run, name, value)
-
-    def track(values: Mapping[str, float], step: int) -> None:
-        now = int(time.time() * 1000)
-        client.log_batch(run, [Metric(name, value, now, step) for name, value in values.items()])
-
-    return OpenTracker("mlflow", track, lambda: client.set_terminated(run))
-
-
-def _facts(folder: Path) -> dict[str, Any]:
-    """Return the facts about the run in `folder` that are passed to a tracker: the job, its arguments, the options and
-    the git commit."""
-    if not (folder / names.RUN).is_file():
-        return {}
-    run = names.read_run(folder)
-    facts = (run.get("request") or {}) | {"job": run.get("job"), "args": args_of(run), "commit": run.get("commit")}
-    return {name: value for name, value in facts.items() if value not in (None, [], False, "")}
-
-
-TRACKERS: Mapping[str, Callable[[Path, int], OpenTracker]] = {
-    "tensorboard": _tensorboard,
-    "wandb": _wandb,
-    "mlflow": _mlflow,
-}
-"""Maps the name of a tracker, which is also the name of its package, to the function that opens it."""
+    opened: OpenTracker = import_module(WHERE).OPEN[wanted](folder, step)
+    return opened

@@ -1,6 +1,6 @@
 """A checked program writes, renames and removes what it likes, reads what it wrote, and the files stay as they were.
 
-Of training/process/scratch_files.py and training/process/file_view.py.
+Of workers/scratch_files.py and workers/file_view.py.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ import safetensors
 import safetensors.torch
 import torch
 
-from meshwise.training.process.file_view import can_lock, lock_files
-from meshwise.training.process.scratch_files import scratch_files
+from meshwise.workers.file_view import can_lock, lock_files
+from meshwise.workers.scratch_files import scratch_files
 from tests.checker.script_sides import as_it_was, proof  # noqa: F401
 from tests.checker.scripts import SCRIPT
 

@@ -4,7 +4,7 @@ The files that the program wrote lie there; all other files stay where they are.
 
 scratch_files.py applies this view to Python's file functions. Code that bypasses it (C++, Rust, other programs) fails
 if it would change a file of the user, where Linux's Landlock restricts the writes of the process (`lock_files`).
-Interface: docs.kernel.org/userspace-api/landlock.html. Tested in tests/training/process/test_scratch_files.py.
+Interface: docs.kernel.org/userspace-api/landlock.html. Tested in tests/workers/test_scratch_files.py.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from meshwise.training.process.file_view import FileView
+from meshwise.workers.file_view import FileView
 
 Function = Callable[..., Any]
 FUNCTIONS: dict[tuple[str, int], tuple[str, ...]] = {
