@@ -392,7 +392,7 @@ def check_can_be_averaged(model: nn.Module) -> None:
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad:
             raise PlanError(
                 f"module {name or type(module).__name__} makes sparse gradients (sparse=True), which are not averaged "
-                "over ranks. Remove sparse=True, or use one device."
+                "over ranks. Remove sparse=True (and SparseAdam, which needs it), or use one device."
             )
 
 

@@ -166,7 +166,9 @@ class FileFunctions(FileView):
             arguments = [mapped(value, follow) if at == position else value for at, value in enumerate(given)]
             return original(*arguments, **{n: mapped(v, follow) if n in PATHS else v for n, v in named.items()})
 
-        return self.read(call) if use == "seen" else call()
+        paths = [*given[position : position + 1], *(named[name] for name in PATHS if name in named)]
+        again = use == "seen" and any(isinstance(each, str | bytes | os.PathLike) for each in paths)
+        return self.read(call) if again else call()  # a stream is read once
 
     def _listed(self, original: Function, path: Any = None) -> Any:
         return self.read(functools.partial(self._list, original, "." if path is None else path))

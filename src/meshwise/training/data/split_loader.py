@@ -71,7 +71,7 @@ def split_loader(loader: DataLoader[Any], seed: int, world: World, streams: str)
             return _ready(loader, world)
         raise UsageError("streams='per-rank' needs a loader with a batch_size, but this loader has batch_size=None.")
     if isinstance(loader.dataset, IterableDataset):
-        return _stream(loader, world, streams)
+        return _stream(loader, world) if streams == "whole" else _own_stream(loader, world)
     count_samples(_rows(loader.dataset), "the data set of a loader")
     sampler = loader.sampler
     if type(loader.batch_sampler) is not BatchSampler or loader.batch_size is None:
@@ -167,32 +167,35 @@ def _then(shares: Iterator[BatchSlice], end: Callable[[], object]) -> Iterator[B
     end()
 
 
-def _stream(loader: DataLoader[Any], world: World, streams: str) -> LoaderSpec:
-    """Split an iterable data set: read its items one by one, group them into batches, divide these, and collate."""
-    size, collate = loader.batch_size or 1, loader.collate_fn
-    items: DataLoader[Any] = DataLoader(
-        loader.dataset,
-        batch_size=None,
-        collate_fn=_as_it_is,
-        num_workers=loader.num_workers,
-        generator=loader.generator,
-        **_kept(loader),
-    )
-    whole = streams == "whole"
+def _stream(loader: DataLoader[Any], world: World) -> LoaderSpec:
+    """Split the batches of an iterable data set, before they are collated. Each loader worker makes its own batches."""
+    collate = loader.collate_fn
+    batches_of_items = _of_items(loader, batch_size=loader.batch_size, drop_last=loader.drop_last)
 
     def pairs(draws: Draws, epoch: int, begin: int, most: int | None = None) -> Pairs:
-        first, end = (0, size) if whole else world_part(0, size, world)
-        behind = begin if whole else begin // size * (end - first)
-        stream, last = draws.begin(lambda: _skipped(iter(items), behind))
+        batches = draws.begin(lambda: _behind(begin, iter(batches_of_items)))
+        while True:
+            got = draws.go_on(lambda: next(batches, []))
+            if not (total := _same_rows(got, len(got), world)):
+                return
+            share = batch_slice(torch.arange(total), 0, total, total, world)
+            yield collate([got[i] for i in share.indices.tolist()]), share
+
+    return LoaderSpec(None, loader.batch_size or 1, pairs, (*GLOBAL, *handles_of(loader)), draws_base_seed=True)
+
+
+def _own_stream(loader: DataLoader[Any], world: World) -> LoaderSpec:
+    """Read an iterable data set that splits itself by rank."""
+    size, items, collate = loader.batch_size or 1, _of_items(loader, batch_size=None), loader.collate_fn
+    first, end = world_part(0, size, world)
+
+    def pairs(draws: Draws, epoch: int, begin: int, most: int | None = None) -> Pairs:
+        stream, last = draws.begin(lambda: _skipped(iter(items), begin // size * (end - first)))
         while True:
             got = draws.go_on(lambda: list(islice(stream, end - first)))
-            total = _same_rows(got, len(got), world) if whole else int(_of_ranks(len(got)).sum())
+            total = int(_of_ranks(len(got)).sum())
             if total == 0 or (loader.drop_last and total < size):
                 return
-            if whole:
-                share = batch_slice(torch.arange(total), 0, total, total, world)
-                yield collate([got[i] for i in share.indices.tolist()]), share
-                continue
             if not got and last is None:
                 raise DataError(
                     f"the loader of rank {world.rank} returned no sample. Give each rank one, or pass streams='whole'."
@@ -201,7 +204,13 @@ def _stream(loader: DataLoader[Any], world: World, streams: str) -> LoaderSpec:
             yield collate(got or [last]), BatchSlice(torch.arange(max(len(got), 1)), len(got), total)
 
     drawn = (*GLOBAL, *handles_of(loader))
-    return LoaderSpec(None, size, pairs, drawn, own=not whole, draws_base_seed=True)
+    return LoaderSpec(None, size, pairs, drawn, own=True, draws_base_seed=True)
+
+
+def _of_items(loader: DataLoader[Any], **batches: Any) -> DataLoader[Any]:
+    """Return the same loader, of items that are not collated."""
+    workers = {"num_workers": loader.num_workers, "generator": loader.generator, **_kept(loader)}
+    return DataLoader(loader.dataset, collate_fn=_as_it_is, **batches, **workers)
 
 
 def _skipped(items: Iterator[Any], count: int) -> tuple[Iterator[Any], Any]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
+from inspect import isgeneratorfunction
 from typing import Any
 
 from torch.utils.data import DataLoader
@@ -70,6 +71,11 @@ def read_through(outer: Any, name: str, inner: Any) -> Wrapper:
     kind = type(outer)
     setattr(outer, name, inner)
     wrapper = Wrapper(kind.__name__, lambda: kind.__iter__(outer))
-    members = {"__iter__": lambda self: inner.begin_loop(), "__module__": kind.__module__, "__doc__": kind.__doc__}
+
+    def later(self: Any) -> Iterator[Any]:  # a generator begins, and draws, where its first batch is read
+        yield from inner.begin_loop()
+
+    begins = later if isgeneratorfunction(kind.__iter__) else lambda self: inner.begin_loop()
+    members = {"__iter__": begins, "__module__": kind.__module__, "__doc__": kind.__doc__}
     outer.__class__ = type(kind.__name__, (kind,), members)
     return wrapper

@@ -17,7 +17,7 @@ import contextlib
 import functools
 import weakref
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Generator, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -86,6 +86,7 @@ class Given:
     schedulers: weakref.WeakSet[LRScheduler] = field(default_factory=weakref.WeakSet)
     fed: list[weakref.ref[Any]] = field(default_factory=list)
     loaders: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
+    loops: weakref.WeakSet[Generator[Any, None, None]] = field(default_factory=weakref.WeakSet)
     saves: Counter[str] = field(default_factory=Counter)
     loads: int = 0
     waits: bool = False
@@ -248,7 +249,8 @@ def held_bytes(program: Program) -> dict[str, float]:
 
     def size(tensors: Iterable[Tensor | None]) -> float:
         own = {id(t): local_of(t) for t in tensors if t is not None}.values()
-        return sum(min(t.nbytes, t.untyped_storage().nbytes()) for t in own if t.device.type == device)
+        here = [t for t in own if t.device.type == device and t.layout is torch.strided]
+        return sum(min(t.nbytes, t.untyped_storage().nbytes()) for t in here)
 
     return {
         "parameters": size(parameters),

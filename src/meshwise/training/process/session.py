@@ -124,7 +124,9 @@ def program_ends() -> None:
 
 
 def _process_ends() -> None:
-    """Call `program_ends` at exit."""
+    """Call `program_ends` at exit. Leave the loops that are open, as long as Python can run what that takes."""
+    for loop in [loop for engine in engines for loop in engine.given.loops]:
+        loop.close()
     try:
         program_ends()
     except LossError as error:

@@ -188,7 +188,7 @@ def _distributed(thing: Any, seed: int, engine: Engine, streams: str) -> Any:
         return thing  # a scheduler that is not torch's, such as timm's
     raise UsageError(
         "mw.distribute takes models, optimizers, schedulers, DataLoaders, and loaders that wrap one DataLoader, but "
-        f"was passed a {type(thing).__name__}."
+        f"was passed a {type(thing).__name__}. Write *models for the elements of a list."
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 import torch
@@ -154,7 +154,9 @@ class DistributedLoader(OverLoader):
         if self._order is None and not (loader.persistent_workers and self._epoch) and not self._spec.draws_base_seed:
             with self._engine.generator.drawing():
                 torch.empty((), dtype=torch.int64).random_(generator=loader.generator)  # as torch seeds its workers
-        return self._batches(self._read(None) if loader.num_workers or self.wrapper is not None else None)
+        batches = self._batches(self._read(None) if loader.num_workers or self.wrapper is not None else None)
+        self._engine.given.loops.add(batches)
+        return batches
 
     def leave_epoch(self) -> None:
         """End the epoch, if the program has left its loop before the last batch."""
@@ -166,7 +168,7 @@ class DistributedLoader(OverLoader):
         self._epoch, self._index, self._batches_given, self._order = self._epoch + 1, 0, 0, None
         self.start = 0
 
-    def _batches(self, source: Iterator[tuple[Any, Any]] | None) -> Iterator[Any]:
+    def _batches(self, source: Iterator[tuple[Any, Any]] | None) -> Generator[Any, None, None]:
         engine, name, loop = self._engine, f"epoch {self._epoch} of a loader", LoopRead(self._number)
         batches = read_batches(engine, name, source or self._read(None), self.batch_size, limited=self._read, loop=loop)
         of_epoch, states, self._loop = mixed(self._seed, self._epoch), engine.given.loop_states, loop

@@ -33,6 +33,11 @@ from meshwise.training.whole.call import Divided, divide
 from meshwise.training.whole.reads import ask_all_of_masks, watch_reads
 from meshwise.transfer import collectives
 
+MADE_BY_THE_LOOP = (
+    "divided: nothing yet. The loop makes its batches itself, and every rank computes all of them. Write "
+    "x = mw.split(x) where it makes one."
+)
+
 
 def _mean_backward(engine: Engine, loss: Tensor, *_: Any) -> Tensor:
     """Stand for `mw.backward`: the loss is that of the whole batch already."""
@@ -120,11 +125,13 @@ class WholeView:
                 self.engine.notify(f"{name} drops out by draws of each rank; --exact-random has those of one device.")
         whole = {name: count for name, count in rules.gathered.items() if name not in rules.READS}
         inside = sum(max(each.nodes, default=0) * each.calls for each in verdicts.values() if each.dims is not None)
-        every = max(dispatch.COUNT[0] + inside, 1)
+        if not (every := dispatch.COUNT[0] + inside):
+            self.engine.notify(MADE_BY_THE_LOOP)
+            return
         slow = sum(rules.seconds[name] for name in whole) / self.engine.program.backwards
         names = sorted(whole, key=whole.__getitem__, reverse=True)
-        told = f"; {some(names)} on whole batches, {seconds_text(slow)} a step" if names else ""
-        share = 1 - sum(whole.values()) / every
+        told = f"; {some(names)} on whole batches, {seconds_text(slow)} a step at first" if names else ""
+        share = min(1 - sum(whole.values()) / every, 0.99 if whole else 1)
         current().divided = f"{share:.0%} of the operators on batches run on each rank's rows{told}."
         self.engine.notify(f"divided: {current().divided}")
 
