@@ -63,12 +63,13 @@ def _joined(optimizer: dict[str, Any]) -> dict[str, Any]:
 
 def _joined_over(own: dict[Any, Any], group: collectives.Group = None) -> dict[Any, Any]:
     """Return the entries of all ranks on rank 0 of the group, each sent by the first rank that has it."""
-    rank, device = collectives.get_rank(group), collectives.device_of(group)
+    rank = collectives.get_rank(group)
     forms = map_tensors(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"), own)
     ranks = collectives.gather_objects(forms, group)
     joined = {key: entry for key, entry in own.items() if key in ranks[0]}
     for key in sorted({key for held in ranks for key in held} - ranks[0].keys()):
         owner = next(rank for rank, held in enumerate(ranks) if key in held)
+        device = collectives.device_of(group)
         if rank == 0:
             fresh = map_tensors(partial(torch.empty_like, device=device), ranks[owner][key])
             for tensor in tensors_in(fresh):
