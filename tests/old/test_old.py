@@ -1,4 +1,4 @@
-"""What an earlier version wrote is reported, resumed and read: README.md says how the files were made."""
+"""What an earlier version wrote is reported and read: README.md says how the files were made."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
 from meshwise import cli
 from meshwise.spec.plan_file import plan_from_toml
@@ -125,38 +123,6 @@ def test_a_run_has_every_other_form_of_report(old: Path, command: Command, name:
 
 def test_two_runs_are_compared(old: Path, command: Command) -> None:
     assert json.loads(command("report", "runs/stopped", "runs/finished", "--json"))
-
-
-@pytest.mark.usefixtures("processes")
-@pytest.mark.parametrize("name", ["stopped", "shard", pytest.param("zero1", marks=pytest.mark.slow)])
-def test_a_stopped_run_goes_on_to_the_losses_and_weights_to_which_it_went(
-    old: Path, command: Command, name: str
-) -> None:
-    command("run", "--resume", f"runs/{name}")
-    want, folder = expected(f"resumed_{name}"), old / "runs" / name
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    assert list(differences(want["metrics"], lines)) == []
-    weights = load_file(folder / "weights.safetensors")
-    assert weights.keys() == want["weights"].keys()
-    for key, values in want["weights"].items():
-        torch.testing.assert_close(weights[key], torch.tensor(values, dtype=torch.float64), rtol=1e-9, atol=1e-12)
-    facts = json.loads((folder / "run.json").read_text())
-    assert facts["status"] == "finished" and [one["status"] for one in facts["sessions"]] == ["stopped", "finished"]
-
-
-@pytest.mark.usefixtures("processes")
-@pytest.mark.slow
-def test_a_finished_run_goes_on_on_one_device(old: Path, command: Command) -> None:
-    command("run", "--resume", "runs/finished", "--epochs", "4", "--devices", "1xcpu")
-    steps = [json.loads(line)["step"] for line in (old / "runs/finished/metrics.jsonl").read_text().splitlines()]
-    assert steps[-1] == 24
-
-
-@pytest.mark.usefixtures("processes")
-def test_a_script_goes_on_from_the_state_that_it_saved(old: Path, command: Command) -> None:
-    command("run", "--devices", "2xcpu", "train.py", "--state", "state.pt", "--losses", "losses.json")
-    losses = json.loads((old / "losses.json").read_text())
-    assert losses == pytest.approx(expected("resumed_script"), **CLOSE)
 
 
 @pytest.mark.parametrize("name", PLANS)
