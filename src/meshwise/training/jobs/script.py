@@ -6,6 +6,7 @@ import os
 import runpy
 import sys
 from collections.abc import Mapping, Sequence
+from inspect import isfunction
 from pathlib import Path
 from typing import Any
 
@@ -47,9 +48,14 @@ def run_script_file(script: Path, arguments: Sequence[str]) -> dict[str, Any]:
 
 
 def refuse_untrained_job(script: Path, variables: Mapping[str, Any]) -> None:
-    """Raise UsageError if a script has defined a Job, but has not trained anything."""
-    jobs = [name for name, value in variables.items() if isinstance(value, Job)]
+    """Raise UsageError if a script has defined a Job, or a function that returns one, but has not trained anything."""
+    makes = (Job, "Job", "mw.Job", "meshwise.Job")
+    jobs = [name for name, value in variables.items() if isinstance(value, Job) or _returned(value) in makes]
     if jobs and not (VERBS & sys.modules.keys() or process.session.has_begun()):
         raise UsageError(
             f"{script.name} defines the job '{jobs[0]}' but trains nothing. Run {script.name}:{jobs[0]} to train it."
         )
+
+
+def _returned(value: Any) -> Any:
+    return getattr(value, "__annotations__", {}).get("return") if isfunction(value) else None
