@@ -50,7 +50,7 @@ from meshwise.checker.one_device import one_device
 from meshwise.checker.programs import watch_job
 from meshwise.checker.proof import prove
 from meshwise.checker.trace import CheckSpec, Trace
-from meshwise.parallel.shard_refusals import note_what_was_not_gathered
+from meshwise.parallel.shard_refusals import add_advice
 from meshwise.spec.errors import PlanError
 from meshwise.spec.plan import Plan
 from meshwise.training.job.job import Job
@@ -104,7 +104,7 @@ def under_plan(folder: str, models: str, name: str, spec: CheckSpec, draws: Any)
     try:
         found = watch_job(replace(job, loss=loss, optimizer=optimizer), spec, draws)
     except RuntimeError as error:  # of torch: a run adds its own sentence, if it knows one
-        note_what_was_not_gathered(error)
+        add_advice(error)
         if notes := getattr(error, "__notes__", ()):
             raise PlanError(notes[0]) from error
         raise
