@@ -129,7 +129,7 @@ class _Run:
         """Prepare the engine and the model for training. The watcher that records the run is attached to the engine."""
         self.engine.watch(self.watcher)
         if self.state.scheduler is not None:
-            self.engine.given.add_scheduler(self.state.scheduler)
+            self.engine.given.schedulers.add(self.state.scheduler)
         self.state.model.train()
 
 

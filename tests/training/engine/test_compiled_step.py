@@ -73,7 +73,7 @@ def test_marks_and_counters_stand_aside_while_a_stream_is_captured(monkeypatch: 
 def test_nothing_is_compared_while_a_stream_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agreed, "has_streams", lambda device: True)
     monkeypatch.setattr(agreed, "is_captured", lambda: True)
-    looks = Agreed(World(0, 2, 0, 2, "cpu"), tuple, lambda text: None)
+    looks = Agreed(World(0, 2, 0, 2, "cpu"), tuple)
     apart = torch.zeros(SIGNS + 1)  # would be read as ranks that differ, in a collective that nobody else enters
     looks.compare(apart)
     looks.finish()

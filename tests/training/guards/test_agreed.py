@@ -76,22 +76,18 @@ def test_other_settings_and_an_optimizer_that_was_not_given_are_noticed(
         assert said.startswith("3: rank 1 has ") and shown in said
 
 
-def test_a_scheduler_fed_with_a_local_loss_is_told_so_at_once(pool: Any) -> None:
-    def case(given: bool) -> str:
+def test_a_scheduler_fed_with_a_local_loss_is_told_so_once_it_sets_another_rate(pool: Any) -> None:
+    def case() -> str:
         made: list[Any] = []
 
         def change(optimizer: Any, steps: int, loss: float) -> None:
             if not made:
-                made.append(ReduceLROnPlateau(optimizer, factor=0.5, patience=0))
-                if given:
-                    mw.distribute(made[0], view="rank")
-            made[0].step(loss if given else steps * (2 * mw.rank() - 1))
+                made.append(mw.distribute(ReduceLROnPlateau(optimizer, factor=0.5, patience=0), view="rank"))
+            made[0].step(steps * (2 * mw.rank() - 1))
 
         return train(change)
 
-    for said in pool(2).run(case, True):
-        assert said.startswith("1: rank 1 has best value ") and "scheduler.step(mw.mean(loss))" in said
-    for said in pool(2).run(case, False):  # once it has set other learning rates
+    for said in pool(2).run(case):
         assert said.startswith("2: rank 1 has lr 0.05, rank 0 0.1") and "scheduler.step(mw.mean(loss))" in said
 
 
@@ -139,7 +135,7 @@ def test_settings_of_groups_are_told_by_their_name() -> None:
 
     def made(rate: float) -> Any:
         held = [torch.optim.SGD([p], 0.1, momentum=0.9), torch.optim.Adam([q], torch.tensor(rate))]
-        return settings_of([weakref.ref(optimizer) for optimizer in held], [])
+        return settings_of([weakref.ref(optimizer) for optimizer in held])
 
     assert settings_differ([made(0.1), made(0.1)]) == ""
     assert settings_differ([made(0.5), made(0.5), made(0.25)]).startswith(

@@ -1,4 +1,4 @@
-"""What parts replicas is noticed: noise on gradients, buffers of a rank's samples; an optimizer's own noise is alike.
+"""What parts replicas is noticed: noise on gradients; an optimizer's own noise is alike.
 
 Of the draws of an optimizer's step (training/engine/seeds.py) and of training/guards/replicas.py.
 """
@@ -6,7 +6,6 @@ Of the draws of an optimizer's step (training/engine/seeds.py) and of training/g
 from __future__ import annotations
 
 import math
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,9 +15,8 @@ from torch.utils.data import DataLoader, Subset, TensorDataset
 
 import meshwise as mw
 from meshwise.spec.errors import DataError, UsageError
-from meshwise.spec.plan import Plan
 from meshwise.torch_compat.loaders import fingerprint
-from meshwise.training.guards.replicas import BUFFER, PARAMETERS, diverged, sums_of
+from meshwise.training.guards.replicas import PARAMETERS, diverged
 from meshwise.training.process.session import default_engine, end_sessions
 from tests.pool import CaseFailed
 
@@ -34,26 +32,10 @@ class Sgld(torch.optim.SGD):
         return super().step(closure)
 
 
-class Centered(nn.Module):
-    """Keeps a mean of what it has seen, of the batch in front of it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(4, 2)
-        self.register_buffer("center", torch.zeros(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        made: Tensor = self.inner(x)
-        if self.training:
-            self.center: Tensor = 0.9 * self.center + 0.1 * made.detach().mean(0)
-        return made - self.center
-
-
 def train(kind: str) -> tuple[str, list[str], list[Tensor]]:
     """What was raised and said, and the parameters, after two epochs of three batches."""
     torch.manual_seed(0)
-    model: nn.Module = Centered() if kind == "buffer" else nn.Sequential(nn.Linear(4, 2), nn.Dropout(0.0))
-    model = model.double()
+    model = nn.Sequential(nn.Linear(4, 2), nn.Dropout(0.0)).double()
     x = torch.randn(24, 4, generator=torch.Generator().manual_seed(1)).double()
     optimizer = (Sgld if kind == "optimizer" else torch.optim.SGD)(model.parameters(), lr=0.1)
     loader = DataLoader(TensorDataset(x, x.argmax(1) % 2), batch_size=8)
@@ -75,7 +57,7 @@ def train(kind: str) -> tuple[str, list[str], list[Tensor]]:
 
 
 def cases() -> dict[str, Any]:
-    return {kind: train(kind) for kind in ("optimizer", "gradients", "buffer")}
+    return {kind: train(kind) for kind in ("optimizer", "gradients")}
 
 
 @pytest.fixture(scope="module")
@@ -109,24 +91,7 @@ def test_what_an_optimizer_draws_is_that_of_one_device(ranks: Any) -> None:
 )
 def test_a_rank_that_alone_came_to_no_number_is_told(rank_0: float, rank_1: float, is_told: bool) -> None:
     ranks = [((PARAMETERS, "", value),) for value in (rank_0, rank_1)]
-    assert bool(diverged(ranks, PARAMETERS)) == is_told
-
-
-def test_a_buffer_of_this_ranks_samples_is_said_once(ranks: Any) -> None:
-    for rank in ranks:
-        raised, said, _ = rank["buffer"]
-        assert raised == "" and len(said) == 1
-        assert "the ranks' buffers center differ" in said[0] and "test_replicas.py:" in said[0]
-
-
-@pytest.mark.parametrize(("plan", "kinds"), [(Plan(data=2), [PARAMETERS, BUFFER]), (Plan(shard=2), [BUFFER])], ids=repr)
-def test_buffers_are_compared_under_shard_too(plan: Plan, kinds: list[str]) -> None:
-    model = nn.Linear(2, 2)
-    model.register_buffer("center", torch.ones(2))
-    program: Any = SimpleNamespace(
-        backwards=2, began=0, plan=plan, models=[model], named_parameters=lambda: dict(model.named_parameters())
-    )
-    assert {kind for kind, _, _ in sums_of(program)} == set(kinds)
+    assert bool(diverged(ranks)) == is_told
 
 
 def other_data() -> list[str]:

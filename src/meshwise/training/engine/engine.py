@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler
 
 from meshwise import parallel
 from meshwise.parallel.rng_notes import OF_DRAWS
@@ -84,7 +84,6 @@ class Given:
 
     stream: ModelStream | None = None
     schedulers: weakref.WeakSet[LRScheduler] = field(default_factory=weakref.WeakSet)
-    fed: list[weakref.ref[Any]] = field(default_factory=list)
     loaders: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
     loops: weakref.WeakSet[Generator[Any, None, None]] = field(default_factory=weakref.WeakSet)
     saves: Counter[str] = field(default_factory=Counter)
@@ -92,12 +91,6 @@ class Given:
     waits: bool = False
     loop_states: list[Any] = field(default_factory=list)
     earlier: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
-
-    def add_scheduler(self, scheduler: LRScheduler) -> None:
-        """Add a scheduler that was given to `mw.distribute`."""
-        if isinstance(scheduler, ReduceLROnPlateau) and scheduler not in self.schedulers:
-            self.fed.append(weakref.ref(scheduler, self.fed.remove))
-        self.schedulers.add(scheduler)
 
     def finishes_epoch(self) -> bool:
         """Return whether the program should continue although the run was asked to stop."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -25,16 +25,7 @@ from meshwise.spec.world import World
 from meshwise.training.engine.engine import Seen
 from meshwise.training.engine.program import Program
 from meshwise.training.guards.finite_losses import FiniteLosses
-from meshwise.training.guards.replicas import (
-    BUFFER,
-    NAMES,
-    PARAMETERS,
-    PLATEAU,
-    Settings,
-    diverged,
-    settings_differ,
-    sums_of,
-)
+from meshwise.training.guards.replicas import NAMES, Settings, diverged, settings_differ, sums_of
 from meshwise.transfer import collectives
 
 SIGNS = CARRIED - 1
@@ -47,14 +38,8 @@ class Agreed:
     """Checks that values such as learning rates are equal on all ranks. Each rank computes a checksum of its values.
     The checksums are averaged over the ranks together with the loss, so the check needs no collective of its own."""
 
-    def __init__(
-        self,
-        world: World,
-        settings: Callable[[], Settings],
-        notify: Callable[[str], None],
-        losses: FiniteLosses | None = None,
-    ) -> None:
-        self.world, self.settings, self.notify, self._losses = world, settings, notify, losses
+    def __init__(self, world: World, settings: Callable[[], Settings], losses: FiniteLosses | None = None) -> None:
+        self.settings, self._losses = settings, losses
         self._alike = 1 - 1 / world.size  # above it a mean of signs is of equal ones, in any precision
         self.rehearses = False
         self._now: Settings = ()
@@ -113,21 +98,19 @@ class Agreed:
     def _explain(self, settings: Settings) -> None:
         """Find out which values differ between the ranks, after their checksums differed."""
         held_by = collectives.gather_objects(settings)
-        self.notify(diverged(held_by, BUFFER))
-        text = settings_differ(held_by) or diverged(held_by, PARAMETERS)
+        text = settings_differ(held_by) or diverged(held_by)
         if text:
             raise UsageError(text)
 
 
-def held_alike(program: Program, fed: Sequence[Any]) -> Settings:
-    """Return this rank's values that must be equal on all ranks: the settings of the optimizers in use, and the best
-    metrics of schedulers."""
-    found, count = settings_of(program.in_use, fed), program.backwards - program.began
+def held_alike(program: Program) -> Settings:
+    """Return this rank's values that must be equal on all ranks: the settings of the optimizers in use."""
+    found, count = settings_of(program.in_use), program.backwards - program.began
     return found if count < 2 or count & (count - 1) else found + sums_of(program)
 
 
-def settings_of(optimizers: Iterable[Callable[[], Optimizer | None]], fed: Iterable[Any]) -> Settings:
-    """Return the settings of each optimizer, by parameter group, and the best metric of each scheduler."""
+def settings_of(optimizers: Iterable[Callable[[], Optimizer | None]]) -> Settings:
+    """Return the settings of each optimizer, by parameter group."""
     found: list[tuple[str, str, Any]] = []
     for ref in optimizers:
         if (optimizer := ref()) is None:
@@ -139,10 +122,6 @@ def settings_of(optimizers: Iterable[Callable[[], Optimizer | None]], fed: Itera
                     value = group[key]
                     known = PLAIN.issuperset(map(type, value if type(value) is tuple else (value,)))
                     found.append((name, whose, value if known else _plain(value)))
-    if fed:
-        used = [optimizer for ref in optimizers if (optimizer := ref()) is not None]
-        plateaus = [each for ref in fed if (each := ref()) is not None and each.optimizer in used]
-        found += sorted((PLATEAU, "ReduceLROnPlateau", f"{float(each.best):.6g}") for each in plateaus)
     return tuple(found)
 
 

@@ -35,6 +35,5 @@ def attach(engine: Engine) -> Engine:
         engine.phases.look = losses.look
         ends = ("backward_ends",)
         listen(losses, only=() if several else ends, whole=ends)  # of several, Agreed tells the mean losses
-    settings = functools.partial(held_alike, engine.program, engine.given.fed)
-    engine.carried = Agreed(engine.world, settings, engine.notify, losses)
+    engine.carried = Agreed(engine.world, functools.partial(held_alike, engine.program), losses)
     return engine

@@ -8,11 +8,11 @@ sent with the loss (agreed.py) at backward 2, 4, 8 … of each program.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from meshwise.spec.user_code import user_place
 from meshwise.torch_compat.dispatch import rehearsing
@@ -24,8 +24,6 @@ from meshwise.training.engine.program import Program
 Settings: TypeAlias = tuple[tuple[str, str, Any], ...]
 """Tuples of (name of the value, description of the object that has it, value)."""
 NAMES = {"lr": "lr", "momentum": "momentum", "betas": "betas", "weight_decay": "weight decay"}
-PLATEAU = "best value"
-NAMED = {*NAMES.values(), PLATEAU}
 
 
 def settings_differ(ranks: Sequence[Settings]) -> str:
@@ -34,7 +32,7 @@ def settings_differ(ranks: Sequence[Settings]) -> str:
         if len(settings) != len(ranks[0]):  # what the program has let go is not garbage on all ranks at once
             continue
         for mine, other in zip(ranks[0], settings, strict=True):
-            if mine != other and mine[0] in NAMED:
+            if mine != other and mine[0] != PARAMETERS:
                 return _DIFFER.format(rank=rank, name=mine[0], whose=mine[1], value=other[2], of_rank_0=mine[2])
     return ""
 
@@ -43,34 +41,18 @@ _DIFFER = (
     "rank {rank} has {name} {value}, rank 0 {of_rank_0} ({whose}): models would differ. Set it alike on all ranks, and "
     "pass the same number to schedulers: scheduler.step(mw.mean(loss)), or what mw.backward returns."
 )
-PARAMETERS, BUFFER = "sum of parameters", "sum of a buffer"
+PARAMETERS = "sum of parameters"
 FAR = 1e-6  # of a sum: devices of different kinds may round a step otherwise
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-NORMS = (*BATCH_NORMS, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 
 
 def sums_of(program: Program) -> Settings:
-    """Return sums by which to compare the ranks: one sum over all parameters, and one sum for each floating-point
-    buffer."""
-    if program.plan is None or rehearsing():
+    """Return the sum of all parameters, by which to compare the ranks, unless each has its own part of them."""
+    if program.plan is None or program.plan.parameters_divided or rehearsing():
         return ()
-    named = [
-        (f"{place}.{name}".lstrip("."), buffer)
-        for model in program.models
-        for place, module in model.named_modules()
-        if not isinstance(module, NORMS)
-        for name, buffer in module.named_buffers(recurse=False)
-        if buffer.is_floating_point()
-    ]
-    buffers = tuple((BUFFER, name, _sum([buffer])) for name, buffer in named)
-    if program.plan.parameters_divided:  # each rank has its own part of them
-        return buffers
     made = dict.fromkeys(p for model in program.models for p in model.parameters())  # also those of a forward
-    return (PARAMETERS, "", _sum(made)), *buffers
-
-
-def _sum(tensors: Iterable[Tensor]) -> float:
-    return float(torch.stack([t.detach().abs().sum(dtype=torch.float64) for t in tensors]).sum())
+    sums = [p.detach().abs().sum(dtype=torch.float64) for p in made]
+    return ((PARAMETERS, "", float(torch.stack(sums).sum())),)
 
 
 def _alike(one: float, other: float) -> bool:
@@ -78,14 +60,13 @@ def _alike(one: float, other: float) -> bool:
     return math.isclose(one, other, rel_tol=FAR) or (math.isnan(one) and math.isnan(other))
 
 
-def diverged(ranks: Sequence[Settings], kind: str) -> str:
-    """Return a sentence that says how the ranks' parameters, or one of their buffers, differ."""
+def diverged(ranks: Sequence[Settings]) -> str:
+    """Return a sentence that says how the ranks' parameters differ."""
     for rank, settings in enumerate(ranks):
-        for (name, whose, value), (_, _, of_rank_0) in zip(settings, ranks[0], strict=False):
-            if name == kind and not _alike(value, of_rank_0):
+        for (name, _, value), (_, _, of_rank_0) in zip(settings, ranks[0], strict=False):
+            if name == PARAMETERS and not _alike(value, of_rank_0):
                 sums = f"the sum of their absolute values is {value:.9g} on rank {rank} and {of_rank_0:.9g} on rank 0"
-                text = (_DIVERGED if kind == PARAMETERS else _BUFFER).format(name=whose, sums=sums)
-                return f"{user_place()}: {text}"
+                return f"{user_place()}: {_DIVERGED.format(sums=sums)}"
     return ""
 
 
@@ -96,11 +77,6 @@ _DIVERGED = (
     "parameters. Create them before mw.distribute, and draw the same noise on every rank: "
     "torch.randn(p.shape, generator=g), where g is a torch.Generator with the same seed on every rank."
 )
-_BUFFER = (
-    "the ranks' buffers {name} differ: the model updates this buffer from the rank's own samples. It differs from the "
-    "buffer on one device, and only rank 0's is saved. Let the model compute it from sums over the ranks (mw.sum)."
-)
-
 
 _BY_HAND = (
     "{place}: this loop changes parameters, but never calls mw.backward, so each rank trains on the gradients of its "

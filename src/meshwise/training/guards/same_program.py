@@ -27,7 +27,7 @@ from meshwise.torch_compat.dispatch import rehearsing
 from meshwise.training.data.generators import GLOBAL
 from meshwise.training.engine.engine import Engine
 from meshwise.training.guards.agreed import settings_of
-from meshwise.training.guards.replicas import PARAMETERS, sums_of
+from meshwise.training.guards.replicas import sums_of
 from meshwise.transfer import collectives
 
 MOST, EACH, CLOSE, NO_END = 4096, 64, 1e-6, -1e9
@@ -68,8 +68,7 @@ class SameProgram:
 
     def _compare(self) -> None:
         program, draws = self._engine.program, [zlib.crc32(repr(each.state()).encode()) for each in GLOBAL]
-        sums = tuple(each for each in sums_of(program) if each[0] == PARAMETERS)
-        facts = self._facts, settings_of(program.in_use, self._engine.given.fed) + sums, draws
+        facts = self._facts, settings_of(program.in_use) + sums_of(program), draws
         signs = collectives.gather_objects(zlib.crc32(repr(facts).encode()))
         if len(set(signs)) == 1:
             return

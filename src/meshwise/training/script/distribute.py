@@ -167,7 +167,7 @@ def _add_models(engine: Engine, plan: Plan, models: list[nn.Module]) -> None:
 
 def _distributed(thing: Any, seed: int, engine: Engine, streams: str) -> Any:
     if isinstance(thing, LRScheduler):
-        engine.given.add_scheduler(thing)
+        engine.given.schedulers.add(thing)
         return thing
     if isinstance(thing, (nn.Module, DistributedLoader)):
         return thing
