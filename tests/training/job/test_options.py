@@ -31,21 +31,6 @@ FULL = RunOptions(
     settings=("bucket_mb=5", "accumulate=2", "precision=bf16"),
     args=("lr=3e-4", "depth=2"),
 )
-RECORD_OF_0_1 = {
-    "job": "mlp",
-    "devices": "2xcpu",
-    "epochs": 3,
-    "batch_size": 64,
-    "accumulate": 2,
-    "precision": "bf16",
-    "seed": 7,
-    "data": "folder",
-    "log_every": 10,
-    "save_every": 50,
-    "plan": None,
-    "settings": "bucket_mb=5",
-    "exact_random": None,
-}
 RECORDED = [name for name, _, option in options_of(RunOptions) if option.recorded and name not in ("job", "args")]
 
 
@@ -58,15 +43,6 @@ def test_options_survive_their_record() -> None:
     assert RunOptions().resumed(recorded(FULL)) == FULL
     exact = RunOptions("mlp", plan=PlanText("zero1 = true"), exact_random=True)
     assert RunOptions().resumed(recorded(exact)) == exact
-
-
-def test_a_record_of_the_first_release_is_read() -> None:
-    assert RunOptions().resumed({"request": RECORD_OF_0_1}) == replace(FULL, args=("data=folder",))
-    record = RECORD_OF_0_1 | {"settings": "precision=fp32 shard=2 zero1=false", "plan": "data = 2"}
-    settings = ("shard=2", "zero1=false", "accumulate=2", "precision=bf16")
-    assert RunOptions().resumed({"request": record}) == replace(
-        FULL, args=("data=folder",), settings=settings, plan=PlanText("data = 2")
-    )
 
 
 def test_the_place_of_a_run_is_not_recorded() -> None:

@@ -34,8 +34,6 @@ PRELOAD = ("meshwise.training.script.distribute", "meshwise.training.job.loop", 
 AUTO = "auto"
 AUTO_OF_A_SCRIPT = "--plan auto works only for jobs, not for scripts. Save a plan with meshwise plan --save FILE."
 """The error message for `--plan auto` with a script. For a script, the plan must be a saved one."""
-ONCE_OPTIONS = ("accumulate", "precision")
-"""Fields of the plan that older versions recorded as options of their own."""
 JOB = Option("mnist-mlp, mnist-cnn, mlp, gpt[:size], file.py:name, or a script.py and its arguments", argument=True)
 ARGUMENT = OfJobs("an argument of the job's function: lr=3e-4, data=FOLDER", name="--arg", metavar="NAME=VALUE")
 
@@ -220,16 +218,10 @@ def _still_valid(earlier: Mapping[str, Any], given: RunOptions) -> dict[str, Any
     known = {name for name, _, option in options_of(RunOptions) if option.recorded}
     left = {name: value for name, value in earlier.items() if name in known and value is not None}
     left |= {name: tuple(value) for name, value in left.items() if isinstance(value, list)}
-    settings = left.get("settings", ())
-    settings = settings.split() if isinstance(settings, str) else settings  # a string in records of 0.1
-    once = {name: earlier[name] for name in ONCE_OPTIONS if earlier.get(name) is not None}
-    settings = [*(s for s in settings if _field(s) not in once), *(f"{name}={value}" for name, value in once.items())]
     changed = {_field(setting) for setting in given.settings}
     changed |= set(AXES if changed & set(AXES) else ())  # axes of the earlier run take devices of the new ones
-    kept = [] if given.plan is not None else [setting for setting in settings if _field(setting) not in changed]
-    left["settings"] = (*kept, *given.settings)
-    if earlier.get("data") is not None:  # an option of its own in older versions
-        left["args"] = (*left.get("args", ()), f"data={earlier['data']}")
+    settings = () if given.plan is not None else left.get("settings", ())
+    left["settings"] = (*(setting for setting in settings if _field(setting) not in changed), *given.settings)
     return left | ({"plan": PlanText(left["plan"])} if "plan" in left else {})
 
 
