@@ -135,20 +135,6 @@ def test_lists_and_dicts_of_extra_are_filled_where_the_loop_holds_them(tmp_path:
 # What is said.
 
 
-def test_numbers_in_a_dict_that_nobody_holds_are_said(tmp_path: Path) -> None:
-    model, optimizer, loader, _ = begun(tmp_path / "a", extra={"best": 0.0, "losses": []})
-    train(model, optimizer, loader)
-    assert "no reference to the dict of extra=. Each save writes the first value of best, and" in said()
-    assert "state['best'] in the loop" in said()
-    end_sessions()
-    state = {"best": 0.0}
-    train(*begun(tmp_path / "b", extra=state)[:3])
-    end_sessions()
-    train(*begun(tmp_path / "c", extra={"losses": []})[:3])
-    assert said() == "" and state
-    end_sessions()
-
-
 def test_what_was_distributed_and_is_not_saved_is_said(tmp_path: Path) -> None:
     other = nn.Linear(2, 1)
     second = torch.optim.SGD(other.parameters(), 0.1)

@@ -253,7 +253,6 @@ class LoopState:
         if self._looked_at or loader is not self._loader or self._saver is None:
             return
         self._looked_at, say, engine, program = True, self._engine.notify, self._engine, self._engine.program
-        say(saved_loop.unread_numbers(held=sys.getrefcount(self._parts.extra), extra=self._parts.extra))
         kept = [each for state in engine.given.loop_states for each in state.keeps()]
         say(
             saved_loop.forgotten(

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from torch import Tensor, nn
@@ -184,20 +182,3 @@ def _filled(own: Any, value: Any) -> Any:
     else:
         return value
     return own
-
-
-def unread_numbers(*, held: int, extra: Any) -> str:
-    """Return a warning if the program keeps no reference to the dict `extra`, so that it can never read or change the
-    dict's numbers."""
-    names = [str(n) for n, v in extra.items() if isinstance(v, int | float)] if type(extra) is dict else []
-    if not names or held > _HELD_ONCE:
-        return ""
-    return (
-        f"mw.checkpoint: the script keeps no reference to the dict of extra=. Each save writes the first value of "
-        f"{', '.join(names)}, and the script cannot read a restored value. Write state = {{…}} and "
-        f"mw.checkpoint(…, extra=state), and read and change state[{names[0]!r}] in the loop."
-    )
-
-
-_HOLDER = SimpleNamespace(extra={})
-_HELD_ONCE = sys.getrefcount(_HOLDER.extra)  # what Python says of a dict that one attribute holds
