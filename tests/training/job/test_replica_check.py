@@ -59,7 +59,7 @@ def test_every_bit_of_a_parameter_counts(bit: int, state: RunState, monkeypatch:
     assert [name for name in before if before[name] != after[name]] == ["parameter 0.weight"]
 
 
-@pytest.mark.parametrize("name", ["parameter 0.bias", "exp_avg_sq of 0.weight", "buffer 1.running_var"])
+@pytest.mark.parametrize("name", ["parameter 0.bias", "exp_avg_sq of 0.weight"])
 def test_what_one_replica_alone_holds_is_named(name: str, state: RunState, monkeypatch: pytest.MonkeyPatch) -> None:
     told, check = as_ranks(monkeypatch, [None, None]), ReplicaCheck(Plan(data=3))
     check.compare(state)
@@ -88,16 +88,6 @@ def test_parts_are_compared_with_the_same_part_of_other_replicas(
     with pytest.raises(ReplicaError) as error:
         ReplicaCheck(Plan(data=2, shard=2)).compare(state)
     assert error.value.ranks == (1, 3)
-
-
-def test_buffers_that_each_replica_has_of_its_own_are_left_out(
-    state: RunState, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    as_ranks(monkeypatch, [{"buffer 1.running_mean": 1}])
-    check = ReplicaCheck(Plan(data=2))
-    check.compare(state)
-    state.step = 10
-    check.compare(state)
 
 
 def test_without_replicas_nothing_is_compared(state: RunState) -> None:

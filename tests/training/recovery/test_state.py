@@ -97,17 +97,25 @@ def sequence(*layers: nn.Module) -> nn.Module:
     ("there", "here", "says"),
     [
         (sequence(nn.Linear(3, 4)), sequence(nn.Linear(3, 5)), "0.weight has shape (4, 3) in it and (5, 3) in this"),
-        (sequence(nn.Linear(3, 3)), sequence(nn.Linear(3, 3), nn.Linear(3, 3)), "it lacks 1.bias, 1.weight"),
-        (sequence(nn.Linear(3, 3), nn.Linear(3, 3)), sequence(nn.Linear(3, 3)), "it has 1.bias, 1.weight, which this"),
+        (
+            sequence(nn.Linear(3, 3)),
+            sequence(nn.Linear(3, 3), nn.Linear(3, 3)),
+            "1.weight has shape none in it and (3, 3) in this",
+        ),
+        (
+            sequence(nn.Linear(3, 3), nn.Linear(3, 3)),
+            sequence(nn.Linear(3, 3)),
+            "(1.weight, 1.bias differ)",
+        ),
         (
             sequence(nn.Linear(1, 1), nn.BatchNorm1d(1, affine=False)),
             sequence(nn.Linear(1, 1)),
-            "it has 1.num_batches_tracked, 1.running_mean, 1.running_var, which",
+            "(1.running_mean, 1.running_var, 1.num_batches_tracked differ)",
         ),
         (
             sequence(*(nn.Linear(1, 1) for _ in range(4))),
             sequence(nn.Linear(1, 1)),
-            "1.bias, 1.weight, 2.bias and 3 more",
+            "1.weight, 1.bias, 2.weight and 3 more",
         ),
     ],
 )

@@ -158,15 +158,10 @@ def _read_state(optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
 
 def compare_states(own: dict[str, Any], saved: dict[str, Any]) -> None:
     """Raise CheckpointError unless the saved state_dict of a model has the same names and shapes as this model's."""
-    missing, foreign = sorted(own.keys() - saved.keys()), sorted(saved.keys() - own.keys())
-    shapes = {n: [tuple(getattr(side[n], "shape", ())) for side in (saved, own)] for n in own if n in saved}
-    other = [(name, there, here) for name, (there, here) in shapes.items() if there != here]
-    if missing:
-        text = f"it lacks {some(missing)}"
-    elif foreign:
-        text = f"it has {some(foreign)}, which this model does not have"
-    elif other:
-        text = "{} has shape {} in it and {} in this model".format(*other[0])
-    else:
-        return
-    raise CheckpointError(f"the checkpoint belongs to another model: {text}. Resume with the program that saved it.")
+    there, here = ({name: tuple(getattr(value, "shape", ())) for name, value in side.items()} for side in (saved, own))
+    if other := [name for name in here | there if here.get(name) != there.get(name)]:
+        shapes = f"{there.get(other[0], 'none')} in it and {here.get(other[0], 'none')} in this model"
+        raise CheckpointError(
+            f"the checkpoint belongs to another model: {other[0]} has shape {shapes} ({some(other)} differ). Resume "
+            "with the program that saved it."
+        )
