@@ -41,6 +41,7 @@ SEAMS = {
     "metrics of a batch": "meshwise.training.job.evaluate._measure",
     "metrics over ranks": "meshwise.training.job.evaluate._over_ranks",
     # techniques
+    "techniques of plans": "meshwise.parallel.apply.TECHNIQUES",
     "model before it is divided": "meshwise.parallel.recompute.recompute_blocks",
     "batch norms are joined": "meshwise.parallel.batch_norm.join_batch_norms",
     "running statistics": "meshwise.parallel.batch_norm._track",
@@ -192,6 +193,9 @@ def before_division(patch: Any, change: Callable[[Any], None]) -> None:
         change(model)
         return real(model, how)
 
+    known = pkgutil.resolve_name(SEAMS["techniques of plans"])  # under a plan without recompute too
+    always = [(place, "" if place == "recompute.RECOMPUTE" else fields) for place, fields in known]
+    replaced(patch, "techniques of plans", tuple(always))
     around(patch, "model before it is divided", divide)
 
 
@@ -216,20 +220,24 @@ def sum_of_weights_changed(patch: Any, change: Callable[[list[Tensor]], Tensor])
 
 def metrics_changed(patch: Any, change: Callable[[dict[str, Any], BatchSlice], dict[str, Any]]) -> None:
     """Let `change(metric -> (mean, weight), slice)` give the metrics of a batch."""
-    around(patch, "metrics of a batch", lambda real, *given: change(real(*given), given[-1]))
+    around(patch, "metrics of a batch", lambda real, *given: change(real(*given), given[-2]))
 
 
 def measured_slices_changed(patch: Any, change: Callable[[BatchSlice], BatchSlice]) -> None:
     """Let `change(slice)` give what an evaluation believes of the samples that it has."""
-    around(patch, "metrics of a batch", lambda real, *given: real(*given[:-1], change(given[-1])))
+    around(
+        patch,
+        "metrics of a batch",
+        lambda real, job, model, part, batch: real(job, model, change(part), batch),
+    )
 
 
 def around_measuring(patch: Any, change: Callable[[nn.Module], Callable[[], None]]) -> None:
     """Call `change(model)` before a batch is evaluated, and what it gave afterwards."""
 
-    def measure(real: Any, job: Any, model: nn.Module, batch: Any, part: BatchSlice) -> Any:
+    def measure(real: Any, job: Any, model: nn.Module, part: BatchSlice, batch: Any) -> Any:
         restore = change(model)
-        result = real(job, model, batch, part)
+        result = real(job, model, part, batch)
         restore()
         return result
 

@@ -128,8 +128,8 @@ def another_activation_on_rank_1(patch: Any) -> None:
 
 
 def metrics_of_rank_1_are_moved(patch: Any) -> None:
-    def over_ranks(real: Any, sums: Any) -> dict[str, float]:
-        return {name: value + 1e-6 * collectives.get_rank() for name, value in real(sums).items()}
+    def over_ranks(real: Any, engine: Any, sums: Any) -> dict[str, float]:
+        return {name: value + 1e-6 * collectives.get_rank() for name, value in real(engine, sums).items()}
 
     around(patch, "metrics over ranks", over_ranks)
 
@@ -151,7 +151,7 @@ def ranks_add_means_up(measured: Any, share: BatchSlice) -> Any:
 
 
 def average_of_rank_averages(patch: Any) -> None:
-    def over_ranks(sums: Any) -> dict[str, float]:
+    def over_ranks(engine: Any, sums: Any) -> dict[str, float]:
         table = torch.stack([total / weight for total, weight in sums.values()])
         collectives.all_reduce(table)
         return {name: float(value) / 2 for name, value in zip(sums, table, strict=True)}
@@ -160,7 +160,7 @@ def average_of_rank_averages(patch: Any) -> None:
 
 
 def own_share_is_evaluated(patch: Any) -> None:
-    own = lambda sums: {name: float(total / weight) for name, (total, weight) in sums.items()}  # noqa: E731
+    own = lambda engine, sums: {name: float(total / weight) for name, (total, weight) in sums.items()}  # noqa: E731
     replaced(patch, "metrics over ranks", own)
 
 
@@ -396,11 +396,11 @@ BUGS = [
         ("optimizer step", "optimizer bound to old parameters")),
     bug("metrics_of_rank_1_are_moved", metrics_of_rank_1_are_moved, "plain", DATA, EVALUATED, "evaluation"),
     # evaluation
-    bug("last_batch_is_not_counted", measured(last_batch_is_not_counted), "plain", DATA, EVALUATED, PADDED),
+    bug("last_batch_is_not_counted", measured(last_batch_is_not_counted), "plain", DATA, EVALUATED, "evaluation"),
     bug("ranks_add_means_up", measured(ranks_add_means_up), "plain", DATA, EVALUATED, "evaluation"),
     bug("average_of_rank_averages", average_of_rank_averages, "plain", DATA, EVALUATED, "evaluation"),
     bug("own_share_is_evaluated", own_share_is_evaluated, "plain", DATA, EVALUATED, "evaluation"),
-    bug("padding_of_three", padding_counts_in_evaluation, "plain", Plan(data=3), EVALUATED, PADDED),
+    bug("padding_of_three", padding_counts_in_evaluation, "plain", Plan(data=3), EVALUATED, "evaluation"),
     bug("evaluated_with_old_parameters", evaluated_with_old_parameters, "plain", DATA, EVALUATED, "evaluation"),
     # lacking, wrong in one place
     bug("weight_is_frozen", weight_is_frozen, "counting", DATA, GRADIENTS, "backward", "net.2"),

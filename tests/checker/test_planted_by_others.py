@@ -438,8 +438,8 @@ def padding_counts_in_evaluation(patch: Any) -> None:
 def ranks_evaluate_apart(patch: Any) -> None:
     """Only rank 0 gets the metrics of all; the other goes by its own, and may stop or keep another model."""
 
-    def over_ranks(real: Any, sums: Any) -> dict[str, float]:
-        result: dict[str, float] = real(sums)
+    def over_ranks(real: Any, engine: Any, sums: Any) -> dict[str, float]:
+        result: dict[str, float] = real(engine, sums)
         own = {name: float(total / weight) for name, (total, weight) in sums.items()}
         return own if collectives.get_rank() == 1 else result
 
