@@ -216,9 +216,8 @@ class DataParallel:
         if self._factor is None and not self._kept and self._dtype is None:
             self._calls += 1
             if bucket.large:  # both in one pass
-                with torch.no_grad():
-                    for view, gradient in zip(bucket.views, gradients, strict=True):
-                        torch.div(gradient, bucket.ranks, out=view)
+                for view, gradient in zip(bucket.views, gradients, strict=True):
+                    torch.div(gradient, bucket.ranks, out=view)
             else:
                 copy_each(bucket.views, gradients)
                 bucket.flat.div_(bucket.ranks)

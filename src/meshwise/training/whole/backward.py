@@ -94,8 +94,7 @@ class Backwards:
 
     def _run(self, loss: Tensor) -> None:
         came_to("backward")
-        engine = self._engine
-        program = engine.program
+        engine, program = self._engine, self._engine.program
         for hear in engine.events.backward_begins:
             hear(loss, engine.part, None, None, "")
         program.begin_backward()
