@@ -601,7 +601,7 @@ BUGS = [
     Bug(ticks_each_microbatch, "plain", Plan(data=2, accumulate=2), "learning rate", None, "scheduler ticks twice"),
     Bug(ticks_after_the_last_step, "plain", DATA, "scheduler", None, "scheduler ticks twice", True),
     Bug(average_of_batch_averages, "biased", SHARD, "evaluation", None, "evaluation", True),
-    Bug(padding_counts_in_evaluation, "plain", DATA, "evaluation", None, "padded or repeated sample", True),
+    Bug(padding_counts_in_evaluation, "plain", DATA, "evaluation", None, "evaluation", True),
     Bug(evaluated_with_the_first_buffers, "normed", DATA, "evaluation", None, "evaluation", True),
     Bug(tied_gradient_of_one_place, "tied", SHARD, GRADIENTS, ("left", "right"), "tied weight", True),
     Bug(one_sample_for_another, "plain", DATA, "sample order", None, "padded or repeated sample"),
