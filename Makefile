@@ -46,7 +46,7 @@ cuda: $(CUDA)/built  ## every test that needs a GPU, on a fake one: torch's CUDA
 		tests/cuda tests/transfer tests/training/recovery
 
 evidence: export MESHWISE_KEEP_EVIDENCE := $(CURDIR)/bench/results/evidence.json
-evidence: cuda  ## make cuda, and write docs/evidence.md of what passed
+evidence: cuda  ## make cuda, and write docs/internals/evidence.md of what passed
 	$(CUDA)/bin/python bench/evidence.py
 
 suite: lint types cuda  ## everything, for a night: the slow tests too, hypothesis with 400 examples; goes on where it stopped

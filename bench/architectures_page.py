@@ -1,4 +1,4 @@
-"""Write docs/architectures.md from the lines of bench/breadth.py, each kind its own part.
+"""Write docs/internals/architectures.md from the lines of bench/breadth.py, each kind its own part.
 
     python bench/breadth.py --table
     python bench/breadth.py --packages --table
@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import foreign_table
 from keep import keep, machine
 
-PAGE = Path(__file__).parents[1] / "docs" / "architectures.md"
+PAGE = Path(__file__).parents[1] / "docs" / "internals" / "architectures.md"
 AXES = {"data": "data=2", "shard": "shard=2", "tensor": "tensor=2", "pipeline": "pipeline=2", "context": "context=2"}
 TASKS = {
     "causal": "Text, causal",

@@ -8,11 +8,12 @@ Every architecture of tests/programs/models/tiny_models.py is trained for two st
 and under data=2, shard=2, tensor=2, pipeline=2 with 4 microbatches, and context=2, and everything that `meshwise check`
 compares is compared. Each result is a line of JSON, written as it is known: `equal`, `refused` (with the sentence),
 `wrong` (the largest difference and where it began), `crash` or `timeout`. What has a line is not run again, unless its
-status is named with `--again`. `--table` writes docs/architectures.md from the lines.
+status is named with `--again`. `--table` writes docs/internals/architectures.md from the lines.
 
 `--packages`: the models of tests/programs/models/foreign_table.py, each the constructor call of a package that no other
 bench names, with random weights, random samples in real shapes and the loss that the package's own training uses. The
-packages lie in a folder of PYTHONPATH (`pip install --target FOLDER --no-deps ...`, as docs/architectures.md has them).
+packages lie in a folder of PYTHONPATH (`pip install --target FOLDER --no-deps ...`, as docs/internals/architectures.md
+has them).
 
 An equal model counts under shard if 80 % of its parameters were divided, under tensor if half of them were, and under
 pipeline if both stages had a block and 4 microbatches were trained; else it is `equal, hardly divided`. A model that

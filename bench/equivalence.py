@@ -7,7 +7,7 @@ Claims: no difference above 1e-9 after five steps, no false alarm over runs that
 refused is told with what was said. With `--only` the cases whose name holds the word replace those of the last result;
 `--missing` runs those that have none or are of other code than this. Each result says of which commit of the code and
 the suite it is, with a `+` where they were changed after it. The same cases and the same code as in tests/checker,
-where what each technique is for is asserted too. `--table` writes docs/models.md (models_page.py).
+where what each technique is for is asserted too. `--table` writes docs/internals/models.md (models_page.py).
 """
 
 from __future__ import annotations

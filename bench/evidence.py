@@ -1,4 +1,4 @@
-"""Write docs/evidence.md: every claim about devices, and the rung of evidence on which it stands.
+"""Write docs/internals/evidence.md: every claim about devices, and the rung of evidence on which it stands.
 
     make evidence            runs the tests on the fake CUDA, keeps what passed, and calls this
     python bench/evidence.py of what was kept
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-RESULTS, PAGE = ROOT / "bench/results", ROOT / "docs/evidence.md"
+RESULTS, PAGE = ROOT / "bench/results", ROOT / "docs/internals/evidence.md"
 NONE = {
     "step times, overlap, and memory that the allocator reserves on a GPU": "predicted ([accuracy.md](accuracy.md)); "
     "two configurations were measured on one GPU (R5 above), none on several",
@@ -29,7 +29,7 @@ HEAD = """# What is known of devices, and how
 <!-- made by bench/evidence.py -->
 
 {state} What can be run of CUDA without a GPU is run: the CUDA wheel of torch, unchanged, over a small CUDA of our own
-([tests/cuda](../tests/cuda/README.md)). Each claim about devices stands on a rung:
+([tests/cuda](../../tests/cuda/README.md)). Each claim about devices stands on a rung:
 
 | rung | what runs | finds | does not find |
 |---|---|---|---|
@@ -49,7 +49,7 @@ streams, by line | what no run reaches |
 def of_tests(kept: dict[str, Any]) -> Iterator[tuple[str, str, str, str]]:
     """Claims that tests stand for: claim, rung, what was found, where. made: of tests run apart from the others."""
     for claim, found in kept["claims"].items():
-        files = ", ".join(f"[{Path(file).name}](../{file})" for file in found["files"])
+        files = ", ".join(f"[{Path(file).name}](../../{file})" for file in found["files"])
         tests = found["passed"] + len(found["others"])
         what = f"{found['passed']} of {tests} tests" if found["others"] else f"{tests} test{'s' if tests > 1 else ''}"
         yield (
@@ -64,7 +64,7 @@ def of_benches() -> Iterator[tuple[str, str, str, str]]:
     """Claims that scripts stand for."""
     for build in _kept("imports")["builds"]:
         name, ran = build["torch"], build["mnist-mlp, 2xcuda, one epoch"]
-        command = "[imports.py](../bench/imports.py)"
+        command = "[imports.py](../../bench/imports.py)"
         yield (
             f"torch {name}: no module of ours spoils a fork",
             "R1",
@@ -77,20 +77,20 @@ def of_benches() -> Iterator[tuple[str, str, str, str]]:
     found = f"{races['by the checker, with file and line']} of {races['faults']} planted faults told with file and line"
     hidden = f"; {races['hidden, by the checker']} of {races['hidden']} planted without having read the checker"
     clean = f"; no alarm in {races['without alarm, with the checker on']} of {races['clean programs']} clean programs"
-    yield "races between streams are told by line", "R3", found + hidden + clean, "[races.py](../bench/races.py)"
+    yield "races between streams are told by line", "R3", found + hidden + clean, "[races.py](../../bench/races.py)"
     foreign = _kept("foreign_on_fake")["programs"]
     count = sum(each["holds"] for each in foreign.values())
     held = f"{count} of {len(foreign)}: losses equal, or within a bound with its reason"
-    where = "[foreign_on_fake.py](../bench/foreign_on_fake.py)"
+    where = "[foreign_on_fake.py](../../bench/foreign_on_fake.py)"
     yield "programs of pytorch/examples with the two lines on two GPUs, beside two CPU workers", "R2", held, where
     asked = _kept("device_branches")
     both = f"{asked['questions'] - len(asked['one way only'])} of {asked['questions']} answered both ways"
-    where = "[device_branches.py](../bench/device_branches.py)"
+    where = "[device_branches.py](../../bench/device_branches.py)"
     yield "every question that the code asks about the kind of a device", "R2", both, where
 
 
 def page() -> str:
-    """The text of docs/evidence.md."""
+    """The text of docs/internals/evidence.md."""
     kept, gpu = _kept("evidence"), RESULTS / "gpu.json"
     machine = kept["machine"]
     state = "**No GPU has run meshwise yet.**"
@@ -99,7 +99,9 @@ def page() -> str:
         parts = json.loads(gpu.read_text())
         state = f"A GPU has run parts of it ({parts['machine']['accelerator']}, {parts['machine']['date']})."
         rung = "R6" if parts.get("gpus", 1) > 1 else "R5"
-        rows += [(name, rung, str(value)[:120], "[gpu.py](../bench/gpu.py)") for name, value in parts["claims"].items()]
+        rows += [
+            (name, rung, str(value)[:120], "[gpu.py](../../bench/gpu.py)") for name, value in parts["claims"].items()
+        ]
     lines = ["| claim | rung | shown by | command |", "|---|---|---|---|"]
     lines += [f"| {' | '.join(row)} |" for row in rows]
     lines += [f"| {claim} | none | {why} | |" for claim, why in NONE.items()]

@@ -69,7 +69,8 @@ WAYS = {
 }
 """Of attention both ways move together."""
 SIMULATED = ("vtrain-single",)
-"""Data sets whose times nobody measured (docs/accuracy.md): they are scored, and nothing is fitted to them."""
+"""Data sets whose times nobody measured (docs/internals/accuracy.md): they are scored, and nothing is fitted to
+them."""
 GRID = (0.05, 0.1, 0.2, 0.4)
 """By how much rows are taken to be off where all constants are right: one of these."""
 STEP, MOST_STEP = 0.1, 0.4

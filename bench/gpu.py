@@ -3,7 +3,8 @@
     PYTHONPATH=src python bench/gpu.py [PART ...]         the parts that bench/results/gpu.json lacks, or those named
     PYTHONPATH=src python bench/gpu.py --small [PART ...]  a trial on the fake CUDA (tests/cuda): nothing is kept
 
-Each part is kept when it is done, and a part that fails does not end the others. docs/evidence.md shows `claims`.
+Each part is kept when it is done, and a part that fails does not end the others. docs/internals/evidence.md shows
+`claims`.
 """
 
 from __future__ import annotations
@@ -145,7 +146,7 @@ def words(*command: str, may_fail: bool = False) -> str:
     return done.stdout + done.stderr
 
 
-# ---- The parts, each a dictionary of what was found; `claims` are those that hold, for docs/evidence.md --------------
+# ---- The parts, each a dictionary of what was found; `claims` are those that hold, for docs/internals/evidence.md ---
 
 
 def starts() -> dict[str, Any]:

@@ -1,11 +1,11 @@
-"""Write docs/models.md: which model works under which plan, for `python bench/equivalence.py --table`."""
+"""Write docs/internals/models.md: which model works under which plan, for `python bench/equivalence.py --table`."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-PAGE = Path(__file__).parents[1] / "docs" / "models.md"
+PAGE = Path(__file__).parents[1] / "docs" / "internals" / "models.md"
 
 
 def page(results: dict[str, Any]) -> str:

@@ -6,7 +6,7 @@ Model, plan and machine are built from each row (published_rows.py). A row is tr
 memory are taken to the row's depth in a straight line: the blocks in the middle are alike. Of a pipeline one stage is
 traced, and stages take turns by the arithmetic of their schedule. What was traced is kept (published_pieces.py), and
 priced anew each time, so that the score follows the constants in a minute. The script goes on where it stopped; rows
-come in an order drawn by a seed. --score traces nothing. --write puts the tables into docs/accuracy.md.
+come in an order drawn by a seed. --score traces nothing. --write puts the tables into docs/internals/accuracy.md.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def main() -> None:
     about["sha256"] = hashlib.sha256(options.runs.read_bytes()).hexdigest()[:16]
     keep(f"published-{options.runs.stem}", about | result)
     if options.write:
-        write(Path(__file__).parents[1] / "docs" / "accuracy.md", result)
+        write(Path(__file__).parents[1] / "docs" / "internals" / "accuracy.md", result)
 
 
 def _trace_all(rows: Sequence[Row], minutes: float, failed: dict[int, str]) -> None:

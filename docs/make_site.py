@@ -4,6 +4,7 @@ README.md is the first page. Sources, results and folders of examples are shown 
 """
 
 import re
+from functools import partial
 from pathlib import Path
 
 from mkdocs.config.defaults import MkDocsConfig
@@ -20,8 +21,10 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     texts |= {file.src_uri: file.content_string for file in files.documentation_pages()}
     outside: set[Path] = set()
     for name, text in texts.items():
-        folder = ROOT if name in PAGES.values() else ROOT / "docs"
-        found = LINK.sub(lambda link, folder=folder: site_link(folder, link, outside), text)
+        folder = ROOT if name in PAGES.values() else (ROOT / "docs" / name).parent
+        up = "](" + "../" * name.count("/")
+        made = partial(site_link, folder, outside)
+        found = LINK.sub(lambda link, made=made, up=up: made(link).replace("](", up), text)
         if name in files.src_uris:
             files.remove(files.src_uris[name])
         files.append(File.generated(config, name, content=found))
@@ -30,7 +33,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     return files
 
 
-def site_link(folder: Path, link: re.Match[str], outside: set[Path]) -> str:
+def site_link(folder: Path, outside: set[Path], link: re.Match[str]) -> str:
     """The link from a page at the site's root; a path outside docs/ is noted."""
     path = (folder / (link[1] or "") / link[2]).resolve()
     if path.is_relative_to(ROOT / "docs"):

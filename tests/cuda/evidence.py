@@ -1,7 +1,8 @@
 """Which claim about devices each test of this folder is evidence for, and what of it passed.
 
 A test says it by `@pytest.mark.evidence("claim")`, with rung="R3" where the checker of races looks on; several tests
-may stand for one claim. `make evidence` keeps what passed, and writes docs/evidence.md of it (bench/evidence.py).
+may stand for one claim. `make evidence` keeps what passed, and writes docs/internals/evidence.md of it
+(bench/evidence.py).
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""docs/evidence.md is what its tests and benches found, and no page says of GPUs what it does not say the rung of."""
+"""docs/internals/evidence.md is what its tests and benches found.
+
+No page says of GPUs what it does not say the rung of.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +13,12 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 LEFT_OUT = {"api.md", "evidence.md", "log.md", "tutorials.md"}
 """What docstrings say, the page itself, what was found at the time, and what tutorials say."""
 OF_DEVICES = re.compile(r"\bGPUs?\b|\bCUDA\b|\bNCCL\b|\bcuda\b")
 WITHOUT = re.compile(r"\b[Nn]o GPUs?\b|without (?:a |one )?GPUs?")
-RUNG = re.compile(r"\[(R[0-6]|none)\]\((?:docs/)?evidence\.md\)")
+RUNG = re.compile(r"\[(R[0-6]|none)\]\((?:docs/)?(?:internals/)?evidence\.md\)")
 CLAIMS_NOTHING = (
     "- **Built on** PyTorch's own DDP",
     "| [tutorials](docs/tutorials.md)",
@@ -66,7 +69,7 @@ def test_the_page_is_what_tests_and_benches_found(monkeypatch: pytest.MonkeyPatc
     import evidence
 
     try:
-        assert (ROOT / "docs/evidence.md").read_text(encoding="utf-8") == evidence.page()
+        assert (ROOT / "docs/internals/evidence.md").read_text(encoding="utf-8") == evidence.page()
     finally:
         del sys.modules["evidence"]
 

@@ -1,4 +1,4 @@
-"""How docs/models.md reads: a number where a plan works, a reason where it is refused."""
+"""How docs/internals/models.md reads: a number where a plan works, a reason where it is refused."""
 
 from __future__ import annotations
 

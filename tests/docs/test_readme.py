@@ -21,7 +21,7 @@ from meshwise.spec.addresses import addresses
 
 ROOT = Path(__file__).parents[2]
 README, CHINESE, TUTORIALS = (ROOT / name for name in ("README.md", "README.zh.md", "docs/tutorials.md"))
-LINKING = [ROOT / "llms.txt", *sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
+LINKING = [ROOT / "llms.txt", *sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 OF_TODAY = [page for page in LINKING if page.name not in {"CHANGELOG.md", "log.md"}]
 
 
@@ -83,7 +83,7 @@ def existing(clause: str) -> set[str]:
     return set(re.findall(r"\w+", clause)) & ({*dir(mw)} | {field.name for field in fields(mw.Plan)})
 
 
-@pytest.mark.parametrize("page", [README, *sorted((ROOT / "docs").glob("*.md"))], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [README, *sorted((ROOT / "docs").rglob("*.md"))], ids=lambda page: page.name)
 def test_no_page_says_not_yet_of_what_there_is(page: Path) -> None:
     text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
     assert {clause: names for clause in not_yet(text) if (names := existing(clause))} == {}
@@ -141,7 +141,9 @@ def test_a_broken_link_is_found(tmp_path: Path) -> None:
 def test_each_page_stands_once_in_the_navigation_of_the_site() -> None:
     pages = re.findall(r"^ +- .+: (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE)
     of_the_root = ["CHANGELOG.md", "CONTRIBUTING.md", "index.md"]  # docs/make_site.py
-    assert sorted(pages) == sorted([page.name for page in (ROOT / "docs").glob("*.md")] + of_the_root)
+    assert sorted(pages) == sorted(
+        [page.relative_to(ROOT / "docs").as_posix() for page in (ROOT / "docs").rglob("*.md")] + of_the_root
+    )
 
 
 def test_each_cause_has_its_row_at_the_address_that_check_prints() -> None:

@@ -25,7 +25,7 @@ class Figure:
     source: str
 
 
-_FITTED = "fitted to published runs by bench/fit.py, docs/accuracy.md; rows that say most"
+_FITTED = "fitted to published runs by bench/fit.py, docs/internals/accuracy.md; rows that say most"
 _GUIDE = "NVIDIA, Matrix Multiplication Background guide (order of tiles and alignment); the figure is ours"
 _TABLES = "VIA-Research/vTrain@f8dda84, trace/: all-reduces of 1 to 32 MB on A100 and V100 over NCCL's tuning.cc"
 _EAGER = "stas00/ml-engineering@744d01e18b: a step of 16 blocks, host-bound on a B200, 58.8 ms, compiled 18.7 ms"

@@ -5,7 +5,8 @@ upper estimate is the work of all ranks, one after the other: one device waits f
 not compute slower. Work that all ranks do alike counts once: the optimizer's step, if every rank steps all parameters.
 The lower estimate is the work of one rank, since one device has that rank's samples, and more.
 
-Measured against the truth in docs/measurements.md; tested in tests/reports/test_reconcile.py and test_findings.py.
+Measured against the truth in docs/internals/measurements.md; tested in tests/reports/test_reconcile.py and
+test_findings.py.
 """
 
 from __future__ import annotations
