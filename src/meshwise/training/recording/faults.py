@@ -20,7 +20,7 @@ from torch import Tensor
 from meshwise import parallel
 from meshwise.records import folder as names
 from meshwise.records.files import append_lines
-from meshwise.reports.recorder import Mark, Recorder
+from meshwise.reports.recorder import Recorder
 from meshwise.spec.faults import Fault
 from meshwise.torch_compat.sharding import local_of
 from meshwise.workers.environment import ATTEMPT
@@ -54,14 +54,8 @@ class FaultyRecorder(Recorder):
         super().__setattr__(name, value)
         if name == "phase":
             self._phase_begins(value, self.step + (value == "data"))
-
-    def arrive(self) -> int:
-        self._phase_begins("communication", self.step)
-        return super().arrive()
-
-    def begin_collective(self, name: str) -> tuple[int, int, Mark]:
-        self._phase_begins("communication", self.step)
-        return super().begin_collective(name)
+        elif name == "_collectives":
+            self._phase_begins("communication", self.step)
 
     def _phase_begins(self, phase: str, step: int) -> None:
         for fault, last in _armed.items():
