@@ -111,7 +111,9 @@ class Tracking:
     def cut(self, lines: int) -> None:
         """Remove the lines that earlier attempts wrote to metrics.jsonl, except the first `lines` lines."""
         if self._folder is not None and lines < self.found:
-            _cut(self._folder, lines, self.found)
+            numbers, found = itertools.count(), self.found
+            with contextlib.suppress(OSError):  # a full disk: they stay
+                names.keep_metrics(self._folder, attempt(), lambda record: not lines <= next(numbers) < found)
             self.found = lines
             self._hold()
 
@@ -213,34 +215,21 @@ def log_to(*trackers: str | Tracker) -> None:
 
 def logged() -> dict[str, Any]:
     """Return the run's folder and the number of lines in metrics.jsonl, to be saved with the state of a training."""
-    folder = _folder()
-    if folder is None:
+    folder, tracking = _folder(), _of_script()
+    if folder is None or tracking is None:
         return {}
-    tracking = _targets[0][0] if _targets else None
-    lines = _lines(folder) if tracking is None else tracking.found + tracking.written
-    return {"run": str(folder.resolve()), "lines": lines}
+    return {"run": str(folder.resolve()), "lines": tracking.found + tracking.written}
 
 
 def go_on_after(state: Mapping[str, Any]) -> None:
     """Continue metrics.jsonl after a saved state is loaded."""
-    folder = _folder()
-    if folder is None or rank_context().world.rank != 0 or state.get("run") != str(folder.resolve()):
-        return
-    tracking = _targets[0][0] if _targets else None
-    if tracking is not None:
+    folder, tracking = _folder(), _of_script()
+    if folder is not None and tracking is not None and state.get("run") == str(folder.resolve()):
         tracking.cut(state["lines"])
-    else:
-        _cut(folder, state["lines"], math.inf)
 
 
-def _cut(folder: Path, first: int, last: float) -> None:
-    numbers = itertools.count()
-    with contextlib.suppress(OSError):  # a full disk: they stay
-        names.keep_metrics(folder, attempt(), lambda record: not first <= next(numbers) < last)
-
-
-def _lines(folder: Path) -> int:
-    return len(read_lines(folder / names.METRICS))
+def _of_script() -> Tracking | None:
+    return (_targets or [_target()])[0][0]
 
 
 def _folder() -> Path | None:
@@ -257,7 +246,7 @@ def _target() -> _Target:
         if folder is not None and first:
             if newest(folder):
                 names.keep_metrics(folder, attempt())  # a file of this attempt's own
-            tracking.found = _lines(folder)
+            tracking.found = len(read_lines(folder / names.METRICS))
         tracking.open(0)
         atexit.register(tracking.close)
         _targets.append((tracking, lambda: session.default_engine().phases.step if session.has_begun() else None))
