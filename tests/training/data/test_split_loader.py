@@ -149,7 +149,7 @@ def test_a_stream_is_grouped_as_one_loader_groups_it(length: int, drop_last: boo
     ("loader", "streams", "says"),
     [
         (DataLoader(Stream(3), batch_size=None), "per-rank", "needs a loader with a batch_size"),
-        (DataLoader(DATA), "both", "must be 'whole' or 'per-rank'"),
+        (DataLoader(DATA), "both", "streams='both' is not known"),
     ],
 )
 def test_a_loader_that_cannot_be_shared_out_is_told(loader: DataLoader[Any], streams: str, says: str) -> None:

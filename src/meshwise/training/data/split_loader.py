@@ -33,7 +33,7 @@ from torch.utils.data import (
     default_collate,
 )
 
-from meshwise.spec.errors import DataError, UsageError
+from meshwise.spec.errors import DataError, UsageError, check_known
 from meshwise.spec.world import World
 from meshwise.torch_compat.tree import all_leaves, map_kind
 from meshwise.training.data.generators import GLOBAL, TORCH, Draws, Handle, handles_of
@@ -64,8 +64,7 @@ class LoaderSpec:
 
 def split_loader(loader: DataLoader[Any], seed: int, world: World, streams: str) -> LoaderSpec:
     """Return how a user's loader is divided among the ranks. Raises UsageError if its batches cannot be divided."""
-    if streams not in STREAMS:
-        raise UsageError(f"streams must be 'whole' or 'per-rank', but it is {streams!r}.")
+    check_known("streams", streams, STREAMS)
     if loader.batch_sampler is None:
         if streams == "whole":
             return _ready(loader, world)
@@ -152,11 +151,11 @@ def _foreign(loader: DataLoader[Any], seed: int, world: World) -> LoaderSpec:
     return LoaderSpec(length, loader.batch_size or 1, pairs, drawn)
 
 
-def _behind(begin: int, batches: Iterator[list[Any]]) -> Iterator[list[Any]]:
+def _behind(begin: int, batches: Iterator[Any], rows: Callable[[Any], int] = len) -> Iterator[Any]:
     """Return an iterator over `batches` without the batches that lie within the first `begin` samples."""
     end = 0
     while end < begin and (batch := next(batches, None)) is not None:
-        end += len(batch)
+        end += rows(batch)
         if end > begin:
             return chain([batch], batches)
     return batches
@@ -171,17 +170,25 @@ def _stream(loader: DataLoader[Any], world: World) -> LoaderSpec:
     """Split the batches of an iterable data set, before they are collated. Each loader worker makes its own batches."""
     collate = loader.collate_fn
     batches_of_items = _of_items(loader, batch_size=loader.batch_size, drop_last=loader.drop_last)
+    pairs = _read_alike(batches_of_items, len, lambda items, own: collate(items[own]), world)
+    return LoaderSpec(None, loader.batch_size or 1, pairs, (*GLOBAL, *handles_of(loader)), draws_base_seed=True)
+
+
+def _read_alike(
+    source: Iterable[Any], rows_of: Callable[[Any], int], take: Callable[[Any, slice], Any], world: World
+) -> Callable[..., Pairs]:
+    """Return the `pairs` of a loader whose batches each rank reads whole, and takes its rows of."""
 
     def pairs(draws: Draws, epoch: int, begin: int, most: int | None = None) -> Pairs:
-        batches = draws.begin(lambda: _behind(begin, iter(batches_of_items)))
+        batches = draws.begin(lambda: _behind(begin, iter(source), rows_of))
         while True:
-            got = draws.go_on(lambda: next(batches, []))
-            if not (total := _same_rows(got, len(got), world)):
+            batch = draws.go_on(lambda: next(batches, None))
+            if not (rows := _same_rows(batch, 0 if batch is None else rows_of(batch), world)):
                 return
-            share = batch_slice(torch.arange(total), 0, total, total, world)
-            yield collate([got[i] for i in share.indices.tolist()]), share
+            share = batch_slice(torch.arange(rows), 0, rows, rows, world)
+            yield take(batch, slice(int(share.indices[0]), int(share.indices[-1]) + 1)), share
 
-    return LoaderSpec(None, loader.batch_size or 1, pairs, (*GLOBAL, *handles_of(loader)), draws_base_seed=True)
+    return pairs
 
 
 def _own_stream(loader: DataLoader[Any], world: World) -> LoaderSpec:
@@ -221,26 +228,9 @@ def _skipped(items: Iterator[Any], count: int) -> tuple[Iterator[Any], Any]:
 
 def _ready(loader: DataLoader[Any], world: World) -> LoaderSpec:
     """Split a loader with `batch_size=None`, whose data set returns complete batches."""
-
-    def pairs(draws: Draws, epoch: int, begin: int, most: int | None = None) -> Pairs:
-        batches = draws.begin(lambda: _rows_behind(begin, iter(loader)))
-        while True:
-            batch = draws.go_on(lambda: next(batches, None))
-            rows = _same_rows(batch, 0 if batch is None else _rows_of(batch), world)
-            if batch is None:
-                return
-            share = batch_slice(torch.arange(rows), 0, rows, rows, world)
-            own = slice(int(share.indices[0]), int(share.indices[-1]) + 1)
-            yield map_kind(_ARRAYS, itemgetter(own), batch), share
-
+    pairs = _read_alike(loader, _rows_of, lambda batch, own: map_kind(_ARRAYS, itemgetter(own), batch), world)
     drawn = (*GLOBAL, *handles_of(loader, loader.sampler))
     return LoaderSpec(len(loader) if isinstance(loader.dataset, Sized) else None, 1, pairs, drawn, draws_base_seed=True)
-
-
-def _rows_behind(begin: int, batches: Iterator[Any]) -> Iterator[Any]:
-    while begin > 0 and (batch := next(batches, None)) is not None:
-        begin -= _rows_of(batch)
-    return batches
 
 
 def _rows_of(batch: Any) -> int:
