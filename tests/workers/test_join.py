@@ -31,8 +31,7 @@ def test_the_world_is_read_from_the_environment(environment: dict[str, str], wor
     [
         ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2 with WORLD_SIZE=2: RANK must be from 0 to 1."),
         ({"RANK": "-1", "WORLD_SIZE": "2"}, "RANK=-1 with WORLD_SIZE=2"),
-        ({"RANK": "one", "WORLD_SIZE": "2"}, "must be whole numbers"),
-        ({"LOCAL_RANK": ""}, "must be whole numbers"),
+        ({"RANK": "one", "WORLD_SIZE": "2"}, "RANK=one. The launcher must set RANK to a whole number."),
     ],
 )
 def test_a_world_that_cannot_be_is_told(environment: dict[str, str], says: str) -> None:

@@ -72,20 +72,14 @@ def started_by_launcher() -> bool:
 
 
 def read_world(environment: Mapping[str, str]) -> World:
-    """Return the world that RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE describe. Without them, it is one device.
+    """Return the world of a process whose launcher has set this environment. Without a launcher, it is one device.
 
-    Raises UsageError if their values are invalid.
+    Raises UsageError if the values are invalid.
     """
-    try:
-        size = int(environment.get("WORLD_SIZE", "1"))
-        rank = int(environment.get("RANK", "0"))
-        local_rank = int(environment.get("LOCAL_RANK", str(rank)))
-        local_size = int(environment.get("LOCAL_WORLD_SIZE", str(size)))
-    except ValueError:
-        raise UsageError("RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE must be whole numbers.") from None
-    if not 0 <= rank < size:
-        raise UsageError(f"RANK={rank} with WORLD_SIZE={size}: RANK must be from 0 to {size - 1}.")
-    return World(rank, size, local_rank, local_size, environment.get(DEVICE_KIND, ""))
+    place = place_in(environment)
+    if not 0 <= place.rank < place.size:
+        raise UsageError(f"RANK={place.rank} with WORLD_SIZE={place.size}: RANK must be from 0 to {place.size - 1}.")
+    return World(place.rank, place.size, place.local_rank, place.tasks_here, environment.get(DEVICE_KIND, ""))
 
 
 def loaded_with(slot: WorkerSlot) -> dict[str, str]:
