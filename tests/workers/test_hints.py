@@ -73,13 +73,13 @@ def too_many_files() -> None:
     raise OSError(errno.EMFILE, "Too many open files", "/proc")
 
 
-NO_DEVICE = "This machine has no {} device. Remove .cuda() and .to('cuda'): mw.distribute puts the model"
+NO_DEVICE = "This machine has no such device. Remove .cuda() and .to('cuda'): mw.distribute puts the model"
 HINTS = {
     no_room: "A disk is full: see df -h",
     too_many_files: "Raise the limit with ulimit -n 4096.",
-    **({} if torch.cuda.is_available() else {cuda_without_a_gpu: NO_DEVICE.format("CUDA")}),
+    **({} if torch.cuda.is_available() else {cuda_without_a_gpu: NO_DEVICE}),
     another_workers_device: "A worker sees only its own device. Remove the device index",
-    mps_elsewhere: NO_DEVICE.format("mps"),
+    mps_elsewhere: NO_DEVICE,
     a_module_of_the_model: "meshwise does not wrap the model: use model instead of model.module.",
     ddp: "instead of DDP",
     a_loss_without_a_model: "output[mask].sum() / max(n, 1)",

@@ -11,19 +11,32 @@ from torch import nn
 
 from meshwise.spec.words import text_of
 
-_NO_GROUP = "Default process group has not been initialized"
-_FORKED_LOADER = "Cannot re-initialize CUDA in forked subprocess"
-_NO_GRAPH = "element 0 of tensors does not require grad"
-_NO_DEVICE = re.compile(
-    r"Torch not compiled with (\w+) enabled|not linked with support for (\w+) devices|No (CUDA) GPUs are available"
-    r"|Found no NVIDIA driver|no (\w+)-capable device is detected|no (XPU) device is available"
-)
 _OF_SYSTEM = {
     errno.EMFILE: "More files are open than is allowed. Raise the limit with ulimit -n 4096.",
     errno.EFBIG: "A file is larger than is allowed. Raise the limit with ulimit -f unlimited.",
     errno.ENOSPC: "A disk is full: see df -h for the folder of the run, for TMPDIR and for /dev/shm.",
 }
-_NO_SUCH_INDEX = "invalid device ordinal"
+_OF_TEXT = {
+    r"Default process group has not been initialized": (
+        "mw.distribute makes the process group: call it before torch.distributed, and instead of DDP."
+    ),
+    r"element 0 of tensors does not require grad": (
+        "This loss does not depend on the model, perhaps because it uses none of the samples of this rank. Keep "
+        "the output of the model in the loss: output[mask].sum() / max(n, 1), or loss + 0 * output.sum()."
+    ),
+    r"(?s)DataLoader worker.*Cannot re-initialize CUDA in forked subprocess": (
+        "DataLoader workers are forked: return CPU tensors, or set its multiprocessing_context='spawn'."
+    ),
+    r"Torch not compiled with \w+ enabled|not linked with support for \w+ devices|No CUDA GPUs are available"
+    r"|Found no NVIDIA driver|no \w+-capable device is detected|no XPU device is available": (
+        "This machine has no such device. Remove .cuda() and .to('cuda'): mw.distribute puts the model, and its "
+        "loaders their batches, on the device of each worker. Make your own tensors on x.device."
+    ),
+    r"invalid device ordinal": (
+        "A worker sees only its own device. Remove the device index: write .to('cuda') or .to(x.device)."
+    ),
+}
+"""Hints, by a pattern of the error's text."""
 explainers: list[Callable[[BaseException], None]] = []
 """Functions that other parts of the package add to this list. Each may add a note to an error that it recognises."""
 
@@ -44,21 +57,4 @@ def hint(error: BaseException) -> str:
         return _OF_SYSTEM[error.errno]
     if isinstance(error, AttributeError) and error.name == "module" and isinstance(error.obj, nn.Module):
         return "meshwise does not wrap the model: use model instead of model.module."
-    if _NO_GROUP in text:
-        return "mw.distribute makes the process group: call it before torch.distributed, and instead of DDP."
-    if _NO_GRAPH in text:
-        return (
-            "This loss does not depend on the model, perhaps because it uses none of the samples of this rank. Keep "
-            "the output of the model in the loss: output[mask].sum() / max(n, 1), or loss + 0 * output.sum()."
-        )
-    if _FORKED_LOADER in text and "DataLoader worker" in text:
-        return "DataLoader workers are forked: return CPU tensors, or set its multiprocessing_context='spawn'."
-    if found := _NO_DEVICE.search(text):
-        kind = next(filter(None, found.groups()), "such")
-        return (
-            f"This machine has no {kind} device. Remove .cuda() and .to('cuda'): mw.distribute puts the model, and its "
-            "loaders their batches, on the device of each worker. Make your own tensors on x.device."
-        )
-    if _NO_SUCH_INDEX in text:
-        return "A worker sees only its own device. Remove the device index: write .to('cuda') or .to(x.device)."
-    return ""
+    return next((told for pattern, told in _OF_TEXT.items() if re.search(pattern, text)), "")
