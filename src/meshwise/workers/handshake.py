@@ -12,9 +12,8 @@ So no recorded message can be used again: not in a later session, not sent back 
 Not covered: the messages are not encrypted. Anybody may ask a server for its proof and test guesses of the secret on
 it, so a secret is 32 random bytes, or as hard to guess.
 
-A server has at most GUESTS connections that have not proven the secret yet, each for at most TIMEOUT seconds. With
-more, the oldest is closed once it has had GRACE seconds: a flood of silent connections delays real ones but cannot keep
-them out.
+Each connection to a server has a thread of its own and TIMEOUT seconds to prove the secret, so silent connections keep
+no real one out while files can be opened.
 """
 
 from __future__ import annotations
@@ -27,7 +26,6 @@ import struct
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 HELLO = b"meshwise 1\n"
 NONCE = CODE = 32
@@ -36,9 +34,7 @@ ASKS, ANSWERS = len(HELLO) + NONCE, len(HELLO) + NONCE + CODE
 MOST = 16 << 20
 """The largest length of a message, in bytes."""
 HEAD, NUMBER = struct.Struct("!I"), struct.Struct("!Q")
-GUESTS = 128  # connections that have proven nothing yet
-TIMEOUT = 30.0  # seconds for each of them
-GRACE = 0.5  # seconds in which it is not sent away for another one
+TIMEOUT = 30.0  # seconds for a connection that has proven nothing yet
 PAUSE = 0.01  # seconds to the next look, where no more can be let in now
 
 
@@ -52,30 +48,20 @@ def code(key: bytes, *parts: bytes) -> bytes:
     return hmac.digest(key, b"".join(parts), "sha256")
 
 
-@dataclass(frozen=True)
-class Proofs:
-    """The authentication codes by which the client and the server of a connection prove that they know the secret.
-    `session` is the key for the codes of later messages."""
-
-    server: bytes
-    client: bytes
-    session: bytes
-
-    @classmethod
-    def of(cls, secret: bytes, purpose: str, of_client: bytes, of_server: bytes) -> Proofs:
-        """Compute the authentication codes by which the client and the server of a connection prove that they know the
-        secret."""
-        said = of_client, of_server, purpose.encode()  # the first two are always as long: no two calls join alike
-        return cls(*(code(secret, role, *said) for role in (b"server", b"client", b"session")))
+def proofs(secret: bytes, purpose: str, of_client: bytes, of_server: bytes) -> tuple[bytes, bytes, bytes]:
+    """Return the codes by which the server and the client prove that they know the secret, and the key for the codes of
+    later messages. of_client, of_server: their nonces."""
+    said = of_client, of_server, purpose.encode()  # the first two are always as long: no two calls join alike
+    return code(secret, b"server", *said), code(secret, b"client", *said), code(secret, b"session", *said)
 
 
 class Line:
     """A connection after the authentication of both ends. Any thread may call `send`, but only one thread may call
     `receive`."""
 
-    def __init__(self, connection: socket.socket, proofs: Proofs, *, serves: bool) -> None:
+    def __init__(self, connection: socket.socket, session: bytes, *, serves: bool) -> None:
         self.connection = connection
-        keys = [code(proofs.session, role) for role in (b"server", b"client")]
+        keys = [code(session, role) for role in (b"server", b"client")]
         self._sends, self._receives = keys if serves else reversed(keys)
         self._sent = self._received = 0
         self._lock = threading.Lock()
@@ -122,25 +108,26 @@ class Line:
 def enter(connection: socket.socket, secret: bytes, purpose: str, timeout: float) -> Line:
     """Authenticate a connection as its client: check the server's proof of the secret, then send this side's proof."""
     try:
-        proofs = _proven(connection, secret, purpose, timeout)
-        connection.sendall(proofs.client)
+        client, session = _proven(connection, secret, purpose, timeout)
+        connection.sendall(client)
     except OSError:
         connection.close()
         raise
     connection.settimeout(None)
-    return Line(connection, proofs, serves=False)
+    return Line(connection, session, serves=False)
 
 
-def _proven(connection: socket.socket, secret: bytes, purpose: str, timeout: float) -> Proofs:
-    """Ask the server to prove that it knows the secret, and check its code."""
+def _proven(connection: socket.socket, secret: bytes, purpose: str, timeout: float) -> tuple[bytes, bytes]:
+    """Ask the server to prove that it knows the secret, and check its code. Return the client's code, and the key of
+    the session."""
     until, nonce = time.monotonic() + timeout, secrets.token_bytes(NONCE)
     connection.settimeout(timeout)
     connection.sendall(HELLO + nonce)
     answer = _read(connection, ANSWERS, until, HELLO)
-    proofs = Proofs.of(secret, purpose, nonce, answer[len(HELLO) : ASKS])
-    if not hmac.compare_digest(answer[ASKS:], proofs.server):
+    server, client, session = proofs(secret, purpose, nonce, answer[len(HELLO) : ASKS])
+    if not hmac.compare_digest(answer[ASKS:], server):
         raise Unproven("the process at this address does not know the secret of this run")
-    return proofs
+    return client, session
 
 
 def _read(connection: socket.socket, size: int, until: float, begins: bytes = b"") -> bytes:
@@ -161,16 +148,12 @@ def admit(connection: socket.socket, secret: bytes, purpose: str) -> Line:
     """Authenticate a connection as its server, within TIMEOUT seconds."""
     until = time.monotonic() + TIMEOUT
     asked, nonce = _read(connection, ASKS, until, HELLO), secrets.token_bytes(NONCE)
-    proofs = Proofs.of(secret, purpose, asked[len(HELLO) :], nonce)
-    try:
-        connection.sendall(HELLO + nonce + proofs.server)
-        proven = hmac.compare_digest(_read(connection, CODE, until), proofs.client)
-    except OSError:
-        proven = False
-    if not proven:
+    server, client, session = proofs(secret, purpose, asked[len(HELLO) :], nonce)
+    connection.sendall(HELLO + nonce + server)
+    if not hmac.compare_digest(_read(connection, CODE, until), client):
         raise Unproven("the client does not know the secret of this run")
     connection.settimeout(None)
-    return Line(connection, proofs, serves=True)
+    return Line(connection, session, serves=True)
 
 
 class Doorkeeper:
@@ -178,19 +161,16 @@ class Doorkeeper:
 
     def __init__(self, server: socket.socket, secret: bytes, purpose: str, serve: Callable[[Line], object]) -> None:
         self._server, self._secret, self._purpose, self._serve = server, secret, purpose, serve
-        self._guests: dict[socket.socket, float] = {}
         self._lines: set[Line] = set()
         self._over = False
-        self.stranger: str | None = None
-        """The address of the last client that used our protocol but did not know the secret. None if there was none."""
         self.port = int(server.getsockname()[1])
         self._thread(self._run)
 
     def close(self) -> None:
         """Accept no more connections, and close the open ones."""
         self._over = True
-        for each in (self._server, *self._guests.copy()):
-            _shut(each)  # wakes the thread, which closes it
+        with contextlib.suppress(OSError):
+            self._server.shutdown(socket.SHUT_RDWR)  # wakes the thread, which closes it
         for line in tuple(self._lines):
             line.close()
 
@@ -201,30 +181,19 @@ class Doorkeeper:
     def _run(self) -> None:
         while not self._over:
             try:
-                connection, address = self._server.accept()
+                connection, _ = self._server.accept()
             except OSError:  # it has hung up, this door is closed, or no more files can be open
                 time.sleep(PAUSE)
                 continue
-            while len(self._guests) >= GUESTS:
-                oldest, since = next(iter(self._guests.copy().items()))
-                if time.monotonic() - since < GRACE:
-                    time.sleep(PAUSE)
-                elif self._guests.pop(oldest, None):
-                    _shut(oldest)
-            self._guests[connection] = time.monotonic()
-            self._thread(self._meet, connection, address[0])
+            self._thread(self._meet, connection)
         self._server.close()
 
-    def _meet(self, connection: socket.socket, address: str) -> None:
+    def _meet(self, connection: socket.socket) -> None:
         try:
             line = admit(connection, self._secret, self._purpose)
-        except OSError as error:
-            if isinstance(error, Unproven):
-                self.stranger = address
+        except OSError:
             connection.close()
             return
-        finally:
-            self._guests.pop(connection, None)
         self._lines.add(line)
         try:
             if not self._over and self._serve(line):
@@ -232,8 +201,3 @@ class Doorkeeper:
         finally:
             self._lines.discard(line)
             line.close()
-
-
-def _shut(connection: socket.socket) -> None:
-    with contextlib.suppress(OSError):
-        connection.shutdown(socket.SHUT_RDWR)

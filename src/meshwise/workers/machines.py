@@ -21,7 +21,7 @@ from meshwise.spec.errors import UsageError, WorkerFailed
 from meshwise.workers.channel import listening
 from meshwise.workers.nodes import Beginning, Member, Nodes
 from meshwise.workers.rendezvous import is_here, listens_at
-from meshwise.workers.secret import SET_ONE, Secret
+from meshwise.workers.secret import Secret
 from meshwise.workers.store import ROUND, SILENCE, Link, Meeting, Store
 
 RENDEZVOUS_TIMEOUT = timedelta(minutes=10)
@@ -94,10 +94,8 @@ class Machines:
             if self.meeting.error is not None:
                 raise WorkerFailed("the machine that leads the run cannot be reached any more, or the run has ended.")
             if self.meeting.try_get("begins") is None and time.monotonic() > until:
-                stranger = self.store.door.stranger
-                who = f" The machine at {stranger} does not know the secret: {SET_ONE}." if stranger else ""
                 missing = f"not all {self.nnodes} machines connected in {RENDEZVOUS_TIMEOUT.seconds // 60} min"
-                raise WorkerFailed(f"{missing}. Start each with its --node-rank.{who}")
+                raise WorkerFailed(f"{missing}. Start each with its --node-rank.")
 
         while self.leads and any(self._machine(node) is None for node in range(self.nnodes)):
             look()
