@@ -5,8 +5,8 @@ its variables is taken.
 
 A batch script of Slurm has SLURM_PROCID and SLURM_NTASKS too, although it is one process. Only a step has the variables
 SLURM_STEP_*, but a batch script that was submitted from inside a step inherits those of that step. A process's step is
-known from its control group, or from the slurmstepd that started it; if neither is visible, the step's variables are
-believed if they agree with those that Slurm sets anew for every task and batch script.
+known from its control group; without one, the step's variables are believed if they agree with those that Slurm sets
+anew for every task and batch script.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ STEPS = "SLURM_STEP_NUM_TASKS"
 OF_STEPS = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_STEP_NODELIST", "SLURM_NODEID", "SLURM_LOCALID")
 _NAME = re.compile(r"(?:[^,\[\]\s]|\[[^\[\]]*\])+")
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
-MOST_HOSTS = 100_000
 
 
 @dataclass(frozen=True)
@@ -236,26 +235,8 @@ def job_id(environment: Mapping[str, str]) -> str:
 
 def in_step(environment: Mapping[str, str], proc: Path = Path("/proc")) -> bool:
     """Check whether this process is a task of the Slurm step that its variables SLURM_STEP_* describe."""
-    real = step_of_process(environment, proc)
-    return _agree(environment) if real is None else real == environment.get("SLURM_STEP_ID", real)
-
-
-def step_of_process(environment: Mapping[str, str], proc: Path = Path("/proc")) -> str | None:
-    """Return the name of the Slurm step in which this process runs, such as `0`, `batch` or `interactive`."""
-    job = environment[JOB]
-    for text, pattern in (
-        (read_text(proc / "self" / "cgroup"), rf"/job_{job}/step_(\w+)"),
-        (_command_above(environment.get("SLURM_TASK_PID", ""), proc), rf"slurmstepd: \[{job}\.(\w+)"),
-    ):
-        if found := re.search(pattern, text):
-            return found[1]
-    return None
-
-
-def _command_above(pid: str, proc: Path) -> str:
-    """Return the command line of the parent of process `pid`. An empty string if it is unknown."""
-    parent = re.search(r"^PPid:\s*(\d+)", read_text(proc / pid / "status"), re.MULTILINE) if pid.isdigit() else None
-    return "" if parent is None else read_text(proc / parent[1] / "cmdline")
+    real = re.search(rf"/job_{environment[JOB]}/step_(\w+)", read_text(proc / "self" / "cgroup"))
+    return _agree(environment) if real is None else real[1] == environment.get("SLURM_STEP_ID", real[1])
 
 
 def _agree(environment: Mapping[str, str]) -> bool:
@@ -290,7 +271,7 @@ def _numbers(ranges: str, text: str) -> list[str]:
     for part in ranges.split(","):
         match = _RANGE.fullmatch(part)
         first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
-        if match is None or last < first or last - first > MOST_HOSTS:
+        if match is None or last < first:
             raise _refused(text)
         found += [str(number).zfill(len(match[1])) for number in range(first, last + 1)]
     return found
