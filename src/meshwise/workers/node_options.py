@@ -65,7 +65,6 @@ def joined(address: tuple[str, int], node: int, nnodes: int, local_size: int) ->
     try:
         store = Store(secret.value, port, listens, host)
     except OSError as error:
-        secret.remove_made()
         raise UsageError(f"the machines cannot meet at {where} ({error.strerror}). Is the port free here?") from None
     began, limit = time.monotonic(), RENDEZVOUS_TIMEOUT.total_seconds()
 
@@ -89,7 +88,6 @@ def joined(address: tuple[str, int], node: int, nnodes: int, local_size: int) ->
 
 
 def _refuse(where: str, secret: Secret, error: Exception) -> NoReturn:
-    secret.remove_made()
     if isinstance(error, Unproven):
         raise UsageError(
             f"{where}: the process there does not know the secret that this machine has ({secret.source}). Start all "

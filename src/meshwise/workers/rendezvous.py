@@ -125,8 +125,6 @@ def open_door(place: Place, port: int, folder: Path) -> Secret:
         secret.remove()
         return True
 
-    if secret.why:
-        print(f"{secret.path} {secret.why}, so this file is not used.", file=sys.stderr, flush=True)
     server = _listening(place)
     with contextlib.suppress(OSError):  # a file that cannot be written: the ports that follow from the key are left
         secret.tell(port=server.getsockname()[1], addresses=_addresses(place))
@@ -137,11 +135,11 @@ def open_door(place: Place, port: int, folder: Path) -> Secret:
 
 def find_door(place: Place, folder: Path, timeout: float = TIMEOUT) -> tuple[str, int]:
     """On a rank other than 0, find the host and the port of the store."""
-    began, since, said, made = time.monotonic(), math.inf, False, False
+    began, since, said = time.monotonic(), math.inf, False
     question = json.dumps({"rank": place.rank, "who": uuid.uuid4().hex}).encode()
     while True:
         secret, waited = secret_of(place.key, folder), time.monotonic() - began
-        made, stranger = made or secret.made, ""
+        stranger = ""
         for address, port in _doors(place, secret):
             try:
                 answer = _ask(address, port, secret.value, question)
@@ -159,8 +157,6 @@ def find_door(place: Place, folder: Path, timeout: float = TIMEOUT) -> tuple[str
         if waited > min(timeout, since + STRANGERS):
             break
         time.sleep(0.1)
-    if made:
-        secret.remove()
     raise UsageError(
         f"rank {place.rank} of {place.size} did not find rank 0 within {waited:.0f} s: {tried}. Check that rank 0 "
         f"runs. Then start every rank in a folder that machines share, {SET_ONE}, or set MASTER_ADDR and MASTER_PORT."
@@ -171,9 +167,8 @@ def _tried(place: Place, secret: Secret, stranger: str) -> str:
     """Return a phrase for an error: in which file and at which addresses this rank has looked for rank 0."""
     host = place.hosts[0] if place.hosts else "any known host"
     ports = ", ".join(map(str, _ports(place.key)))
-    file = f"{secret.path} ({secret.why})" if secret.why else secret.path
     strange = f"; the process at {stranger} does not know the secret of this run" if stranger else ""
-    return f"no answer through {file}, nor from {host}, ports {ports}{strange}"
+    return f"no answer through {secret.path}, nor from {host}, ports {ports}{strange}"
 
 
 def _listening(place: Place) -> socket.socket:

@@ -42,8 +42,6 @@ class Secret:
     value: bytes = field(repr=False)
     path: Path
     told: Mapping[str, Any] = field(default_factory=dict)
-    why: str = ""
-    made: bool = False
 
     @property
     def source(self) -> str:
@@ -59,16 +57,10 @@ class Secret:
         with os.fdopen(file, "wb") as writing:
             writing.write(f"\n{json.dumps(facts)}\n".encode())
 
-    def remove_made(self) -> None:
-        """Remove the secret's file if this process made it, since nobody will use it."""
-        if self.made:
-            self.remove()
-
     def remove(self) -> None:
         """Remove the file at `path`."""
         with contextlib.suppress(OSError):
-            if not self.why:
-                self.path.unlink(missing_ok=True)
+            self.path.unlink(missing_ok=True)
 
 
 def secret_of(name: str, folder: Path) -> Secret:
@@ -79,26 +71,28 @@ def secret_of(name: str, folder: Path) -> Secret:
         return _of_file(name, path)
     if len(given) < LEAST:
         raise UsageError(f"{VARIABLE} has only {len(given)} characters, which is easy to guess: {SET_ONE}.")
-    told, why = dict[str, Any](), ""
+    told = dict[str, Any]()
     try:
-        told = _read(path)
+        with contextlib.suppress(FileNotFoundError):
+            told = _read(path)
     except OSError as error:
-        why = "" if isinstance(error, FileNotFoundError) else _why(error)
-    return Secret(_of(given.encode(), name), path, told, why)
+        raise UsageError(_refused(path, _why(error))) from None
+    return Secret(_of(given.encode(), name), path, told)
 
 
 def _of_file(name: str, path: Path) -> Secret:
-    made, until = False, time.monotonic() + MAKING_TIMEOUT
+    until = time.monotonic() + MAKING_TIMEOUT
     try:
         while time.monotonic() < until:
-            with contextlib.suppress(FileExistsError):
-                with os.fdopen(_opened(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:
-                    file.write(json.dumps({"secret": secrets.token_hex(32)}).encode() + b"\n")
-                made = True
+            with (
+                contextlib.suppress(FileExistsError),
+                os.fdopen(_opened(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file,
+            ):
+                file.write(json.dumps({"secret": secrets.token_hex(32)}).encode() + b"\n")
             with contextlib.suppress(FileNotFoundError):  # removed between the two
                 told = _read(path)
                 if re.fullmatch("[0-9a-f]{64}", secret := str(told.get("secret"))):
-                    return Secret(_of(bytes.fromhex(secret), name), path, told, made=made)
+                    return Secret(_of(bytes.fromhex(secret), name), path, told)
             time.sleep(0.02)
     except OSError as error:
         raise UsageError(_refused(path, _why(error))) from None
@@ -147,4 +141,4 @@ def _why(error: OSError) -> str:
 
 
 def _refused(path: Path, why: str) -> str:
-    return f"{path} {why}, so its secret is not used. Remove the file, start in another folder, or {SET_ONE}."
+    return f"{path} {why}, so it is not used. Remove the file, start in another folder, or {SET_ONE}."
