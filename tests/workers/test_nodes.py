@@ -100,8 +100,8 @@ def test_a_machine_behind_a_dead_link_is_lost_to_the_others_and_the_others_to_it
     for node in nodes:
         until(node.lost)
     texts = [lost.message for lost in (node.lost() for node in nodes) if lost]
-    assert texts[0].startswith("machine 1 of 3 (ranks 2 to 3) is lost: it has not answered") and "machine 1" in texts[2]
-    assert texts[1].startswith("machine 0 of 3 (ranks 0 to 1) is lost")
+    assert texts[0].startswith("machine 1 of 3 (ranks 2, 3) is lost: it has not answered") and "machine 1" in texts[2]
+    assert texts[1].startswith("machine 0 of 3 (ranks 0, 1) is lost")
     lost = nodes[0].lost()
     assert lost is not None and lost.of_machine and lost.exit_code == 85
     assert nodes[1].try_get("failed/0") is None  # asked of a dead link, and answered at once

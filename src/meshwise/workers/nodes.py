@@ -17,6 +17,7 @@ from typing import Any
 
 from meshwise.spec.errors import UsageError, WorkerFailed
 from meshwise.spec.exit_codes import AGAIN
+from meshwise.spec.words import ranks_text
 from meshwise.workers.failure import Failure
 from meshwise.workers.heartbeat import Beat, CollectiveCall
 from meshwise.workers.store import Meeting
@@ -119,8 +120,7 @@ class Nodes:
             done = member is not self.members[0] and self.try_get(f"done/{member.node}")  # it may have left
             if not done and (why := self._why_lost(member)):
                 first = sum(m.size for m in self.members[: self.members.index(member)])
-                last = first + member.size - 1
-                ranks = f"rank {first}" if last == first else f"ranks {first} to {last}"
+                ranks = ranks_text(range(first, first + member.size))
                 text = f"machine {member.node} of {self.nnodes} ({ranks}) is lost: {why}."
                 return Failure(first, "lost", f"{text} Check its power, network and log.", plain=True, exit_code=AGAIN)
         return None
@@ -209,13 +209,12 @@ class FarBeats:
 
     def heard(self) -> dict[int, Far]:
         """Return the state of each rank on the other machines, as far as these machines have reported it."""
-        found, now = dict[int, Far](), time.monotonic()
-        for node in self._others():
-            told, at = self._heard.get(node, (None, now))
-            if self._nodes is not None and (news := self._nodes.try_get(f"beats/{node}")) != told:
-                told, at = self._heard[node] = news, now
-            for rank, one in (told or {}).items():
-                found[int(rank)] = _read(one, now - at)
+        found = dict[int, Far]()
+        for node, news in self._of_others("beats"):
+            told, at = self._heard.get(node, (None, 0.0))
+            if news != told:
+                told, at = self._heard[node] = news, time.monotonic()
+            found |= {int(rank): _read(one, at) for rank, one in (told or {}).items()}
         return found
 
     def say(self, text: str) -> None:
@@ -225,35 +224,34 @@ class FarBeats:
 
     def news(self) -> Iterator[str]:
         """Yield the texts that other machines have sent with `say` since the last call."""
-        for node in self._others():
-            assert self._nodes is not None
-            text = self._nodes.try_get(f"hang/{node}")
-            if text is not None and text != self._said.get(node):
+        for node, text in self._of_others("hang"):
+            if text != self._said.get(node):
                 self._said[node] = text
                 yield f"machine {node}: {text}"
 
-    def _others(self) -> list[int]:
-        return [] if self._nodes is None else [member.node for member in self._nodes.others]
+    def _of_others(self, key: str) -> list[tuple[int, Any]]:
+        """Return the index of each other machine, and what it has last told under a key."""
+        nodes = self._nodes
+        return [] if nodes is None else [(m.node, nodes.try_get(f"{key}/{m.node}")) for m in nodes.others]
 
 
 def _plain(far: Far) -> dict[str, Any]:
-    """Convert the state of a rank to values for JSON."""
+    """Convert the state of a silent rank to values for JSON, with the time on this machine's clock."""
+    if not far.silence:
+        return {}
     last = replace(far.beat, steps=(), recent=far.beat.recent[-1:])
-    return asdict(replace(far, beat=_turned(last), silence=round(far.silence, 2))) if far.silence else {}
+    return asdict(replace(far, beat=last)) | {"sent": time.perf_counter_ns()}
 
 
-def _read(told: Mapping[str, Any], since: float) -> Far:
+def _read(told: Mapping[str, Any], at: float) -> Far:
+    """Return the state of a rank that another machine has told at the time `at`, with times on this machine's clock."""
     if not told:
         return Far()
-    values, ago = dict(told["beat"]), round(since * 1e9)
-    rows = [one and one | {"at": one["at"] + ago} for one in (*values["recent"], values["waits_in"])]
-    calls = [one and CollectiveCall(**one) for one in rows]
-    beat = Beat(**{**values, "recent": calls[:-1], "waits_in": calls[-1]})
-    return Far(_turned(beat), told["silence"] + since, told["stopped"])
-
-
-def _turned(beat: Beat) -> Beat:
-    """Return a beat with how long ago its calls were, in place of their times, or the other way round."""
-    now = time.perf_counter_ns()
-    calls = [one and replace(one, at=now - one.at) for one in (*beat.recent, beat.waits_in)]
-    return replace(beat, recent=[one for one in calls[:-1] if one], waits_in=calls[-1])
+    since = time.monotonic() - at
+    ahead = time.perf_counter_ns() - round(since * 1e9) - told["sent"]
+    calls = [
+        one and CollectiveCall(**{**one, "at": one["at"] + ahead})
+        for one in (*told["beat"]["recent"], told["beat"]["waits_in"])
+    ]
+    beat = Beat(**{**told["beat"], "recent": calls[:-1], "waits_in": calls[-1]})
+    return Far(beat, told["silence"] + since, told["stopped"])
