@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwise.workers.control_groups import Kills, evidence, kills
+from meshwise.workers.control_groups import evidence, kills
 from meshwise.workers.failure import by_exit_status, sentence
 from meshwise.workers.fork_server import LISTENS
 
@@ -28,9 +28,9 @@ def counters(tmp_path: Path) -> dict[str, Path]:
 
 def test_what_the_group_counts_is_said(counters: dict[str, Path], tmp_path: Path) -> None:
     before = kills(**counters)
-    assert before == Kills(3, 7)
+    assert before == (3, 7)
     (tmp_path / "box" / "memory.events").write_text("oom_kill 4\n")
-    said = evidence(before, **counters)
+    said = evidence(before, kills(**counters))
     assert said == "1 killed in its control group since the run began"
     failure = by_exit_status(1, -9, lambda: said)
     assert sentence(failure, 2) == (
@@ -39,12 +39,12 @@ def test_what_the_group_counts_is_said(counters: dict[str, Path], tmp_path: Path
     )
 
 
-def test_another_killer_is_not_called_that(counters: dict[str, Path], tmp_path: Path) -> None:
+def test_another_killer_is_not_called_that(counters: dict[str, Path]) -> None:
     before = kills(**counters)
-    assert evidence(before, **counters) == ""
+    assert evidence(before, kills(**counters)) == ""
     assert by_exit_status(1, -9, lambda: "").message == "was killed by SIGKILL"
     assert "often" in by_exit_status(1, -9).message  # where nothing is known
-    assert evidence(Kills(None, None), tmp_path, tmp_path / "none", tmp_path / "none") is None
+    assert evidence((None, None), (None, None)) is None
 
 
 @pytest.fixture

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path("/sys/fs/cgroup")
@@ -43,29 +42,23 @@ def read_text(path: Path) -> str:
         return ""
 
 
-@dataclass(frozen=True)
-class Kills:
-    """How many processes the out-of-memory killer has ended. None if unknown."""
-
-    group: int | None
-    machine: int | None
+Kills = tuple[int | None, int | None]
+"""How many processes the out-of-memory killer has ended in a control group, and on the machine. None if unknown."""
 
 
 def kills(root: Path = ROOT, own: Path = OWN, statistics: Path = STATISTICS) -> Kills:
     """Return how many processes the out-of-memory killer has ended so far."""
     counts = [_count(group / "memory.events") for group in groups("", root, own)]
-    return Kills(max((count for count in counts if count is not None), default=None), _count(statistics))
+    return max((count for count in counts if count is not None), default=None), _count(statistics)
 
 
-def evidence(before: Kills, root: Path = ROOT, own: Path = OWN, statistics: Path = STATISTICS) -> str | None:
+def evidence(before: Kills, now: Kills) -> str | None:
     """Return a phrase that shows that the out-of-memory killer has ended a process, such as `1 killed here since the
-    run began`."""
-    now = kills(root, own, statistics)
-    if before.group is not None and now.group is not None and now.group > before.group:
-        return f"{now.group - before.group} killed in its control group since the run began"
-    if before.machine is None or now.machine is None:
-        return None
-    return "" if now.machine == before.machine else f"{now.machine - before.machine} killed here since the run began"
+    run began`. An empty string if it has ended none, and None if this is unknown."""
+    for earlier, count, where in zip(before, now, ("in its control group", "here"), strict=True):
+        if earlier is not None and count is not None and count > earlier:
+            return f"{count - earlier} killed {where} since the run began"
+    return None if None in (before[1], now[1]) else ""
 
 
 def _count(file: Path) -> int | None:

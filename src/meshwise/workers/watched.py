@@ -8,14 +8,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from meshwise.records.attempts import open_log
-from meshwise.workers import control_groups, failure
+from meshwise.workers import failure
 from meshwise.workers.channel import Message
-from meshwise.workers.control_groups import Kills
+from meshwise.workers.control_groups import Kills, evidence, kills
 from meshwise.workers.failure import Failure, is_gloo_abort
 from meshwise.workers.fork_server import ForkedWorker, kill_group
 
@@ -63,7 +62,7 @@ class WatchedWorker:
     in_progress: bool = False
     since: float = 0.0
     readers: list[threading.Thread] = field(default_factory=list)
-    kills: Kills = field(default_factory=control_groups.kills)
+    killed_before: Kills = field(default_factory=kills)
 
     def turn(self, state: State, failure: Failure | None = None) -> None:
         self.state, self.failure, self.since = state, failure, time.monotonic()
@@ -73,8 +72,7 @@ class WatchedWorker:
         server = self.process.server.process
         with_server = server is not None and server.poll() is not None
         culprit = server if server is not None and with_server else self.process
-        evidence = partial(control_groups.evidence, self.kills)
-        died = failure.by_exit_status(self.rank, status, evidence)
+        died = failure.by_exit_status(self.rank, status, lambda: evidence(self.killed_before, kills()))
         self.turn(State.FAILED, failure.with_server(died, culprit.pid) if with_server else died)
 
     @property
