@@ -57,11 +57,11 @@ def agree_to_stop(world: World, gate: StepGate, *, interrupts: bool = False) -> 
     first = not _threads
     if world.size == 1 and not interrupts and not any(name in os.environ for name in OF_SCHEDULERS):
         return  # a person's process: SIGTERM ends it
-    _catch([number for number in (*WARNINGS, signal.SIGINT) if number != signal.SIGINT or interrupts])
+    _catch([*WARNINGS, *([signal.SIGINT] if interrupts else [])])
     atexit.register(leave_in_peace)
-    if first and world.rank == 0:
-        _in_thread(lambda: watch_time(gate, lambda: _asked.put(TIME_LIMIT), _over))
     if first:
+        if world.rank == 0:
+            _in_thread(lambda: watch_time(gate, lambda: _asked.put(TIME_LIMIT), _over))
         store = own_connection_to_store() if world.size > 1 else None
         _in_thread(lambda: _each(lambda number: _ask(store, world, gate, number)))
         if store is not None:
@@ -136,24 +136,17 @@ def _follow(store: Any, world: World, gate: StepGate) -> None:
             if _found(store, keys, PATIENCE):
                 gate.set_last(max(int(store.get(key)) for key in keys))
                 store.set(f"{STOP}/{world.rank}/read", "")
-                if world.rank == 0:
-                    _outlive(store, [f"{STOP}/{rank}/read" for rank in range(world.size)])
+                if world.rank == 0:  # it keeps the store: its own end waits until the others have read
+                    _found(store, [f"{key}/read" for key in keys], LINGER, threading.Event())
 
 
-def _found(store: Any, keys: list[str], seconds: float) -> bool:
-    """Wait until the store has all keys."""
+def _found(store: Any, keys: list[str], seconds: float, over: threading.Event = _over) -> bool:
+    """Wait until the store has all keys, for at most `seconds`, and not after `over` is set."""
     until = time.monotonic() + seconds
     while not store.check(keys):
-        if _over.wait(ROUND) or time.monotonic() > until:
+        if over.wait(ROUND) or time.monotonic() > until:
             return False
     return True
-
-
-def _outlive(store: Any, keys: list[str]) -> None:
-    """On rank 0, wait until all ranks know after which step to stop, but at most LINGER seconds."""
-    until = time.monotonic() + LINGER
-    while not store.check(keys) and time.monotonic() < until:
-        time.sleep(ROUND / 10)
 
 
 def _end(follower: threading.Thread) -> None:
