@@ -216,20 +216,6 @@ def test_the_sentence_names_the_rank_what_happened_and_the_traceback_once() -> N
     assert sentence(Failure(0, "victim", "lost"), 4) == "rank 0 of 4 lost the connection to another rank: lost"
 
 
-def test_a_long_traceback_loses_its_middle() -> None:
-    def deep(left: int) -> None:
-        if left:
-            deeper(left - 1)
-        raise ValueError("at the bottom")
-
-    def deeper(left: int) -> None:
-        deep(left)
-
-    lines = user_traceback(caught(lambda: deep(300))).splitlines()
-    assert len(lines) < 100 and any("more frames …" in line for line in lines)
-    assert 'raise ValueError("at the bottom")' in lines[-1] or 'raise ValueError("at the bottom")' in lines[-2]
-
-
 def test_an_errors_text_is_cut_and_printable() -> None:
     failure = by_error(0, ValueError("\x1b[31m" + "x" * 9000))
     assert failure.message.startswith("ValueError: xxx") and failure.message.endswith("(7,000 more characters)")

@@ -22,8 +22,6 @@ from meshwise.workers import leave
 
 MORE_MEMORY = "Reduce the memory that the ranks of this machine use, or give them more memory."
 LINK = "The ranks lost their connections to each other, but all ranks still run. Check the network between them."
-MOST_FRAMES = 20
-"""The largest number of frames shown of a traceback: half from the beginning, half from the end."""
 _COMMUNICATION_ERRORS = {"DistBackendError", "DistNetworkError", "DistStoreError", "DistError", "DistQueueEmptyError"}
 CULPRIT_TIMEOUT, VICTIMS_TIMEOUT = 1.0, 10.0
 _CONNECTION_WORDS = ("connection closed by peer", "connection reset by peer", "broken pipe", "connection timed out")
@@ -203,17 +201,10 @@ def _kind_of(rank: int, error: BaseException) -> str:
 
 def user_traceback(error: BaseException) -> str:
     """Return the traceback of an error, without the frames of meshwise itself. If there are no other frames, all frames
-    are kept.
-
-    If more than MOST_FRAMES frames remain, the frames in the middle are left out.
-    """
+    are kept."""
     frames = traceback.extract_tb(error.__traceback__)
     theirs = [frame for frame in frames if not frame.filename.startswith((OURS, "<frozen "))] or list(frames)
-    lines = traceback.format_list(theirs)
-    if len(lines) > MOST_FRAMES:
-        left = len(lines) - MOST_FRAMES
-        lines[MOST_FRAMES // 2 : -MOST_FRAMES // 2] = [f"  … {left} more frames …\n"]
-    return "Traceback (most recent call last):\n" + "".join(lines)
+    return "Traceback (most recent call last):\n" + "".join(traceback.format_list(theirs))
 
 
 def by_exit_status(rank: int, status: int, out_of_memory: Callable[[], str | None] = lambda: None) -> Failure:
@@ -268,9 +259,7 @@ def patience(failures: Sequence[Failure]) -> float:
     failures."""
     if all(failure.kind == "victim" for failure in failures):  # whether all ranks lost each other is still to be told
         return VICTIMS_TIMEOUT
-    certain = any(
-        failure.kind in ("killed", "loader", "raised", "server", "corrupt", "spoiled") for failure in failures
-    )
+    certain = any(failure.kind not in ("left", "victim") for failure in failures)
     return CULPRIT_TIMEOUT / 4 if certain else CULPRIT_TIMEOUT
 
 
