@@ -111,12 +111,6 @@ class VerbLog:
         self._count = self._checksum = 0
         self._left = NOWHERE
 
-    def left_loop(self, batches: int) -> None:
-        """Log that this rank leaves a loop early, after `batches` batches."""
-        if threading.get_ident() == self._thread:
-            self._left = (self.line("left", sys._getframe(1))[0], batches)
-            HEADER.pack_into(self._map, 0, self._count, *self._left)
-
     def line(self, verb: str, frame: FrameType | None) -> list[int]:
         """Return the record of the source line that makes a call."""
         self._thread, depth = threading.get_ident(), 1
@@ -184,8 +178,10 @@ def came_to(verb: str, *which: int, log: VerbLog | None = None) -> None:
 
 def left_loop(batches: int) -> None:
     """Log that this process leaves a loop before its end, after `batches` batches."""
-    if _log is not None:
-        _log.left_loop(batches)
+    log = _log
+    if log is not None and threading.get_ident() == log._thread:
+        log._left = (log.line("left", sys._getframe(1))[0], batches)
+        HEADER.pack_into(log._map, 0, log._count, *log._left)
 
 
 os.register_at_fork(after_in_child=end)
