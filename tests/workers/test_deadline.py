@@ -83,7 +83,7 @@ def test_what_was_never_measured_counts_and_is_said(capsys: pytest.CaptureFixtur
         patch.setattr(gates, "ASK", 0.05)
         left = iter([3600.0, 50.0])
         assert stops_within(LONG, gate_of(), JOB, left_of=lambda job: next(left, None)) is not None
-    assert "3 saves (1 min 00 s, none of which was measured) to come: stopping" in capsys.readouterr().err
+    assert "3 saves (1 min 00 s) to come: stopping" in capsys.readouterr().err
 
 
 def test_a_limit_that_is_changed_is_followed(monkeypatch: pytest.MonkeyPatch) -> None:

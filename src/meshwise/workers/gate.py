@@ -251,8 +251,8 @@ def _leaving(left: float) -> float:
 
 
 def _say(left: float, of: str, gate: StepGate, saves: float) -> None:
-    step, measured = seconds_text(gate.longest_step), "" if gate.longest_save else ", none of which was measured"
-    reckoned = f"a step ({step}) and {SAVES} saves ({seconds_text(saves)}{measured})" if saves else f"a step ({step})"
+    step = f"a step ({seconds_text(gate.longest_step)})"
+    reckoned = f"{step} and {SAVES} saves ({seconds_text(saves)})" if saves else step
     print(f"{seconds_text(max(left, 0.0))} left of {of}, {reckoned} to come: stopping", file=sys.stderr, flush=True)
 
 

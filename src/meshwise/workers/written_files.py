@@ -36,7 +36,6 @@ CACHES = (
     "TRITON_CACHE_DIR",
 )
 _EVENTS = "events.out.tfevents."
-_TIME_OF_DAY = re.compile(r"\d\d-\d\d-\d\d")  # in TensorBoard's own name of a folder, which may differ by a second
 
 Tell = Callable[[str, str], None]
 
@@ -102,23 +101,20 @@ class WrittenFiles:
     """The launcher's record of which ranks write which files."""
 
     def __init__(self) -> None:
-        self._writers: dict[str, set[int]] = {}
+        self._writers: dict[Path, set[int]] = {}
         self._said = False
 
     def add(self, rank: int, path: str, where: str) -> str:
         """Record that a rank writes a file."""
-        events = _EVENTS in path
-        file = Path(path).parent if events else Path(path)
-        key = _TIME_OF_DAY.sub("", str(file))
-        writers = self._writers.setdefault(key, set())
+        file = Path(path).parent if _EVENTS in path else Path(path)
+        writers = self._writers.setdefault(file, set())
         writers.add(rank)
         if self._said or len(writers) < 2:
             return ""
         self._said = True
         shown = file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file
-        what = f"TensorBoard events into {shown}" if events else str(shown)
         ranks = " and ".join(map(str, sorted(writers)))
         return (
-            f"{where}: ranks {ranks} each write {what}, but one device writes once. "
+            f"{where}: ranks {ranks} each write {shown}, but one device writes once. "
             "Write under `if mw.is_main():`, or with mw.save."
         )
