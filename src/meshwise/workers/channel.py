@@ -67,7 +67,7 @@ def connect(environment: Mapping[str, str], rank: int) -> WorkerChannel | None:
     host, port = address.rsplit(":", 1)
     connection = socket.create_connection((host, int(port)), timeout=CONNECT_TIMEOUT)
     channel = WorkerChannel(enter(connection, environment[TOKEN].encode(), PURPOSE, CONNECT_TIMEOUT))
-    channel.send("hello", rank=rank, pid=os.getpid())
+    channel.send("hello", rank=rank)
     return channel
 
 
