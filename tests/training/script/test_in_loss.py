@@ -182,16 +182,6 @@ def test_a_job_whose_backward_begins_before_its_last_forward_is_refused(plan: Pl
         pool(2).run(losses_of_job, plan, dice)
 
 
-def left_to_memory() -> bool:
-    train(dice)
-    program = default_engine().program
-    return bool(program.apart and program.joined_at is None)
-
-
-def test_a_step_that_runs_out_of_memory_is_not_cut_in_two(pool: Any) -> None:
-    assert [left_to_memory(), *pool(2).run(left_to_memory)] == [False] * 3
-
-
 def as_sum() -> str:
     model, loader = mw.distribute(Net().double(), DataLoader(data(), BATCH), view="rank")
     for x, y in loader:

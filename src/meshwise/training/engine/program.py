@@ -58,8 +58,6 @@ class Program:
         self.reduction: Reduction | None = None
         """Averages gradients over the ranks; None if no averaging is needed, or if no model is left."""
         self._plain: Callable[[Tensor], Tensor] | None = None  # see `Reduction.plain`; where nothing is reduced
-        self.apart: bool | None = None
-        """Whether each term of every loss that was looked at depends on one sample; None if none was."""
         self.joined_at: int | None = None
         """The value of `backwards` at the last `mw.sum` or `mw.mean` with grad=True; None without such a call."""
         self.coupled_gradients = False

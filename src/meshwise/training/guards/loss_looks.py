@@ -39,7 +39,7 @@ class LossLooks:
 
     def begins(self) -> None:
         """Start again to check the next few losses."""
-        self._looks, self._engine.program.joined_at, self._engine.program.apart = 0, None, None
+        self._looks, self._engine.program.joined_at = 0, None
         self.close()
 
     def close(self) -> bool:
@@ -62,13 +62,11 @@ class LossLooks:
 
     def _is_coupled(self, loss: Any, part: BatchSlice) -> bool:
         """Return whether the loss has terms that depend on several samples at once."""
-        program, plan = self._engine.program, self._engine.plan
+        plan = self._engine.plan
         self._looks += 1
         joined = self._foreign is None or self.close()
         self._foreign = Foreign() if self._looks < COUPLING else None
         loss = loss[0] if isinstance(loss, tuple) and loss else loss
         if joined or not isinstance(loss, Tensor) or plan.parameters_divided or plan.offload:
             return False
-        found = couples_samples(loss, len(part.indices))
-        program.apart = found is False and program.apart is not False
-        return bool(found)
+        return couples_samples(loss, len(part.indices))

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import torch
-from torch import nn
 
 from meshwise.spec.user_code import user_place
 from meshwise.torch_compat.dispatch import rehearsing
@@ -43,7 +42,6 @@ _DIFFER = (
 )
 PARAMETERS = "sum of parameters"
 FAR = 1e-6  # of a sum: devices of different kinds may round a step otherwise
-BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 def sums_of(program: Program) -> Settings:

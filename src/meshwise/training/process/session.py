@@ -108,8 +108,8 @@ def session() -> Iterator[None]:
 
 
 def _explain(error: BaseException) -> None:
-    engine = engines[-1]
-    process.explain.explain_in_script(error, engine.world, engine.plan, [*engine.program.models])
+    if (engine := engines[-1]).program.models:
+        process.explain.explain_in_script(error, engine.world, engine.plan)
 
 
 def program_ends() -> None:
