@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default
 import meshwise as mw
 from meshwise.spec.errors import DataError
 from meshwise.spec.plan import Plan
-from meshwise.training.data import source
+from meshwise.training.data import generators
 from meshwise.training.data.generators import GLOBAL, Handle
 from meshwise.training.data.source import LoaderSettings, count_samples, reader, seeded_by
 from meshwise.training.job.loop import run_job
@@ -280,7 +280,7 @@ def test_ready_batches_that_begin_to_draw_are_refused_later() -> None:
 
 def test_generators_are_kept_once_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     kept = Mock(side_effect=random.getstate)
-    monkeypatch.setattr(source, "GLOBAL", (*GLOBAL[:2], Handle(kept, random.setstate)))
+    monkeypatch.setattr(generators, "GLOBAL", (*GLOBAL[:2], Handle(kept, random.setstate)))
     assert len(list(reader(Noisy(), LoaderSettings())([torch.arange(5)] * 4, 0))) == 4
     assert kept.call_count == 2 + 4  # the first batch is looked at, and read again
 

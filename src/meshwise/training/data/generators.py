@@ -73,6 +73,17 @@ GLOBAL = (TORCH, NUMPY, Handle(random.getstate, random.setstate))
 """The generators of torch, numpy and Python from which code draws if it is given no generator."""
 
 
+def global_states() -> States:
+    """Return the states of the generators in `GLOBAL`."""
+    return tuple(handle.state() for handle in GLOBAL)
+
+
+def set_global_states(states: States) -> None:
+    """Set the states of the generators in `GLOBAL`."""
+    for handle, state in zip(GLOBAL, states, strict=True):
+        handle.set_state(state)
+
+
 def packed(states: Any) -> Any:
     """Convert generator states to a form that any file format can hold, also JSON. Bytes become hexadecimal text."""
     if isinstance(states, bytes):

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
 from meshwise.spec.errors import DataError
-from meshwise.training.data.generators import GLOBAL, TORCH
+from meshwise.training.data.generators import GLOBAL, TORCH, global_states, set_global_states
 from meshwise.training.data.order import BatchSlice
 
 Reader = Callable[[Iterable[Tensor], int], Iterator[Any]]
@@ -129,10 +129,10 @@ class KeyedDataset(Dataset[Any]):
         indices = [index for _, index in keys]
         if self._ready and self._batched is not None:
             with seeded_by(self.seed, *keys[0]):
-                begun = _states()
+                begun = global_states()
                 got = self._batched(indices)
                 self._ready = not (isinstance(got, list) and len(got) == len(keys))
-                drawn = self._ready and self.several and _states() != begun
+                drawn = self._ready and self.several and global_states() != begun
             if drawn:
                 raise DataError(
                     f"{type(self.data).__name__}.__getitems__ returns a whole batch and draws random numbers. They "
@@ -150,13 +150,13 @@ class KeyedDataset(Dataset[Any]):
 
     def _unseeded(self, indices: list[int]) -> list[Any]:
         """Read samples. Note in `_draws` whether that has drawn random numbers, and undo the draws."""
-        before = _states()
+        before = global_states()
         torch.default_generator.manual_seed(self.seed)  # for a sample that asks for `torch.initial_seed()`
-        begun = [TORCH.state(), *before[1:]]
+        begun = (TORCH.state(), *before[1:])
         self._draws = True
         try:
             samples = [self._sample(index) for index in indices]
-            self._draws = _states() != begun
+            self._draws = global_states() != begun
             return samples
         finally:
             for handle, state in zip(GLOBAL if self._draws else (TORCH,), before, strict=False):
@@ -173,18 +173,13 @@ class KeyedDataset(Dataset[Any]):
 @contextmanager
 def seeded_by(*key: int) -> Iterator[None]:
     """Seed torch, numpy and Python with a key for the with-body, and restore their states afterwards."""
-    before = _states()
+    before = global_states()
     if key:
         _seed(*key)
     try:
         yield
     finally:
-        for handle, state in zip(GLOBAL, before, strict=True):
-            handle.set_state(state)
-
-
-def _states() -> list[Any]:
-    return [handle.state() for handle in GLOBAL]
+        set_global_states(before)
 
 
 def _seed(*key: int) -> None:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from meshwise.spec.devices import has_streams
 from meshwise.spec.world import World
-from meshwise.training.data.generators import GLOBAL
+from meshwise.training.data.generators import GLOBAL, global_states, set_global_states
 from meshwise.transfer import collectives
 from meshwise.transfer.splitmix import mixed
 
@@ -55,11 +55,9 @@ def seed_all(seed: int) -> None:
 def draw_alike() -> int:
     """Copy the generator states of torch, NumPy and Python from rank 0 to every rank, so that all ranks draw the same
     numbers from now on. Return torch's initial seed on rank 0, modulo 2**31. Collective."""
-    mine = torch.initial_seed(), tuple(handle.state() for handle in GLOBAL)
-    seed, states = collectives.broadcast_object(mine)
+    seed, states = collectives.broadcast_object((torch.initial_seed(), global_states()))
     if collectives.get_rank() != 0:
-        for handle, state in zip(GLOBAL, states, strict=True):
-            handle.set_state(state)
+        set_global_states(states)
     return int(seed) % 2**31
 
 

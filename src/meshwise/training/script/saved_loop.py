@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from meshwise.spec.errors import CheckpointError, UsageError
-from meshwise.training.data.generators import GLOBAL
+from meshwise.training.data.generators import global_states, set_global_states
 from meshwise.training.engine.engine import Engine
 from meshwise.training.recovery.loading import whole as read_whole
 from meshwise.training.recovery.resume_changes import honour, made_with
@@ -70,7 +70,7 @@ def says_beside(parts: LoopParts) -> str:
 def random_of(engine: Engine) -> tuple[Any, ...]:
     """Return the states of the program's random generators."""
     with engine.generator.drawing():
-        return tuple(handle.state() for handle in GLOBAL)
+        return global_states()
 
 
 def tree_of(parts: LoopParts, step: int, random: tuple[Any, ...]) -> dict[str, Any]:
@@ -112,8 +112,7 @@ def restore(parts: LoopParts, folder: Path, tree: Mapping[str, Any]) -> int:
     honour(*given, index=index, scheduled=bool(things["scheduler"]))
     states = rest["random"].get(rank_context().world.rank, next(iter(rest["random"].values())))
     with parts.engine.generator.drawing():
-        for handle, state in zip(GLOBAL, states, strict=True):
-            handle.set_state(state)
+        set_global_states(states)
     tracking.go_on_after(rest["logged"])
     return int(rest["step"])
 
