@@ -59,7 +59,7 @@ def resumed(folder: Path, capsys: pytest.CaptureFixture[str], **given: Any) -> s
     ("given", "says"),
     [
         ({"lr": 0.01}, "lr is 0.01 from now on. Before, it was 0.1"),
-        ({"batch_size": 8}, "The global batch is 8 samples from now on. Before, it was 4"),
+        ({"batch_size": 8}, "batch_size is 8 from now on. Before, it was 4"),
     ],
 )
 def test_what_can_be_honoured_is_and_is_said(
@@ -100,9 +100,7 @@ def test_a_new_learning_rate_counts(tmp_path: Path) -> None:
 
 def test_between_epochs_the_data_set_may_grow(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ran(job(), tmp_path)
-    assert "The data set has 48 samples from now on. Before, it had 40." in resumed(
-        tmp_path, capsys, samples=48, epochs=2
-    )
+    assert "samples is 48 from now on. Before, it was 40." in resumed(tmp_path, capsys, samples=48, epochs=2)
 
 
 def test_what_is_as_it_was_is_not_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -117,7 +117,7 @@ def test_other_settings_are_honoured_and_said_or_refused(tmp_path: Path, capsys:
     assert trained(tmp_path / "a", lr=0.01, batch=8).param_groups[0]["lr"] == 0.01
     said = capsys.readouterr().err
     assert "lr is 0.01 from now on. Before, it was 0.1." in said
-    assert "The global batch is 8 samples from now on. Before, it was 4." in said
+    assert "batch_size is 8 from now on. Before, it was 4." in said
     with pytest.raises(UsageError, match="the data set has 48 samples, but it had 40 when this epoch began"):
         trained(tmp_path / "a", samples=48)
     trained(tmp_path / "b", schedule=True)

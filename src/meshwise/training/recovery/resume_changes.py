@@ -16,6 +16,7 @@ from meshwise.spec.errors import UsageError
 _PLAIN = (bool, int, float, str, type(None), tuple, list)
 _OF_TORCH = ("params", "initial_lr", "foreach", "fused", "capturable", "differentiable", "maximize")
 """Settings of parameter groups that a resumed run does not compare with the saved settings."""
+CHANGED = "{} is {} from now on. Before, it was {}."
 
 
 def made_with(
@@ -47,24 +48,18 @@ def honour(
             f"the seed is {now['seed']}, but the run began with seed {before['seed']}, which determines the order of "
             "its samples. Resume with the job unchanged and without --seed, or begin a new run."
         )
-    _honour_data(before, now, index, say)
+    had, has = before["samples"], now["samples"]
+    if index and None not in (had, has) and had != has:
+        raise UsageError(
+            f"the data set has {has:,} samples, but it had {had:,} when this epoch began. meshwise cannot tell which "
+            f"samples are left after the first {index:,}. Resume with the old data set, or from a checkpoint at the "
+            "end of an epoch (meshwise checkpoints RUN lists them)."
+        )
+    for name in ("samples", "batch_size"):
+        if None not in (before[name], now[name]) and before[name] != now[name]:
+            say(CHANGED.format(name, now[name], before[name]))
     for name, optimizer in optimizers.items():
         _honour_groups(optimizer, before["optimizers"][name], now["optimizers"][name], say, scheduled=scheduled)
-
-
-def _honour_data(before: Mapping[str, Any], now: Mapping[str, Any], index: int, say: Callable[[str], object]) -> None:
-    """Report if the batch size or the number of samples has changed since the state was saved."""
-    had, has = before["samples"], now["samples"]
-    if None not in (had, has) and had != has:
-        if index:
-            raise UsageError(
-                f"the data set has {has:,} samples, but it had {had:,} when this epoch began. meshwise cannot tell "
-                f"which samples are left after the first {index:,}. Resume with the old data set, or from a checkpoint "
-                "at the end of an epoch (meshwise checkpoints RUN lists them)."
-            )
-        say(f"The data set has {has:,} samples from now on. Before, it had {had:,}.")
-    if None not in (before["batch_size"], now["batch_size"]) and before["batch_size"] != now["batch_size"]:
-        say(f"The global batch is {now['batch_size']} samples from now on. Before, it was {before['batch_size']}.")
 
 
 def _honour_groups(
@@ -85,4 +80,4 @@ def _honour_groups(
                     "or begin a new run from the weights of this run: meshwise weights RUN."
                 )
             optimizer.param_groups[number][name] = value
-            say(f"{name}{where} is {value} from now on. Before, it was {old[name]}.")
+            say(CHANGED.format(name + where, value, old[name]))
