@@ -30,8 +30,9 @@ def lines(folder: Path) -> list[dict[str, Any]]:
 
 @pytest.fixture
 def log(tmp_path: Path) -> Iterator[MetricsLog]:
-    with closing(MetricsLog(tmp_path, None, ALONE, scaled=False)) as made:
-        yield made
+    made = MetricsLog(tmp_path, None, ALONE, scaled=False)
+    yield made
+    made.tracking.close()
 
 
 def test_losses_are_weighted_means_and_written_when_they_are_gathered(log: MetricsLog, tmp_path: Path) -> None:
@@ -54,7 +55,8 @@ def test_a_loss_that_is_not_finite_stops_the_run_with_its_step_and_rank(value: f
 
 
 def test_under_a_loss_scaler_such_a_step_is_only_skipped(tmp_path: Path) -> None:
-    with closing(MetricsLog(tmp_path, None, ALONE, scaled=True)) as log:
+    log = MetricsLog(tmp_path, None, ALONE, scaled=True)
+    with closing(log.tracking):
         log.pending.append((0, 1, losses(math.inf)))
         log.sync()
     assert log.losses == [math.inf]
@@ -70,15 +72,8 @@ def test_a_resumed_run_writes_over_what_came_after_its_state(log: MetricsLog, tm
 
 def test_an_evaluation_is_written_and_sent(tmp_path: Path) -> None:
     sent: list[tuple[str, dict[str, Any]]] = []
-    with closing(MetricsLog(tmp_path, lambda kind, **facts: sent.append((kind, facts)), ALONE, scaled=False)) as log:
+    log = MetricsLog(tmp_path, lambda kind, **facts: sent.append((kind, facts)), ALONE, scaled=False)
+    with closing(log.tracking):
         log.add_evaluation(1, 3, 40, {"accuracy": 0.5})
     assert lines(tmp_path) == [{"epoch": 2, "step": 40, "test": {"accuracy": 0.5}}]
     assert sent == [("evaluated", {"epoch": 2, "epochs": 3, "metrics": {"accuracy": 0.5}, "best": False})]
-
-
-def test_the_live_view_gets_a_message_now_and_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seconds = iter([10.0, 10.1, 10.3, 20.0])
-    monkeypatch.setattr("meshwise.training.tracking.metrics_log.time.monotonic", lambda: next(seconds))
-    log = MetricsLog(None, lambda kind, **facts: None, ALONE, scaled=False)
-    assert [log.live_is_due() for _ in range(3)] == [True, False, True]
-    assert not MetricsLog(None, None, ALONE, scaled=False).live_is_due()

@@ -15,7 +15,7 @@ from itertools import chain, islice, tee
 from pathlib import Path
 from typing import Any
 
-from meshwise.hardware.memory import peak_bytes
+from meshwise.hardware.memory import peak_bytes, used_bytes
 from meshwise.parallel.fits import check_fits
 from meshwise.parallel.splits.rules import said
 from meshwise.records import folder as names
@@ -35,7 +35,7 @@ from meshwise.training.job.options import LOG_EVERY, SKIP, RunOptions
 from meshwise.training.job.replica_check import ReplicaCheck
 from meshwise.training.job.run import Data, begun, make_engine, open_data, read_parts
 from meshwise.training.job.step import train_step
-from meshwise.training.process.explain import explain, smaller_plan
+from meshwise.training.process.explain import explain
 from meshwise.training.recording.recording import Recording
 from meshwise.training.recovery.clock import SaveClock
 from meshwise.training.recovery.loading import load
@@ -43,7 +43,7 @@ from meshwise.training.recovery.resume_changes import honour, made_with
 from meshwise.training.recovery.saving import Saver
 from meshwise.training.recovery.state import RunState, tree_of, unpack
 from meshwise.training.recovery.weights import save_weights
-from meshwise.training.tracking.metrics_log import MetricsLog, Send
+from meshwise.training.tracking.metrics_log import LIVE_EVERY, MetricsLog, Send
 from meshwise.training.tracking.tracking import log_into
 from meshwise.transfer.collectives import barrier
 from meshwise.workers.heartbeat import watched_loop
@@ -104,16 +104,14 @@ def run_job(job: Job, options: RunOptions, folder: Path | None, send: Send | Non
         _finish(run)
         status = "stopped" if run.stopped else "finished"
     except BaseException as error:
-        given, apart = (job.batch_size, engine.world), bool(engine.program.apart and engine.program.joined_at is None)
-        less = partial(smaller_plan, plan, run.state.model, *given, apart=apart) if run else lambda: None
-        explain(error, session.world, None if run is None else run.state.step, recording.recorder, less)
+        explain(error, session.world, None if run is None else run.state.step, recording.recorder, plan)
         raise
     finally:
         if run is not None and run.saver is not None and status == "failed":
             run.saver.close()
         engine.close()
         recording.close(status)
-        log.close()
+        log.tracking.close()
     notes = [run.best.why_over(run.state), run.not_finite.note(), *engine.notes, *(said() if plan.split else ())]
     notes.append(engine.draws.note() if engine.draws else "")
     return {
@@ -236,13 +234,14 @@ def _train_epoch(run: JobRun) -> bool:
         due = in_steps and _evaluation_is_due(run, "steps")
         if due or in_epoch % log_every == 0 or in_epoch == steps:
             log.sync()
-            log.send_memory()
+            log.send("memory", bytes=used_bytes(run.session.world.device))
             _send_progress(run, "log", in_epoch, steps)
             if due:
                 _evaluate(run, state.epoch + 1)
             if due and run.best.is_over(state):
                 break
-        elif time.monotonic() >= log.live_due and log.live_is_due():
+        elif (now := time.monotonic()) >= log.live_due:
+            log.live_due = now + LIVE_EVERY
             _send_progress(run, "progress", in_epoch, steps)
         if state.step >= run.clock.look and run.clock.is_due(state.step):
             _save(run)

@@ -9,7 +9,6 @@ last `sync`.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,7 +16,6 @@ from typing import Any
 
 from torch import Tensor
 
-from meshwise.hardware.memory import used_bytes
 from meshwise.records import folder as names
 from meshwise.records.files import Record, read_lines
 from meshwise.spec.errors import LossError
@@ -64,10 +62,9 @@ class MetricsLog:
         """Open the trackers, and remove the records of steps after `step`, because the run will repeat these steps."""
         if self._folder is not None and self._world.rank == 0:
             names.keep_metrics(self._folder, attempt(), lambda record: record.get("step", 0) <= step)
-        self.tracking.open(step)
-        if self._folder is not None and self._world.rank == 0:
             lines = read_lines(self._folder / names.METRICS)
             self.evaluated = max([line["step"] for line in lines if "test" in line and "step" in line], default=-1)
+        self.tracking.open(step)
         if self._world.size > 1:  # waits for rank 0: opening takes seconds, which would count as the first step's
             self.evaluated = collectives.broadcast_object(self.evaluated)
 
@@ -109,22 +106,6 @@ class MetricsLog:
         """Send a line, from rank 0 only, that is shown to the user and kept in the run's record and report."""
         if self._world.rank == 0:
             self.send("told", text=text)
-
-    def live_is_due(self) -> bool:
-        """Return whether another message to the live view is due. If it is, schedule the one after it."""
-        now = time.monotonic()
-        if now < self.live_due:
-            return False
-        self.live_due = now + LIVE_EVERY
-        return True
-
-    def send_memory(self) -> None:
-        """Send how many bytes of memory this rank uses now."""
-        self.send("memory", bytes=used_bytes(self._world.device))
-
-    def close(self) -> None:
-        """Close the trackers."""
-        self.tracking.close()
 
     def _finite(self, step: int, of_ranks: Tensor) -> float:
         """Return the loss of a step over all ranks. Raise LossError if it is not finite."""
