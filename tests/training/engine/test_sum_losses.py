@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import meshwise as mw
 from meshwise.spec.errors import UsageError
 from meshwise.training.autograd.loss_graph import summed_loss, uneven_mean
-from meshwise.training.engine.weighing import check_reduction, unsaid_weight
+from meshwise.training.engine.weighing import check_reduction
 from meshwise.training.job.loop import run_job
 from meshwise.training.job.options import RunOptions
 from meshwise.training.process.session import default_engine, end_sessions
@@ -105,7 +105,7 @@ def test_the_graph_tells_a_mean_over_something_else_than_samples() -> None:
     assert {weight: uneven_mean(loss, 4) for weight, loss in UNEVEN.items()} == {weight: weight for weight in UNEVEN}
     assert [uneven_mean(loss, 4) for loss in PICKED] == ["…"] * 3, "of samples that are picked by their numbers"
     assert [name for name, loss in EVEN.items() if uneven_mean(loss, 4)] == []
-    said = unsaid_weight(UNEVEN["…"], 4, "train.py:3", "mw.backward(loss, ")
+    said = check_reduction(UNEVEN["…"], None, 2, "train.py:3", "mw.backward(loss, ", 4)
     assert said.startswith("train.py:3: this loss is not a mean over samples") and "mw.backward(loss, weight=…)" in said
     assert check_reduction(EVEN["a mean"], None, 2, "", "", 4) == ""
 

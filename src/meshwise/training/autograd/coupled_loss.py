@@ -35,24 +35,22 @@ MIXED = "a choice among samples"
 _seen: Any = WeakIdKeyDictionary()  # tensors of which a program has asked to see the gradients
 
 
-def couples_samples(loss: Tensor, samples: int) -> bool | None:
-    """Return True if a loss combines samples with each other, so that it is no mean or sum with one term per sample."""
+def couples_samples(loss: Tensor, samples: int) -> bool:
+    """Return whether a loss combines samples with each other, so that it is no mean or sum with one term per sample."""
     if samples < 2 or not loss.requires_grad or loss.grad_fn is None or loss.numel() != 1:
-        return None
-    found = _between(loss.grad_fn, samples)
-    if found is None:
-        return None
+        return False
+    if (found := _between(loss.grad_fn, samples)) is None:
+        return False
     kinds, rows, nodes = found
     if MIXED in kinds:
         return True
-    if kinds <= SEPARATE:
+    elements = sum(math.prod(_shape(*row)) for row in rows)
+    if kinds <= SEPARATE or not rows or elements > MOST_ELEMENTS or _has_hooked(nodes):
         return False
-    if not rows or sum(math.prod(_shape(*row)) for row in rows) > MOST_ELEMENTS or _has_hooked(nodes):
-        return None
     try:
         return _are_coupled(loss, rows)
     except RuntimeError:  # of what has no second derivative, or takes too much memory
-        return None
+        return False
 
 
 def _between(first: Any, samples: int) -> tuple[set[str], list[tuple[Any, int]], set[Any]] | None:

@@ -217,18 +217,15 @@ class Engine:
     def watched_backward(self, reduce: bool) -> contextlib.AbstractContextManager[None]:
         """Return a context manager by which `self.watcher` observes a backward. If the engine has no watcher, it does
         nothing."""
-        watched: contextlib.AbstractContextManager[None] = self.watcher.backward(reduce) if self.watcher else NOTHING
-        return watched
+        return self.watcher.backward(reduce) if self.watcher else NOTHING
 
     def on_trial(self) -> contextlib.AbstractContextManager[None]:
         """Return a context manager for a run of a model whose results the program does not get."""
-        trial: contextlib.AbstractContextManager[None] = self.calls.on_trial() if self.calls else NOTHING
-        return trial
+        return self.calls.on_trial() if self.calls else NOTHING
 
     def attempt(self, part: Any) -> Callable[[], None]:
         """Return a function to call if the call that begins now runs anew. See `ModelTracer`."""
-        forget: Callable[[], None] = self.calls.attempt(part) if self.calls else _nothing
-        return forget
+        return self.calls.attempt(part) if self.calls else _nothing
 
 
 def held_bytes(program: Program) -> dict[str, float]:

@@ -160,12 +160,7 @@ def check_reduction(found: Any, reduction: str | None, ranks: int, where: str, v
             f"one device divided by {ranks}. Write {verb}reduction='sum'), or reduction='mean' to accept them."
         )
     said = samples <= 0 or reduction == "sum" or loss is not found
-    return "" if said else unsaid_weight(loss, samples, where, verb)
-
-
-def unsaid_weight(loss: Tensor, samples: int, where: str, verb: str) -> str:
-    """Return a note for the user if the loss is a mean over items other than samples, such as tokens."""
-    weight = uneven_mean(loss, samples)
+    weight = "" if said else uneven_mean(loss, samples)
     return weight and (
         f"{where}: this loss is not a mean over samples (classes have weights, samples have different numbers of "
         "targets, or it is divided by its own count), and the ranks average over unequal numbers of items. "

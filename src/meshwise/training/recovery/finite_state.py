@@ -24,7 +24,7 @@ _OWN = "torch.optim"  # what torch's own optimizers keep is never inf
 
 def not_finite_names(models: Mapping[str, nn.Module]) -> frozenset[str]:
     """Return the names of the parameters that contain NaN or infinity on this rank."""
-    return frozenset(_bad(_parameters(models)))
+    return frozenset(_bad(_named(models, {})))
 
 
 def not_finite_in(
@@ -39,30 +39,24 @@ def not_finite_in(
 
 def not_finite_here(models: Mapping[str, nn.Module], optimizers: Mapping[str, Optimizer], known: frozenset[str]) -> str:
     """Return the name of the first entry of this rank's state that contains NaN or infinity."""
-    parameters = [each for each in _parameters(models) if each[0] not in known]
-    return next(_bad([*parameters, *_kept(models, optimizers)]), "")
+    return next((name for name in _bad(_named(models, optimizers)) if name not in known), "")
 
 
-def _parameters(models: Mapping[str, nn.Module]) -> Iterator[_Named]:
+def _named(models: Mapping[str, nn.Module], optimizers: Mapping[str, Optimizer]) -> Iterator[_Named]:
+    """Yield this rank's parameters, and each tensor of optimizer state that belongs to them."""
+    names, lacking = dict[Tensor, str](), set[Tensor]()
     for of, model in models.items():
-        lacking = stages.absent_parameters(model)  # another rank's of a pipeline, which are NaN here
+        lacking.update(stages.absent_parameters(model))  # another rank's of a pipeline, which are NaN here
         for name, p in model.named_parameters():
+            names[p] = name
             if p not in lacking and not p.is_meta and not isinstance(p, UninitializedParameter):
                 yield f"the parameter {name}" + (f" of model {of}" if of else ""), local_of(p.detach()), True
-
-
-def _kept(models: Mapping[str, nn.Module], optimizers: Mapping[str, Optimizer]) -> Iterator[_Named]:
-    """Yield each tensor of optimizer state that belongs to this rank's parameters."""
-    names: dict[Tensor, str] = {p: name for model in models.values() for name, p in model.named_parameters()}
-    lacking = {p for model in models.values() for p in stages.absent_parameters(model)}
     for optimizer in optimizers.values():
         kind, strict = type(optimizer).__name__, type(optimizer).__module__.startswith(_OWN)
-        for p, entry in optimizer.state.items():
-            if p in lacking or not isinstance(entry, Mapping):
-                continue
-            for key, value in entry.items():
+        for of_state, entry in optimizer.state.items():
+            for key, value in entry.items() if of_state not in lacking and isinstance(entry, Mapping) else ():
                 if isinstance(value, Tensor):
-                    yield f"{key} of {kind} for {names.get(p, 'a parameter')}", local_of(value.detach()), strict
+                    yield f"{key} of {kind} for {names.get(of_state, 'a parameter')}", local_of(value.detach()), strict
 
 
 def _bad(named: Iterable[_Named]) -> Iterator[str]:
