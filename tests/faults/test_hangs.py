@@ -56,7 +56,7 @@ def test_a_forward_of_one_rank_alone_is_thought_of_where_it_meets_the_others(tmp
     """Its batch norm is joined with the next step's of the others; then both are in one collective at two lines."""
     run = CommandRun("--devices", "2xcpu", "--hang-limit", "4s", str(SCRIPT), "alone", "0", out=tmp_path)
     assert run.wait() == 1, run.output
-    assert "and whether some rank calls its model alone. Rank 0 is in its phase" in run.output, run.output
+    assert "and whether a rank makes a call that others do not. Rank 0 is in its phase" in run.output, run.output
     assert run.output.count("script_that_hangs.py:") >= 2, run.output
 
 

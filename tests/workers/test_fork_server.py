@@ -195,7 +195,7 @@ def test_a_server_that_is_stopped_before_it_starts_ranks_is_named_and_ends_the_r
     os.kill(server.pid, signal.SIGSTOP)
     with pytest.raises(
         WorkerFailed,
-        match=rf"^ranks 0, 1 have not started for .* s: process {server.pid}, which starts them, is stopped "
+        match=rf"^ranks 0, 1 did not start within .* s: process {server.pid}, which starts them, is stopped "
         rf"\(kill -CONT {server.pid} lets it go on\)\. Ended after 3 s",
     ):
         in_time(lambda: launch(os.getppid, (), SLOTS, preload=forks, listeners=Listeners(hang_limit=3.0)))

@@ -36,7 +36,7 @@ FEW = 5  # steps that must be known before they tell how long a step takes
 HANG_LIMIT = 60.0
 OF_PLAIN = 600.0  # a program that waits itself, as NCCL lets it: rank 0 may evaluate or write for minutes
 ASKED = "collectives"
-"""A message of this kind asks a rank for which collectives its device waits. The launcher sends it (on_device.py)."""
+"""A message of this kind asks a rank for which collectives its device waits. The launcher sends it (worker.py)."""
 NOBODY: Mapping[int, Far] = {}
 _OF_A_STEP = ("data", "forward", "backward", "optimizer")
 
@@ -63,9 +63,7 @@ class Stall:
     inside: bool = False
 
 
-def patience(
-    beat: Beat, longest: Mapping[str, float], limit: float, *, stopped: bool = False, message: bool = False
-) -> tuple[float, float]:
+def patience(beat: Beat, longest: Mapping[str, float], limit: float, *, stopped: bool = False) -> tuple[float, float]:
     """Return after how many seconds without progress a rank is reported, and after how many seconds the run is
     ended."""
     if stopped:
@@ -75,7 +73,7 @@ def patience(
     if beat.phase == "checkpoint" or beat.compiles or len(beat.steps) < FEW:
         ask = 60.0 + before  # the first steps, what is compiled, what is written
         return ask, max(limit, 600.0, 2 * ask)
-    if beat.phase in _OF_A_STEP or message:
+    if beat.phase in _OF_A_STEP:
         ask = 3 * sorted(beat.steps)[int(0.99 * (len(beat.steps) - 1) + 0.999)] + 2.0  # of the 99th percentile
         return ask, max(limit, ask)
     ask = min(30.0, limit / 2) + before  # a batch of an evaluation; what the program does between two steps
@@ -100,20 +98,9 @@ def find_stall(beats: Mapping[int, Beat], silent: Collection[int]) -> Stall | No
     if stuck and (any(late.values()) or (everyone and (ours or len(waiting) == len(beats)))):
         first = min(stuck.values(), key=lambda wait: wait.at)
         return Stall(sorted(rank for rank in stuck if stuck[rank].group == first.group), waiting, first, inside=True)
-    if ours and (pair := _message_lost(waiting, late)):
-        return Stall(pair, waiting, waiting[pair[0]], inside=True)
     if waiting and all(beats[rank].begun for rank in waiting) and any(late.values()):
         return Stall(sorted(waiting), waiting, crossed=True)
     return Stall(sorted(set(silent) - waiting.keys()), waiting) if ours and everyone else None
-
-
-def _message_lost(waiting: Mapping[int, CollectiveCall], late: Mapping[int, set[int]]) -> list[int]:
-    """Return two ranks between which a message must be lost, or an empty list."""
-    for rank, wait in waiting.items():
-        for other in late[rank] if _is_message(wait) else ():
-            if rank in late[other] or not _is_message(waiting[other]):
-                return [rank, other]
-    return []
 
 
 def _wait(beat: Beat, *, all_silent: bool) -> CollectiveCall | None:
@@ -183,8 +170,7 @@ class HangWatch:
             return None
         first = max([rank for rank in stall.ranks if rank in pids], key=lambda rank: self._silence[rank])
         is_stopped = (pid := pids[first]) is not None and state_of(pid) == "T"
-        message = stall.inside and stall.collective is not None and _is_message(stall.collective)
-        ask, end = patience(beats[first], self._longest, limit, stopped=is_stopped, message=message)
+        ask, end = patience(beats[first], self._longest, limit, stopped=is_stopped)
         if any(group.endswith(PLAIN) for group in beats[first].begun):
             end = max(end, OF_PLAIN)
         if self._idleness is not None:
@@ -244,10 +230,8 @@ class HangWatch:
             away = sorted(_members(stall.collective) - beats.keys())
             why = f"for which {ranks_text(away)} of another machine may be missing" if away else "and it does not end"
             look = "check the network between the ranks"
-            if self._idleness is not None and not away:
-                look = f"perhaps a rank makes a call that others do not. {'; '.join(what).capitalize()}"
-            elif not away and len(set(where.values())) > 1 and not beats[stall.ranks[0]].ours:
-                look += f", and whether some rank calls its model alone. {'; '.join(what).capitalize()}"
+            if not (away or beats[stall.ranks[0]].ours):
+                look += f", and whether a rank makes a call that others do not. {'; '.join(what).capitalize()}"
             return f"No progress for {seconds:.1f} s{step}: {inside}, {why}: {look}."
         told = f"No progress for {seconds:.1f} s{step}: {'; '.join(what)}"
         if stall.waiting:
@@ -293,10 +277,8 @@ def _of_stopped(stall: Stall, stopped: Sequence[int]) -> Stall:
 
 
 def _not_started(ranks: Sequence[int], seconds: float, server: int) -> str:
-    verb = "has" if len(ranks) == 1 else "have"
     does = STATES.get(state_of(server), "still imports the modules that they need").replace("PID", str(server))
-    start = f"{ranks_text(ranks)} {verb} not started for {seconds:.1f} s"
-    return f"{start}: process {server}, which starts them, {does}."
+    return f"{ranks_text(ranks)} did not start within {seconds:.1f} s: process {server}, which starts them, {does}."
 
 
 def _named(collective: CollectiveCall) -> str:
