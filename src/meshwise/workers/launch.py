@@ -80,7 +80,6 @@ def launch(
         task.write_bytes(cloudpickle.dumps((sys.path, cloudpickle.dumps((function, arguments)))))
         launcher.start(task, slots)
         launcher.watch()
-        launcher.await_others()
         return [
             cloudpickle.loads(environment.result_path(task, w.rank).read_bytes()) if w.state is State.DONE else None
             for w in launcher.workers
@@ -110,7 +109,7 @@ class _Launcher:
         self._divergence = DivergenceWatch(scratch, range(self.first_rank, self.first_rank + local_size))
         self._hangs, self._far = HangWatch(scratch, listeners.hang_limit, idle=listeners.idle), FarBeats(nodes)
         self._written = WrittenFiles()
-        self._halting: dict[int, int] | None = None
+        self._halting: dict[int, int] = {}
         self._last: int | None = None
         self._halted_at, self._asked, self._saves = 0.0, 0.0, False
 
@@ -152,8 +151,9 @@ class _Launcher:
         }
 
     def watch(self) -> None:
-        """Wait until every worker is done. Raises WorkerFailed as soon as the cause of a failure is known."""
-        while not self._over() or any(w.process.poll() is None for w in self.workers):
+        """Wait until the workers of all machines are done. Raises WorkerFailed as soon as the cause of a failure is
+        known."""
+        while not self._ended():
             self._deliver_one()
             self._look_at_processes()
             self._look_at_halt()
@@ -164,16 +164,12 @@ class _Launcher:
             failures = self._failures()
             if failures and self._settled(failures):
                 self._fail(failure.culprit(failures, self.size))
-            if self._over() and all(w.seconds > END_TIMEOUT for w in self.workers):
-                break  # one that cannot end by itself is ended by end()
-        self._look_at_verbs()
 
-    def await_others(self) -> None:
-        """Wait until the workers of all machines are done. Raises WorkerFailed if one fails or a machine is lost."""
-        while self.nodes is not None and not self.nodes.all_done():
-            self._look_at_nodes()
-            self._look_at_once()
-            time.sleep(0.02)
+    def _ended(self) -> bool:
+        """Check whether the processes of this machine have ended, and those of the others are done. A process that is
+        done but cannot end by itself is ended by `end`."""
+        here = self._over() and all(w.seconds > END_TIMEOUT or w.process.poll() is not None for w in self.workers)
+        return here and (self.nodes is None or self.nodes.all_done())
 
     def _over(self) -> bool:
         """Return True if every worker has ended without a failure: its task is done, or it has exited with code 0."""
@@ -251,7 +247,7 @@ class _Launcher:
             self.halt.ask(int(message["number"]))
         elif kind == "finishes_epoch":
             self._saves = True
-        elif kind == "halting" and self._halting is not None:
+        elif kind == "halting":
             self._halting[rank] = int(message["begun"])
         elif kind == "writes":
             if text := self._written.add(rank, **{name: value for name, value in message.items() if name != "kind"}):
@@ -282,20 +278,16 @@ class _Launcher:
             return waited > OTHERS_TIMEOUT
         return waited > failure.patience(failures) or not self._in(State.RUNNING)
 
-    def _look_at_once(self) -> None:
+    def _look_at_halt(self) -> None:
         if self.halt.at_once:
             text = "the run was stopped at once. What was saved before is kept."
             if self.nodes:
                 self.nodes.fail(text, None, self.halt.exit_code)
             raise WorkerFailed(text, exit_code=self.halt.exit_code)
-
-    def _look_at_halt(self) -> None:
-        self._look_at_once()
-        if not self.halt.wanted:
+        if not self.halt.wanted or self._over():
             return
         now = time.monotonic()
-        if self._halting is None:
-            self._halting, self._halted_at = {}, now
+        self._halted_at = self._halted_at or now
         waiting = [w for w in self.workers if w.state is State.RUNNING and w.rank not in self._halting]
         if waiting and now - self._asked > HALT_INTERVAL:  # again: a worker that still starts has not heard it
             self._asked = now
