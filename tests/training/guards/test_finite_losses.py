@@ -33,7 +33,7 @@ def own_session() -> Iterator[None]:
 def program(bad: int | None, step: Callable[[Any, Any], bool] = lambda loss, scaler: True, scaled: bool = False) -> Any:
     """Trains on 20 samples in batches of four; sample `bad` is NaN. step: whether the optimizer steps."""
     torch.manual_seed(0)
-    default_engine().phases.go_on(0)
+    default_engine().phases.steps = 0
     x = torch.randn(20, 2)
     if bad is not None:
         x[bad] = math.nan

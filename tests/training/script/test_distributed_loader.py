@@ -37,7 +37,7 @@ def trained(
     loader, held_out = DataLoader(TensorDataset(x), 8, shuffle=True), DataLoader(TensorDataset(x[:9]), 4)
     model, optimizer, loader, held_out = mw.distribute(model, optimizer, loader, held_out, view="rank")
     extra: dict[str, Any] = {"losses": [], "steps": []}
-    default_engine().phases.go_on(0)  # other loops of this process have steps
+    default_engine().phases.steps = 0  # other loops of this process have steps
     saved = mw.checkpoint(folder, model=model, optimizer=optimizer, loader=loader, extra=extra, every=1)
     engine, batches = default_engine(), 0
     gate = engine.gate = StepGate()

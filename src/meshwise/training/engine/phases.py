@@ -30,7 +30,7 @@ class Phases:
 
     def __init__(self) -> None:
         self.steps = 0
-        """How many steps had ended when a batch was last requested."""
+        """How many steps had ended when a batch was last requested, with those of earlier runs of the loop."""
         self._recorder = current()
         self._range: Any = None  # of a profiler that is attached
         self.since: Mark | None = None
@@ -71,10 +71,6 @@ class Phases:
         """End a step of a program that asks for no batches."""
         self.steps, self._open, self._stepped, self.trained = self.steps + 1, False, False, False
         self._recorder.begin_step(self.steps + 1)
-
-    def go_on(self, steps: int) -> None:
-        """Continue counting from `steps`, the number of steps that earlier runs of the loop have recorded."""
-        self.steps = steps
 
     def batch_asked(self, loop: LoopRead | None) -> None:
         """Record that a loop requests its next batch, which may not exist. loop."""

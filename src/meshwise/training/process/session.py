@@ -53,7 +53,7 @@ def _begin() -> None:
         begun = recording.recording.record_script(joined.world, foreign=foreign, say=tell)
     if begun is not None:
         engines[0].ends.callback(begun.close)
-    engines[0].phases.go_on(current().step)
+    engines[0].phases.steps = current().step
     atexit.register(_process_ends)
 
 

@@ -144,7 +144,7 @@ class LoopState:
         held.tell_origin(found.saved, self._engine.notify)
         self._step = self._last = saved_loop.restore(self._parts, self._folder, found.tree)
         self.restored, self._epoch = True, 0 if self._loader is None else self._loader.place[0]
-        self._engine.phases.go_on(self._step)
+        self._engine.phases.steps = self._step
         if wrong := self._not_finite()[0]:
             raise CheckpointError(
                 f"{found.saved.path}: {wrong} is not finite in this saved state. Remove this folder to continue from "
@@ -252,15 +252,11 @@ class LoopState:
         """Warn of mistakes in the call of `mw.checkpoint`."""
         if self._looked_at or loader is not self._loader or self._saver is None:
             return
-        self._looked_at, say, engine, program = True, self._engine.notify, self._engine, self._engine.program
+        self._looked_at, engine = True, self._engine
         kept = [each for state in engine.given.loop_states for each in state.keeps()]
-        say(
-            saved_loop.forgotten(
-                [*kept, *engine.given.earlier], program.models, program.optimizers, engine.given.schedulers
-            )
-        )
+        engine.notify(saved_loop.forgotten(engine, [*kept, *engine.given.earlier]))
         if self.restored and not self._read:
-            say(says_unread(self._epoch, self._parts.extra))
+            engine.notify(says_unread(self._epoch, self._parts.extra))
 
     def finishes_epoch(self) -> bool:
         """Return whether a run that was asked to stop should go on until its next epoch begins or the program ends.

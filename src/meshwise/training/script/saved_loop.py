@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence, Sized
+from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -130,20 +130,17 @@ def _named(things: Things) -> dict[str, Any]:
     return {str(name): each for name, each in things.items()} if isinstance(things, dict) else {"": things}
 
 
-def forgotten(
-    given: Sequence[Any],
-    models: Iterable[nn.Module],
-    optimizers: Iterable[Optimizer],
-    schedulers: Iterable[Any],
-) -> str:
+def forgotten(engine: Engine, given: Sequence[Any]) -> str:
     """Return a warning about objects that the program trains with, but that no call of `mw.checkpoint` saves."""
     saved = {id(p) for each in given if isinstance(each, nn.Module) for p in each.parameters()}
     known = {id(each) for each in given}
     lost: list[tuple[str, Any]] = [
-        ("model", m) for m in models if any(p.requires_grad and id(p) not in saved for p in m.parameters())
+        ("model", model)
+        for model in engine.program.models
+        if any(p.requires_grad and id(p) not in saved for p in model.parameters())
     ]
-    lost += [("optimizer", each) for each in optimizers if id(each) not in known]
-    lost += [("scheduler", each) for each in schedulers if id(each) not in known]
+    lost += [("optimizer", each) for each in engine.program.optimizers if id(each) not in known]
+    lost += [("scheduler", each) for each in engine.given.schedulers if id(each) not in known]
     which = ", ".join(f"{type(each).__name__} ({kind})" for kind, each in lost)
     return which and (
         f"mw.checkpoint: mw.distribute was passed {which}, but mw.checkpoint was not, so its state is not saved. Pass "
