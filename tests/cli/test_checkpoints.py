@@ -86,7 +86,7 @@ def test_a_run_without_states_says_how_to_save(run: Path, command: Command) -> N
     code, shown, _ = command("checkpoints", "other")
     assert code == 0 and "No state was saved in" in shown and "--save-every" in shown
     code, _, told = command("weights", "other")
-    assert code == 2 and "has no checkpoint" in told
+    assert code == 2 and "there is no checkpoint" in told
     assert command("checkpoints", "none of them")[0] == 2
 
 

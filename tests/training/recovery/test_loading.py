@@ -47,7 +47,7 @@ def test_the_newest_state_comes_back(tmp_path: Path) -> None:
 def test_an_earlier_one_can_be_asked_for(tmp_path: Path) -> None:
     save(tmp_path, 5, 10)
     assert loaded(tmp_path, only="step-00000005.1")[0].saved.step == 5
-    with pytest.raises(CheckpointError, match=r"step-00000007\.1: there is no such checkpoint"):
+    with pytest.raises(CheckpointError, match=r"step-00000007\.1: there is no checkpoint"):
         loaded(tmp_path, only="step-00000007.1")
 
 
@@ -160,5 +160,5 @@ def test_what_a_later_version_writes_is_not_read(tmp_path: Path, monkeypatch: py
 
 
 def test_a_run_that_saved_nothing_is_told_how_to_save(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"has no checkpoint\. Run with --save-every N, or start over"):
+    with pytest.raises(CheckpointError, match=r"there is no checkpoint\. Run with --save-every N, start over"):
         loaded(tmp_path / "checkpoint")

@@ -175,8 +175,7 @@ def _alone(program: Program, loss: Tensor, before: Tensor) -> Tensor:
     """Run the backward on one device, without reducing gradients. Raise UsageError if there are several ranks."""
     program.check_has_models()
     program.plain(loss).backward()
-    whole: Tensor = program.plain(before.detach())
-    return whole
+    return program.plain(before.detach())  # type: ignore[no-any-return]
 
 
 def watched(engine: Engine) -> contextlib.AbstractContextManager[None]:

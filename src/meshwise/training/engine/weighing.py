@@ -142,9 +142,9 @@ def refuse_loss(loss: Tensor, part: BatchSlice | None) -> NoReturn:
     )
 
 
-def check_said(reduction: str | None, weight: object) -> None:
+def check_said(reduction: str, weight: object) -> None:
     """Raise UsageError for an unknown reduction, or for a weight that is given together with reduction="sum"."""
-    check_known("reduction", "mean" if reduction is None else reduction, REDUCTIONS)
+    check_known("reduction", reduction, REDUCTIONS)
     if reduction == "sum":
         check_sum_alone(weight, "mw.backward")
 

@@ -152,9 +152,8 @@ def _prepare(
         saver = Saver(folder / names.CHECKPOINTS, session.world, log.note, saves=options.saves, resumed=saved)
     clock = SaveClock(options.saves, saver, partial(tree_of, state))
     nan = NotFinite(options.on_nan, state, folder, log.tell, scaled=plan.dtypes.scaled)
-    run = JobRun(job, session, options, plan, folder, engine, state, log, best, clock, train, test, check, nan)
-    run.began = {"epoch": state.epoch, "step": state.step}
-    run.saver = saver
+    given = job, session, options, plan, folder, engine, state, log, best, clock, train, test, check, nan
+    run = JobRun(*given, saver=saver, began={"epoch": state.epoch, "step": state.step})
     if test is not None and job.best:  # one batch, since a wrong name is to be known before an epoch is over
         best.check(evaluate(engine, job, state.model, _test_batches(run, min(test.samples, job.batch_size))))
     log.send("began", job=job.name, epochs=job.epochs, steps=-(-train.samples // job.batch_size), step=state.step)

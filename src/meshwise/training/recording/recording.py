@@ -151,5 +151,4 @@ def _opened(folder: Path, world: World) -> tuple[Path, int]:
 
 def _last_error() -> BaseException | None:
     """Return the uncaught error of this process (`sys.last_value`), if any."""
-    error: BaseException | None = getattr(sys, "last_value", None)
-    return error
+    return getattr(sys, "last_value", None)

@@ -114,10 +114,10 @@ def load(
         raise CheckpointError(
             f"no checkpoint can be used: {'; '.join(wrong)}. Start over, without --resume or in another folder."
         )
-    if only is not None:
-        name = folder / only
-        raise CheckpointError(f"{name}: there is no such checkpoint. Use a name that meshwise checkpoints RUN lists.")
-    raise CheckpointError(f"{folder} has no checkpoint. Run with --save-every N, or start over.")
+    raise CheckpointError(
+        f"{folder / (only or '')}: there is no checkpoint. Run with --save-every N, start over, or name one that "
+        "meshwise checkpoints RUN lists."
+    )
 
 
 def _read_manifest(saved: Checkpoint) -> tuple[Manifest | None, str]:

@@ -44,5 +44,4 @@ def open_tracker(wanted: str | Tracker, folder: Path, step: int) -> OpenTracker:
     """Open a tracker for the run in `folder`."""
     if not isinstance(wanted, str):
         return OpenTracker(getattr(wanted, "__name__", type(wanted).__name__), wanted)
-    opened: OpenTracker = import_module(WHERE).OPEN[wanted](folder, step)
-    return opened
+    return import_module(WHERE).OPEN[wanted](folder, step)  # type: ignore[no-any-return]
