@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch._functorch import apis, eager_transforms
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.utils._device import _device_constructors
 
 Change = Callable[[Any], Any]
 _IMPLEMENTATIONS = [
@@ -51,6 +52,7 @@ def change_arguments(change: Change) -> None:
 
 @functools.cache
 def _install() -> None:
+    _device_constructors()  # which torch keeps, to give them `with torch.device(…)`: those of before
     for owner, name in _IMPLEMENTATIONS:
         setattr(owner, name, _transform(getattr(owner, name), name))
     for kind in _SCRIPTED:

@@ -112,6 +112,14 @@ def written_arrays(distribute: Distribute) -> list[str]:
     return said
 
 
+def devices(distribute: Distribute) -> list[str]:
+    """Makes tensors on a device that stands over them."""
+    usual(distribute)
+    with torch.device("meta"):
+        made = [torch.tensor([1.0]), torch.as_tensor([1.0]), torch.arange(3), torch.randperm(3), torch.eye(2)]
+    return [each.device.type for each in made]
+
+
 def saved_models(distribute: Distribute) -> Any:
     """Saves its model whole, and trains on with a copy beside it."""
     model, optimizer, loader = usual(distribute)
@@ -126,7 +134,7 @@ def saved_models(distribute: Distribute) -> Any:
     return left, extra, [each(torch.ones(2, x.shape[1])).sum().item() for each in (*loaded, model)]
 
 
-ALIKE = [constructors, shared_memory, refused_by_torch, without_gradients, saved_models]
+ALIKE = [constructors, devices, shared_memory, refused_by_torch, without_gradients, saved_models]
 
 
 @pytest.mark.filterwarnings("ignore:To copy construct from a tensor", "ignore:Sparse invariant checks")
