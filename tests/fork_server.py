@@ -14,9 +14,9 @@ import sys
 import time
 from pathlib import Path
 
-from meshwise.workers import leave
+from meshwise.workers import fast_exit
 
-leave.prepare()  # as workers/__main__.py does
+fast_exit.prepare()  # as workers/__main__.py does
 
 from meshwise.training.job.options import PRELOAD  # noqa: E402
 from meshwise.workers import fork_server, worker  # noqa: E402
@@ -61,4 +61,4 @@ if __name__ == "__main__":
     worker.die_with_parent()
     for module in PRELOAD:
         importlib.import_module(module)
-    leave.leave(serve_many(sys.argv[1]))
+    fast_exit.exit_now(serve_many(sys.argv[1]))

@@ -25,7 +25,7 @@ from meshwise.spec.errors import MeshwiseError, UsageError, WorkerFailed, neares
 from meshwise.spec.exit_codes import DOUBTFUL, FAILED, MEANINGS, USAGE
 from meshwise.spec.words import printable
 from meshwise.terminal import last_words
-from meshwise.workers import leave
+from meshwise.workers import fast_exit
 
 ROOMS = (
     *(("hardware", "devices bench"), ("planner", "plan"), ("launcher", "run submit predict"), ("checker", "check")),
@@ -108,14 +108,14 @@ def main() -> None:
     atexit.register(gc.freeze)  # else Python looks for garbage in all that was imported, before it ends
     _open_standard_files()
     last_words.watch(sys.stdout, sys.stderr)
-    with leave.told(_end):
+    with fast_exit.on_exit(_end):
         try:
             code = app(sys.argv[1:], standalone_mode=False, prog_name="meshwise")
             _flush()
         except typer.Exit as exit:
             code = exit.exit_code
         except Exception as error:
-            told = _told(error)
+            told = _refusal_of(error)
             if told is None:
                 raise
             _print_error(told)
@@ -132,7 +132,7 @@ def _end(call: str) -> None:
 
     call: what the program called, such as `train.py:3: os._exit(0)`.
     """
-    error = UsageError(leave.OF_COMMAND.format(call=call))
+    error = UsageError(fast_exit.OF_COMMAND.format(call=call))
     _print_error(error)
     if os.isatty(2):
         os.write(2, b"\x1b[?25h")  # the cursor, which is hidden while progress is drawn
@@ -150,7 +150,7 @@ def _open_standard_files() -> None:
             setattr(sys, name, os.fdopen(number, "w" if number else "r", closefd=False))
 
 
-def _told(error: Exception) -> MeshwiseError | None:
+def _refusal_of(error: Exception) -> MeshwiseError | None:
     """Return the error to show for an exception that ended a command. Return None if the exception is a bug of
     meshwise."""
     if isinstance(error, MeshwiseError):

@@ -1,5 +1,5 @@
 """Programs that end a command from inside, by sys.exit, Ctrl-C or an exception that is no Exception: one sentence, an
-exit code that is not 0, and no traceback but the program's own. So are ends without a word: workers/leave.py."""
+exit code that is not 0, and no traceback but the program's own. So are ends without a word: workers/fast_exit.py."""
 
 from __future__ import annotations
 

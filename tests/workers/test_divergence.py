@@ -29,7 +29,7 @@ verbs = st.lists(st.sampled_from(["mw.backward", "mw.sum", "optimizer.step"]), m
 def trail(folder: Path, rank: int, called: Sequence[str]) -> VerbTrail | None:
     log = VerbLog(trail_path(folder, rank))
     for verb in called:
-        verb_log.came_to(verb, log=log)
+        verb_log.log_verb(verb, log=log)
     return read_trail(trail_path(folder, rank))
 
 
@@ -119,14 +119,14 @@ def test_ranks_that_are_further_apart_than_what_is_kept_are_compared_when_they_m
     ahead, behind = VerbLog(trail_path(tmp_path, 0)), VerbLog(trail_path(tmp_path, 1))
     watch = DivergenceWatch(tmp_path, [0, 1])
     for _ in range(2 * SLOTS):
-        verb_log.came_to("mw.sum", log=ahead)
-    verb_log.came_to("mw.sum", log=behind)
+        verb_log.log_verb("mw.sum", log=ahead)
+    verb_log.log_verb("mw.sum", log=behind)
     assert divergence(watch.trails(), []) == ""
     for _ in range(2 * SLOTS - 1):
-        verb_log.came_to("mw.sum", log=behind)
+        verb_log.log_verb("mw.sum", log=behind)
     assert divergence(watch.trails(), [0, 1]) == ""
-    verb_log.came_to("mw.load", log=behind)
-    verb_log.came_to("mw.sum", log=ahead)
+    verb_log.log_verb("mw.load", log=behind)
+    verb_log.log_verb("mw.sum", log=ahead)
     assert "rank 1 reached mw.load" in divergence(watch.trails(), [])
 
 
@@ -146,8 +146,8 @@ def test_a_rank_that_parts_because_it_raises_has_time_to_say_so(
 
 def test_verbs_of_other_threads_are_not_in_order_and_not_noted(tmp_path: Path) -> None:
     log = VerbLog(trail_path(tmp_path, 0))
-    verb_log.came_to("mw.sum", log=log)
-    thread = threading.Thread(target=verb_log.came_to, args=("mw.load",), kwargs={"log": log})
+    verb_log.log_verb("mw.sum", log=log)
+    thread = threading.Thread(target=verb_log.log_verb, args=("mw.load",), kwargs={"log": log})
     thread.start()
     thread.join()
     found = read_trail(trail_path(tmp_path, 0))

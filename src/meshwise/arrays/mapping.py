@@ -18,7 +18,7 @@ from meshwise.arrays.moves import reshard
 from meshwise.arrays.sharding import Shape, Sharding, sharding
 from meshwise.spec.errors import UsageError
 from meshwise.transfer import collectives
-from meshwise.workers.verb_log import came_to
+from meshwise.workers.verb_log import log_verb
 
 
 def map_shards(
@@ -101,7 +101,7 @@ def _joined(x: Array, results: Sequence[list[Tensor] | None], placed: Sharding) 
     found = next((each for each in results if each is not None), None)
     forms = None if found is None else [(tuple(one.shape), one.dtype) for one in found]
     if x.space.over_ranks:
-        came_to("map_shards")
+        log_verb("map_shards")
         known = [form for form in collectives.gather_objects(forms, collectives.everyone()) if form is not None]
         forms = known[0] if known else None
     if forms is None:

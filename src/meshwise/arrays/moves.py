@@ -24,7 +24,7 @@ from meshwise.transfer.comm_log import OPEN, note
 from meshwise.transfer.copy import CopyOptions, move
 from meshwise.transfer.devices import OPEN_DEVICES, name_of
 from meshwise.transfer.path import choose
-from meshwise.workers.verb_log import came_to
+from meshwise.workers.verb_log import log_verb
 
 EXPLAINED: list[object] = []
 """Not empty while `mw.explain` runs. In this time, transfers are added to the communication log, but not made."""
@@ -70,7 +70,7 @@ def exchange(space: Space, pieces: Iterable[Move], operation: str) -> dict[Hasha
 
 def _over_ranks(space: Space, pieces: Sequence[Move], operation: str) -> dict[Hashable, Tensor]:
     """Send tensors between ranks in one batch."""
-    came_to(operation)
+    log_verb(operation)
     (own,) = space.here
     arrived, sends, receives, copies = {}, [], [], []
     for piece in pieces:
@@ -197,7 +197,7 @@ def agreed(space: Space, values: Sequence[int], operation: str = "agree") -> lis
     """Gather integers from all devices, in the order of the devices."""
     if not space.over_ranks:
         return list(values)
-    came_to(operation)
+    log_verb(operation)
     own = torch.tensor(list(values), dtype=torch.int64, device=space.devices[space.here[0]])
     return [
         int(value) for value in collectives.all_gather(own, collectives.everyone(), of=operation).flatten().tolist()

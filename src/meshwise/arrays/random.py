@@ -25,7 +25,7 @@ from meshwise.arrays.sharding import Shape
 from meshwise.arrays.space import Space
 from meshwise.spec.errors import UsageError
 from meshwise.transfer import collectives
-from meshwise.workers.verb_log import came_to
+from meshwise.workers.verb_log import log_verb
 
 Draw = Callable[[Tensor, Tensor], Tensor]
 """A function from the upper and the lower 32 random bits of each element to the values of the elements."""
@@ -43,7 +43,7 @@ class Generator:
         if seed is None:
             seed = secrets.randbits(63)
             if self._space.over_ranks:
-                came_to("random.seed")
+                log_verb("random.seed")
                 seed = int(collectives.broadcast_object(seed, collectives.everyone()))
         if not isinstance(seed, int) or not 0 <= seed < 2**64:
             raise UsageError(f"seed must be a whole number from 0 to 2**64 - 1, but it is {seed!r}.")

@@ -45,7 +45,7 @@ from meshwise.training.job.job import Job
 from meshwise.transfer.collectives import gather_objects
 from meshwise.transfer.reading import wait_for_all
 from meshwise.workers import heartbeat
-from meshwise.workers.verb_log import came_to
+from meshwise.workers.verb_log import log_verb
 
 GRACE = 60.0  # seconds in which all ranks must come to the same place of the program, where no launcher looks
 
@@ -362,7 +362,7 @@ class EngineWatcher:
     def end(self) -> ProgramTrace:
         """Complete the trace, and return it. Collective."""
         self._engine.events.send("evaluations_end")
-        came_to("the end of the script")
+        log_verb("the end of the script")
         self._wait_for_ranks("the end of the script")
         trace = self.found.trace
         if trace is not None:

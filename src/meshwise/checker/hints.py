@@ -168,10 +168,10 @@ class Hints:
 
         with contextlib.ExitStack() as stack:
             for scheduler in _with_own(LRScheduler, "step"):
-                stack.enter_context(_told(scheduler, "step", ticked))
+                stack.enter_context(_listened(scheduler, "step", ticked))
             holders: list[type[Any]] = [nn.Module, *_with_own(Optimizer, "zero_grad")]
             for holder in holders:
-                stack.enter_context(_told(holder, "zero_grad", zeroed))
+                stack.enter_context(_listened(holder, "zero_grad", zeroed))
             stack.enter_context(noting_unused(self._say))
             yield
 
@@ -189,7 +189,7 @@ def _with_own(kind: type[Any], name: str) -> Iterator[type[Any]]:
 
 
 @contextlib.contextmanager
-def _told(kind: type, name: str, tell: Callable[[Any], None]) -> Iterator[None]:
+def _listened(kind: type, name: str, tell: Callable[[Any], None]) -> Iterator[None]:
     """Call `tell(object)` before each call of the method `name` of the class `kind`, inside the with block."""
     real = vars(kind)[name]
 

@@ -23,11 +23,11 @@ from typing import Any
 
 from torch import Tensor
 
-from meshwise.integrations.lightning_strategy import PrecisionOnRanks, Ranks, StrategyOnRanks
+from meshwise.integrations.lightning_strategy import DistributedPrecision, DistributedStrategy, Ranks
 from meshwise.integrations.private_parts import end_epoch, logs_with, take_place
 from meshwise.spec.errors import UsageError
 from meshwise.training.engine.engine import Engine
-from meshwise.training.script.over_ranks import joined
+from meshwise.training.script.reductions import joined
 from meshwise.training.script.trainers import Add, Integration, Share, in_front
 from meshwise.training.tracking import tracking
 from meshwise.workers.join import rank_context
@@ -40,7 +40,7 @@ WHOLE = "Lightning: the batch_size of each DataLoader is the batch size of all {
 
 
 def _distribute(trainer: Any, engine: Engine, add: Add, share: Share) -> Any:
-    if isinstance(trainer, TrainerOnRanks):
+    if isinstance(trainer, DistributedTrainer):
         return trainer
     world, strategy = rank_context().world, trainer.strategy
     if type(strategy).__name__ != "SingleDeviceStrategy":
@@ -55,13 +55,13 @@ def _distribute(trainer: Any, engine: Engine, add: Add, share: Share) -> Any:
     alone = world.size == 1 and rank_context().channel is None
     take_place(trainer, world.device, signals=alone)  # else a stop is agreed on by all ranks
     connector, kept = logs_with(trainer)
-    in_front(TrainerOnRanks, trainer, ranks)
-    in_front(StrategyOnRanks, strategy, ranks)
-    in_front(PrecisionOnRanks, strategy.precision_plugin, ranks)
-    in_front(ConnectorOnRanks, connector, ranks)
-    in_front(EpochOnRanks, trainer.fit_loop.epoch_loop, ranks)
+    in_front(DistributedTrainer, trainer, ranks)
+    in_front(DistributedStrategy, strategy, ranks)
+    in_front(DistributedPrecision, strategy.precision_plugin, ranks)
+    in_front(DistributedConnector, connector, ranks)
+    in_front(DistributedEpoch, trainer.fit_loop.epoch_loop, ranks)
     for results in kept:
-        in_front(ResultsOnRanks, results, ranks)
+        in_front(DistributedResults, results, ranks)
     if world.size > 1:
         engine.notify(WHOLE.format(ranks=world.size))
     return trainer
@@ -70,10 +70,10 @@ def _distribute(trainer: Any, engine: Engine, add: Add, share: Share) -> Any:
 def _on_ranks(name: str) -> Callable[..., Any]:
     """Return a method that calls the Trainer's method `name`."""
 
-    def run(self: TrainerOnRanks, *args: Any, **options: Any) -> Any:
+    def run(self: DistributedTrainer, *args: Any, **options: Any) -> Any:
         handler = signal.getsignal(signal.SIGINT)
         try:
-            return getattr(super(TrainerOnRanks, self), name)(*args, **options)
+            return getattr(super(DistributedTrainer, self), name)(*args, **options)
         except SystemExit as left:
             if self.meshwise.engine.stopped and isinstance(left.__context__, KeyboardInterrupt):
                 signal.signal(signal.SIGINT, handler)
@@ -83,14 +83,14 @@ def _on_ranks(name: str) -> Callable[..., Any]:
     return run
 
 
-class TrainerOnRanks:
+class DistributedTrainer:
     """Overrides the methods of Lightning's Trainer that run a training, a validation, a test or a prediction."""
 
     meshwise: Ranks
     fit, validate, test, predict = map(_on_ranks, ("fit", "validate", "test", "predict"))
 
 
-class EpochOnRanks:
+class DistributedEpoch:
     """Overrides Lightning's loop over an epoch. If `meshwise check` stops an epoch early, this class still steps the
     schedulers and runs the validation, as after a full epoch."""
 
@@ -102,7 +102,7 @@ class EpochOnRanks:
             end_epoch(self)
 
 
-class ConnectorOnRanks:
+class DistributedConnector:
     """Overrides Lightning's logger connector, which sends logged values to the loggers."""
 
     meshwise: Ranks
@@ -123,7 +123,7 @@ class ConnectorOnRanks:
             tracking.log(numbers, step=self.meshwise.trainer.global_step)
 
 
-class ResultsOnRanks:
+class DistributedResults:
     """Overrides Lightning's collection of logged values."""
 
     meshwise: Ranks

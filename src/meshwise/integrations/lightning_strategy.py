@@ -23,7 +23,7 @@ from meshwise.torch_compat.tree import map_kind, tensors_in
 from meshwise.training.data.wrapped_loader import loader_inside
 from meshwise.training.recovery.collect import collected
 from meshwise.training.script.distributed_loader import OverLoader
-from meshwise.training.script.over_ranks import joined
+from meshwise.training.script.reductions import joined
 from meshwise.training.script.trainers import REFUSED, SAVED, OfTrainer, in_front
 from meshwise.transfer import collectives
 from meshwise.workers.join import rank_context
@@ -59,7 +59,7 @@ class Ranks(OfTrainer):
         return self.engine.program.plain(wholes(tree))
 
 
-class StrategyOnRanks(ABC):  # as its own class is: Python compares the layouts
+class DistributedStrategy(ABC):  # as its own class is: Python compares the layouts
     """Overrides methods of Lightning's strategy for a single device."""
 
     meshwise: Ranks
@@ -132,7 +132,7 @@ class StrategyOnRanks(ABC):  # as its own class is: Python compares the layouts
         if not isinstance(dataloader, DataLoader) and loader_inside(dataloader) is None:
             ranks.refuse(f"a {type(dataloader).__name__} of batches", "pass a DataLoader")
             return dataloader
-        shared = LoaderOnRanks(ranks.share(dataloader), ranks)
+        shared = DistributedLoader(ranks.share(dataloader), ranks)
         if ranks.trainer.training and ranks.states:
             shared.load_state_dict(ranks.states.pop(0))
         return shared
@@ -222,7 +222,7 @@ class _Ahead:
         return next(self._batches)
 
 
-class PrecisionOnRanks:
+class DistributedPrecision:
     """Overrides Lightning's precision plugin. Lightning passes each batch to the plugin just before it processes the
     batch. If the batch is a placeholder of `_Ahead`, the plugin reads the real batch now."""
 
@@ -232,7 +232,7 @@ class PrecisionOnRanks:
         return super().convert_input(map_kind(_Ahead, _Ahead.read, data))  # type: ignore[misc]
 
 
-class LoaderOnRanks(OverLoader):
+class DistributedLoader(OverLoader):
     """A distributed loader for Lightning."""
 
     def __init__(self, loader: Any, ranks: Ranks) -> None:
@@ -261,7 +261,7 @@ class LoaderOnRanks(OverLoader):
         self._loader.start = 0
 
 
-class MetricOnRanks:
+class DistributedMetric:
     """Overrides methods of a torchmetrics metric. Every rank updates the metric with the rows of all ranks, so the
     ranks need not exchange the metric's state."""
 
@@ -283,8 +283,8 @@ class MetricOnRanks:
 def _see_all_rows(ranks: Ranks, model: nn.Module) -> None:
     for module in model.modules():
         names = {(cls.__module__, cls.__name__) for cls in type(module).__mro__}
-        if ("torchmetrics.metric", "Metric") in names and not isinstance(module, MetricOnRanks):
-            in_front(MetricOnRanks, module, ranks)
+        if ("torchmetrics.metric", "Metric") in names and not isinstance(module, DistributedMetric):
+            in_front(DistributedMetric, module, ranks)
             metric: Any = module
             state = metric.__getstate__()
             del metric.__dict__["update"], metric.__dict__["compute"]

@@ -34,12 +34,12 @@ from torch import Tensor, nn
 
 from meshwise.integrations.private_parts import be_alone
 from meshwise.integrations.trainer_loader import Window, skip_batches
-from meshwise.integrations.trainer_ranks import ITEMS, AcceleratorOnRanks, Ranks, first_loss, loss_of, weight_of
+from meshwise.integrations.trainer_ranks import ITEMS, DistributedAccelerator, Ranks, first_loss, loss_of, weight_of
 from meshwise.spec.errors import UsageError
 from meshwise.training.data.order import BatchSlice
 from meshwise.training.engine.engine import Engine
 from meshwise.training.recovery.collect import collected
-from meshwise.training.script.over_ranks import joined
+from meshwise.training.script.reductions import joined
 from meshwise.training.script.trainers import REFUSED, SAVED, Add, Integration, Share, in_front
 from meshwise.training.tracking import tracking
 from meshwise.transfer import collectives
@@ -59,7 +59,7 @@ def own_names(model: Any) -> contextlib.AbstractContextManager[object]:
     return mock.patch.object(model, "save_pretrained", functools.partial(save, save_original_format=False))
 
 
-class OnRanks:
+class DistributedTrainer:
     """Overrides methods of transformers' Trainer."""
 
     meshwise: Ranks
@@ -218,7 +218,7 @@ def _models_of(trainer: Any) -> list[nn.Module]:
 
 
 def _distribute(trainer: Any, engine: Engine, add: Add, share: Share) -> Any:
-    if isinstance(trainer, OnRanks):
+    if isinstance(trainer, DistributedTrainer):
         return trainer
     world = rank_context().world
     masks = world.size > 1 and any(getattr(trainer.data_collator, name, False) for name in ("mlm", "plm_probability"))
@@ -228,8 +228,8 @@ def _distribute(trainer: Any, engine: Engine, add: Add, share: Share) -> Any:
     if trainer.args.use_cpu:  # the run says where, and the model is there
         vars(trainer.args)["_setup_devices"] = torch.device(world.device)
     trainer.args.distributed_state = be_alone(world, trainer.create_accelerator_and_postprocess)
-    in_front(AcceleratorOnRanks, trainer.accelerator, ranks)
-    in_front(OnRanks, trainer, ranks)
+    in_front(DistributedAccelerator, trainer.accelerator, ranks)
+    in_front(DistributedTrainer, trainer, ranks)
     trainer.state.is_world_process_zero = trainer.is_world_process_zero()
     trainer.state.is_local_process_zero = trainer.is_local_process_zero()
     if isinstance(trainer.optimizer, torch.optim.Optimizer):

@@ -23,7 +23,7 @@ from meshwise.torch_compat.dispatch import rehearsing
 from meshwise.torch_compat.tree import all_leaves, map_tensors
 from meshwise.training.autograd.loss_graph import count_of_sum, cross_entropy_means, is_of_items
 from meshwise.training.engine import steps
-from meshwise.training.script.over_ranks import rows_of_all
+from meshwise.training.script.reductions import rows_of_all
 from meshwise.training.script.trainers import OfTrainer
 from meshwise.training.script.verbs import accumulate
 from meshwise.transfer import collectives
@@ -110,7 +110,7 @@ def weight_of(ranks: Ranks, loss: Tensor) -> Tensor:
     return found[0]
 
 
-class AcceleratorOnRanks:
+class DistributedAccelerator:
     """A base class that is added to the class of a Trainer's Accelerator. It overrides the methods that prepare
     objects, run the backward and exchange values between processes, so that meshwise does this over all ranks."""
 

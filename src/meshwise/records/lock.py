@@ -105,7 +105,7 @@ def _opened(folder: Path, name: str, work: Work) -> IO[str] | None:
         text = file.read()
         file.close()
         if not _is_earlier(text, work):
-            raise UsageError(f"{folder}: {REFUSALS[name].format(by=_told(text))}") from None
+            raise UsageError(f"{folder}: {REFUSALS[name].format(by=_holder(text))}") from None
         (folder / name).unlink(missing_ok=True)  # who holds it holds a file without a name from now on
         return _opened(folder, name, work)
     except OSError:
@@ -130,7 +130,7 @@ def is_abandoned(folder: Path) -> bool:
 def refuse_held(folder: Path) -> None:
     """Raise UsageError if a run's launcher holds the folder. The folder is not locked by this call."""
     if text := _holders_text(folder):
-        raise UsageError(f"{folder}: {REFUSALS[LOCK].format(by=_told(text))}")
+        raise UsageError(f"{folder}: {REFUSALS[LOCK].format(by=_holder(text))}")
 
 
 def _holders_text(folder: Path) -> str | None:
@@ -154,7 +154,7 @@ def holder_of(folder: Path) -> tuple[str, int] | None:
     return (str(host), process) if host and isinstance(process, int) else None
 
 
-def _told(text: str) -> str:
+def _holder(text: str) -> str:
     with contextlib.suppress(ValueError, KeyError, TypeError, OverflowError):
         facts = json.loads(text)
         since = datetime.fromtimestamp(float(facts["since"])).astimezone()

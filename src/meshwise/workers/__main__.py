@@ -11,9 +11,9 @@ import socket
 import sys
 from collections.abc import Sequence
 
-from meshwise.workers import leave
+from meshwise.workers import fast_exit
 
-leave.prepare()  # before what is imported below
+fast_exit.prepare()  # before what is imported below
 
 from meshwise.workers import fork_server, worker  # noqa: E402
 
@@ -29,4 +29,4 @@ def _serve(descriptor: int, modules: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    leave.leave(_serve(int(sys.argv[2]), sys.argv[3:]) if sys.argv[1] == "--fork-server" else worker.main())
+    fast_exit.exit_now(_serve(int(sys.argv[2]), sys.argv[3:]) if sys.argv[1] == "--fork-server" else worker.main())

@@ -74,7 +74,7 @@ def divergence(trails: Mapping[int, VerbTrail | None], ended: Collection[int]) -
         return ""
     told: dict[str, list[int]] = {}
     for rank, trail in sorted(trails.items()):
-        told.setdefault(_told(trail, number, rank in ended), []).append(rank)
+        told.setdefault(_where(trail, number, rank in ended), []).append(rank)
     parts = [f"{ranks_text(ranks)} {what}" for what, ranks in told.items()]
     return f"Ranks diverged: {'; '.join(parts)}. {ADVICE}"
 
@@ -104,7 +104,7 @@ def _differ(trails: Collection[VerbTrail], number: int) -> bool:
     return len({trail.checksum(number) for trail in trails}) > 1
 
 
-def _told(trail: VerbTrail | None, number: int, ended: bool) -> str:
+def _where(trail: VerbTrail | None, number: int, ended: bool) -> str:
     if trail is None:
         return "ended" if ended else "has called nothing yet"
     if trail.count < number:

@@ -18,7 +18,7 @@ from meshwise.spec.errors import MeshwiseError, ReplicaError, SpoiledError, Usag
 from meshwise.spec.exit_codes import INTERRUPTED
 from meshwise.spec.user_code import OURS, is_users, name_line, raised_at
 from meshwise.spec.words import error_text, readable, text_of
-from meshwise.workers import leave
+from meshwise.workers import fast_exit
 
 MORE_MEMORY = "Reduce the memory that the ranks of this machine use, or give them more memory."
 LINK = "The ranks lost their connections to each other, but all ranks still run. Check the network between them."
@@ -183,7 +183,7 @@ def of_command(error: BaseException) -> MeshwiseError:
     if isinstance(error, KeyboardInterrupt):
         shown: MeshwiseError = WorkerFailed("stopped by Ctrl-C.", exit_code=INTERRUPTED)
     elif isinstance(error, SystemExit):
-        shown = UsageError(leave.OF_COMMAND.format(call=f"sys.exit({error.code!r})"))
+        shown = UsageError(fast_exit.OF_COMMAND.format(call=f"sys.exit({error.code!r})"))
     else:
         return WorkerFailed(f"{user_traceback(error).rstrip()}\nthe program failed: {error_text(error)}")
     shown.__traceback__ = error.__traceback__

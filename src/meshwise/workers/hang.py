@@ -25,7 +25,7 @@ from pathlib import Path
 
 from meshwise.spec.words import ranks_text
 from meshwise.workers.heartbeat import PEERS, PLAIN, Beat, CollectiveCall, beat_path, read_beat, read_beats, stack_path
-from meshwise.workers.nodes import Far
+from meshwise.workers.nodes import RemoteBeat
 from meshwise.workers.stuck import STATES, Idleness, standing, state_of, stuck_child
 
 INTERVAL = 0.25  # seconds between two looks
@@ -37,7 +37,7 @@ HANG_LIMIT = 60.0
 OF_PLAIN = 600.0  # a program that waits itself, as NCCL lets it: rank 0 may evaluate or write for minutes
 ASKED = "collectives"
 """A message of this kind asks a rank for which collectives its device waits. The launcher sends it (worker.py)."""
-NOBODY: Mapping[int, Far] = {}
+NOBODY: Mapping[int, RemoteBeat] = {}
 _OF_A_STEP = ("data", "forward", "backward", "optimizer")
 
 
@@ -143,7 +143,7 @@ class HangWatch:
     def look(
         self,
         pids: Mapping[int, int | None],
-        far: Mapping[int, Far] = NOBODY,
+        far: Mapping[int, RemoteBeat] = NOBODY,
         server: subprocess.Popen[bytes] | None = None,
     ) -> Hang | None:
         """Return the next message about a hang."""
@@ -159,7 +159,7 @@ class HangWatch:
         if server is not None and (unborn := [rank for rank in silent if pids[rank] is None]):
             stopped = state_of(server.pid) == "T"
             ask, end = (OF_STOPPED, max(limit, OF_STOPPED)) if stopped else (60.0, max(limit, 600.0))
-            return self._told(unborn[0], ask, end, None, lambda seconds: _not_started(unborn, seconds, server.pid))
+            return self._judged(unborn[0], ask, end, None, lambda seconds: _not_started(unborn, seconds, server.pid))
         beats = {rank: each.beat for rank, each in far.items()}
         beats |= {rank: read_beat(beat_path(self._folder, rank)) for rank in pids}
         stall = find_stall(beats, [*silent, *(rank for rank, each in far.items() if each.silence)])
@@ -176,9 +176,9 @@ class HangWatch:
         if self._idleness is not None:
             ask, end = limit / 4, limit
         step = beats[first].step or None
-        return self._told(first, ask, end, step, lambda seconds: self._explain(stall, beats, pids, seconds))
+        return self._judged(first, ask, end, step, lambda seconds: self._explain(stall, beats, pids, seconds))
 
-    def _told(
+    def _judged(
         self, first: int, ask: float, end: float, step: int | None, explain: Callable[[float], str]
     ) -> Hang | None:
         seconds = self._silence[first]
@@ -243,15 +243,15 @@ class HangWatch:
             told += "".join(f"; rank {rank} {self._stands(rank, pids[rank])}" for rank in here)
         return f"{told}."
 
-    def here(self, pids: Mapping[int, int | None]) -> dict[int, Far]:
+    def here(self, pids: Mapping[int, int | None]) -> dict[int, RemoteBeat]:
         """Return the state of each rank of this machine, to be sent to other machines."""
         silent = {rank: pid for rank, pid in pids.items() if self._silence[rank] >= LEAST}
-        stopped, found = set(self._stopped(silent, {})), dict.fromkeys(pids, Far())
+        stopped, found = set(self._stopped(silent, {})), dict.fromkeys(pids, RemoteBeat())
         for rank in silent:
-            found[rank] = Far(read_beat(beat_path(self._folder, rank)), self._silence[rank], rank in stopped)
+            found[rank] = RemoteBeat(read_beat(beat_path(self._folder, rank)), self._silence[rank], rank in stopped)
         return found
 
-    def _stopped(self, pids: Mapping[int, int | None], far: Mapping[int, Far]) -> Iterator[int]:
+    def _stopped(self, pids: Mapping[int, int | None], far: Mapping[int, RemoteBeat]) -> Iterator[int]:
         """Yield the ranks whose process is stopped, or is in uninterruptible sleep."""
         yield from (rank for rank, each in far.items() if each.stopped)
         yield from (rank for rank, pid in pids.items() if pid is not None and state_of(pid) in ("T", "t", "D"))

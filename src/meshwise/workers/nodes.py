@@ -182,7 +182,7 @@ class Nodes:
 
 
 @dataclass(frozen=True)
-class Far:
+class RemoteBeat:
     """The state of a rank on another machine, as that machine last reported it."""
 
     beat: Beat = field(default_factory=Beat)
@@ -199,7 +199,7 @@ class FarBeats:
         self._heard: dict[int, tuple[Any, float]] = {}
         self._said: dict[int, Any] = {}
 
-    def tell(self, here: Callable[[], Mapping[int, Far]]) -> None:
+    def tell(self, here: Callable[[], Mapping[int, RemoteBeat]]) -> None:
         """Tell the other machines about the ranks of this machine, at most once per EVERY seconds. here: returns their
         states."""
         now = time.monotonic()
@@ -207,9 +207,9 @@ class FarBeats:
             self._told = now
             self._nodes.set(f"beats/{self._nodes.node_rank}", {rank: _plain(far) for rank, far in here().items()})
 
-    def heard(self) -> dict[int, Far]:
+    def heard(self) -> dict[int, RemoteBeat]:
         """Return the state of each rank on the other machines, as far as these machines have reported it."""
-        found = dict[int, Far]()
+        found = dict[int, RemoteBeat]()
         for node, news in self._of_others("beats"):
             told, at = self._heard.get(node, (None, 0.0))
             if news != told:
@@ -235,7 +235,7 @@ class FarBeats:
         return [] if nodes is None else [(m.node, nodes.try_get(f"{key}/{m.node}")) for m in nodes.others]
 
 
-def _plain(far: Far) -> dict[str, Any]:
+def _plain(far: RemoteBeat) -> dict[str, Any]:
     """Convert the state of a silent rank to values for JSON, with the time on this machine's clock."""
     if not far.silence:
         return {}
@@ -243,10 +243,10 @@ def _plain(far: Far) -> dict[str, Any]:
     return asdict(replace(far, beat=last)) | {"sent": time.perf_counter_ns()}
 
 
-def _read(told: Mapping[str, Any], at: float) -> Far:
+def _read(told: Mapping[str, Any], at: float) -> RemoteBeat:
     """Return the state of a rank that another machine has told at the time `at`, with times on this machine's clock."""
     if not told:
-        return Far()
+        return RemoteBeat()
     since = time.monotonic() - at
     ahead = time.perf_counter_ns() - round(since * 1e9) - told["sent"]
     calls = [
@@ -254,4 +254,4 @@ def _read(told: Mapping[str, Any], at: float) -> Far:
         for one in (*told["beat"]["recent"], told["beat"]["waits_in"])
     ]
     beat = Beat(**{**told["beat"], "recent": calls[:-1], "waits_in": calls[-1]})
-    return Far(beat, told["silence"] + since, told["stopped"])
+    return RemoteBeat(beat, told["silence"] + since, told["stopped"])

@@ -36,7 +36,7 @@ STATES = {
 
 
 @dataclass(frozen=True)
-class Standing:
+class ProcessState:
     """Where a process stands in its Python code, or why the process does not run."""
 
     pid: int
@@ -52,19 +52,19 @@ class Standing:
         return f"stands at {self.place}" if self.place else "does not report where its Python code is"
 
 
-def standing(pid: int, stack: Path) -> Standing:
+def standing(pid: int, stack: Path) -> ProcessState:
     """Find out where in its code a process is. stack: the file to which the process writes its Python stack."""
     state = STATES.get(state_of(pid), "")
     if state:
-        return Standing(pid, state)
+        return ProcessState(pid, state)
     frames = _FRAME.findall(_asked(pid, stack))
     users = next((frame for frame in frames if is_users(frame[0])), None)
     chosen = users or next(iter(frames), None)
     where = "" if chosen is None else f"{place(chosen[0], int(chosen[1]))} in {chosen[2]}"
-    return Standing(pid, "", where, users is not None)
+    return ProcessState(pid, "", where, users is not None)
 
 
-def stuck_child(pid: int, stack: Path) -> Standing | None:
+def stuck_child(pid: int, stack: Path) -> ProcessState | None:
     """Return a child process, such as a loader worker, that seems to hang."""
     children = children_of(pid)[:MOST_CHILDREN]
     held = next((child for child in children if state_of(child) in ("T", "t", "D")), None)

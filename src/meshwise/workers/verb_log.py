@@ -104,7 +104,7 @@ class VerbLog:
             file.truncate(LINES)
             self._map = mmap.mmap(file.fileno(), LINES)
         self._counts, self._words = memoryview(self._map)[:8].cast("Q"), memoryview(self._map)[:LINES].cast("I")
-        self.newest: dict[str, tuple[int, CodeType | None, int, list[int]]] = {}  # by verb: see came_to
+        self.newest: dict[str, tuple[int, CodeType | None, int, list[int]]] = {}  # by verb: see log_verb
         self._thread = 0
         self._lines: dict[tuple[str, int, int], list[int]] = {}  # [number of the line, crc32 of the verb, calls]
         self._codes: list[CodeType] = []  # kept, so that no other has the identity of one of them
@@ -145,7 +145,7 @@ def end() -> None:
     _log = None
 
 
-def came_to(verb: str, *which: int, log: VerbLog | None = None) -> None:
+def log_verb(verb: str, *which: int, log: VerbLog | None = None) -> None:
     """Log a call that all ranks must make in the same order (see `Verb`). Does nothing if no log was begun.
 
     This function runs several times in each step. For speed, it calls few other functions.

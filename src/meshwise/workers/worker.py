@@ -30,7 +30,7 @@ from meshwise.spec.world import World
 from meshwise.terminal import last_words
 from meshwise.torch_compat.driver import lost_by_fork
 from meshwise.torch_compat.flight_recorder import GroupProgress, progress
-from meshwise.workers import failure, heartbeat, join, leave, stopping, verb_log
+from meshwise.workers import failure, fast_exit, heartbeat, join, stopping, verb_log
 from meshwise.workers.channel import WorkerChannel
 from meshwise.workers.divergence import trail_path
 from meshwise.workers.environment import CORES, DEVICE_KIND, LISTENER, RUN_FOLDER, result_path
@@ -59,7 +59,7 @@ def main() -> int:
         raise UsageError("meshwise.workers cannot be started by hand. Use `meshwise run` or `mw.launch`.")
     stopping.pass_on(session.channel, session.gate, leads=session.world.rank == 0)
     task, rank = Path(sys.argv[1]), session.world.rank
-    with leave.told(partial(_tell_end, rank, session.channel)):
+    with fast_exit.on_exit(partial(_tell_end, rank, session.channel)):
         code = run_task(task, session.world, session.channel)
     with contextlib.suppress(AttributeError, ValueError):  # closed by the program
         sys.stdout.flush()
@@ -90,7 +90,7 @@ def answer(task: Path) -> int:
         last_words.end_lines()  # what the launcher says next has a line of its own
         answer_of(task).write_text(json.dumps(facts))
 
-    with leave.told(lambda call: told(UsageError(leave.OF_COMMAND.format(call=call)))):
+    with fast_exit.on_exit(lambda call: told(UsageError(fast_exit.OF_COMMAND.format(call=call)))):
         try:
             sys.path[:], pickled = cloudpickle.loads(task.read_bytes())
             function, arguments = cloudpickle.loads(pickled)
@@ -192,7 +192,7 @@ def _exited(exit: SystemExit, rank: int, channel: WorkerChannel) -> int:
 
 
 def _tell_end(rank: int, channel: WorkerChannel, call: str) -> None:
-    text = leave.OF_RANK.format(call=call)
+    text = fast_exit.OF_RANK.format(call=call)
     channel.send("failed", failure=asdict(Failure(rank, "raised", text, time=time.time())))
     time.sleep(END_TIMEOUT)  # the launcher is to read it before it sees that this process has ended
 

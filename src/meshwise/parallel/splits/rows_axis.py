@@ -16,7 +16,7 @@ from meshwise.parallel.splits.axis import Axis
 from meshwise.spec.user_code import user_place
 from meshwise.torch_compat.sharding import groups_of, sharded_modules
 from meshwise.transfer import collectives
-from meshwise.workers.verb_log import came_to
+from meshwise.workers.verb_log import log_verb
 
 READ = "a read of a value"
 
@@ -93,7 +93,7 @@ class DataAxis(Axis):
 
     def _exchanges(self) -> None:
         self._crosses()
-        came_to(READ)
+        log_verb(READ)
 
     def divides(self, whole: Tensor, dim: int) -> None:
         """Note that a whole tensor is about to be divided. If its rows differ, its maker knows which row is which."""

@@ -40,7 +40,7 @@ from meshwise.training.engine.weighing import (
     unpadded,
 )
 from meshwise.transfer.reading import look_out, meet
-from meshwise.workers.verb_log import came_to, in_progress
+from meshwise.workers.verb_log import in_progress, log_verb
 
 Batch = TypeVar("Batch")
 AS_WRITTEN = [
@@ -217,7 +217,7 @@ def follow_optimizers(engine: Engine) -> None:
             return
         stepping.add(id(optimizer))
         if engine.script:
-            came_to("optimizer.step")
+            log_verb("optimizer.step")
         if program.may_draw and not is_by_numbers(optimizer):
             engine.step_draws.begins(engine.draw_key)
         for hear in events.step_begins:

@@ -79,7 +79,7 @@ class JoinedRun:
         until = time.monotonic() + WAIT
         while len(told) < self._size and time.monotonic() < until:
             try:
-                told |= self._told(told)
+                told |= self._known(told)
             except RuntimeError:
                 return self._by_record(mine)
             if any(one is not None and one.kind != "victim" for one in told.values()):
@@ -92,7 +92,7 @@ class JoinedRun:
         missing = sorted(set(range(self._size)) - told.keys())
         return _gone(missing, self._size) if first.kind == "victim" and missing else first
 
-    def _told(self, known: dict[int, Failure | None]) -> Iterator[tuple[int, Failure | None]]:
+    def _known(self, known: dict[int, Failure | None]) -> Iterator[tuple[int, Failure | None]]:
         for rank in set(range(self._size)) - known.keys():
             if self._store.check([key := f"{ENDED}/{rank}"]):
                 facts = json.loads(self._store.get(key))

@@ -231,7 +231,7 @@ class PlainProgram:
         if together:
             number, beat = recorder.arrive(), heartbeat.enter(collective_name(call.kind, call.of), self._everyone)
             if threading.get_ident() == self._thread:
-                verb_log.came_to(call.kind)
+                verb_log.log_verb(call.kind)
         lane = "main" if call.blocking else "communication"
         code, start = recorder.code("communication", collective_name(call.kind, call.of), lane), recorder.mark()
         if call.dtype:

@@ -35,7 +35,7 @@ from meshwise.training.script.state_folder import HeldFolder, hold
 from meshwise.training.slips.in_a_run import says_unread
 from meshwise.workers.environment import SAVES
 from meshwise.workers.join import rank_context
-from meshwise.workers.verb_log import came_to
+from meshwise.workers.verb_log import log_verb
 
 OPENED = "{folder}: the loop ended before its accumulated batches made a step. The saved state lacks their gradients."
 
@@ -77,7 +77,7 @@ def checkpoint(
 
     Raises CheckpointError if the state was saved for another model, or if no saved state is complete. Raises UsageError
     if another program saves in `folder`."""
-    came_to("mw.checkpoint")
+    log_verb("mw.checkpoint")
     engine = default_engine()
     asked = json.loads(os.environ.get(SAVES, "{}"))
     saves = read_saves(asked.get("every") or every, asked.get("keep") or keep)

@@ -38,12 +38,12 @@ from meshwise.training.guards.same_data import samplers_of
 from meshwise.training.process.plan_choice import choose_plan
 from meshwise.training.process.session import default_engine, engines
 from meshwise.training.script.distributed_loader import DistributedLoader
-from meshwise.training.script.over_ranks import Number, gather_over_ranks, mean_over_ranks, sum_over_ranks
+from meshwise.training.script.reductions import Number, gather_over_ranks, mean_over_ranks, sum_over_ranks
 from meshwise.training.script.split_batch import split_batch
 from meshwise.training.script.trainers import integrations_of
 from meshwise.training.slips.in_a_run import says_divided
 from meshwise.training.whole.view import OneDevice, WholeView
-from meshwise.workers.verb_log import came_to
+from meshwise.workers.verb_log import log_verb
 
 First = TypeVar("First")
 Second = TypeVar("Second")
@@ -96,7 +96,7 @@ def distribute(  # type: ignore[misc]  # mypy takes it for one that refuses a Ty
 
     Raises UsageError for objects of any other kind and for two views in one program, and PlanError for a plan that
     cannot be applied."""
-    came_to("mw.distribute")
+    log_verb("mw.distribute")
     trainers = integrations_of(objects)
     for each in trainers.values():
         each.join()
@@ -214,7 +214,7 @@ def backward(
     If the program has divided the loss, such as by the number of accumulation steps, the returned loss is divided by
     the same number. If a GradScaler has scaled the loss, the returned loss is unscaled, so that the result of
     `mw.backward(scaler.scale(loss))` can be printed."""
-    came_to("mw.backward")
+    log_verb("mw.backward")
     engine = engines[-1] if engines else default_engine()
     return (engine.whole or steps).backward(engine, loss, weight, reduction)  # type: ignore[no-any-return]
 
@@ -231,7 +231,7 @@ def split(*batch: Any, whole: bool = False, dim: int = 0) -> Any:
     dim: the dimension of the samples.
 
     Raises UsageError if the batch has no rows, or for whole=True with `view="rank"`."""
-    came_to("mw.split")
+    log_verb("mw.split")
     engine = default_engine()
     divided = split_batch(engine, batch, whole=whole, dim=dim)
     return divided[0] if len(divided) == 1 else divided
@@ -263,7 +263,7 @@ def sum(value: Number, *, grad: bool = False) -> Number:
     Raises UsageError after a loop in which a batch had fewer samples than there are ranks: the value of a rank may then
     include a sample that only pads the batch. With `grad=True`, also raises UsageError under a plan with pipeline or
     accumulate, outside of a loop, and in a loss given to mw.backward with reduction="sum"."""
-    came_to("mw.sum")
+    log_verb("mw.sum")
     if _sees_whole():
         return value if grad or not isinstance(value, Tensor) else value.detach()
     return sum_over_ranks(_engine(), value, grad=grad)
@@ -280,7 +280,7 @@ def mean(value: Real, weight: float | Tensor | None = None, *, grad: bool = Fals
 
     Raises UsageError after a loop in which a batch had fewer samples than there are ranks: the value of a rank may then
     include a sample that only pads the batch."""
-    came_to("mw.mean")
+    log_verb("mw.mean")
     if _sees_whole():
         return value if grad or not isinstance(value, Tensor) else value.detach()
     return cast(Real, mean_over_ranks(_engine(), value, weight, grad=grad))
@@ -305,7 +305,7 @@ def gather_samples(values: Tree) -> Tree:
         samples of this rank's part of the batch. After the loop, they are those of all its batches, concatenated.
 
     Raises UsageError unless all ranks give tensors with the same dtypes and the same further dimensions."""
-    came_to("mw.gather_samples")
+    log_verb("mw.gather_samples")
     if _sees_whole():
         return values
     return cast(Tree, gather_over_ranks(default_engine(), values))

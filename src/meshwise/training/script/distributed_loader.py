@@ -27,7 +27,7 @@ from meshwise.training.engine.steps import batches as read_batches
 from meshwise.training.slips.in_a_run import says_resumed
 from meshwise.transfer.prefetch import prefetch
 from meshwise.transfer.splitmix import mixed
-from meshwise.workers.verb_log import BATCH, came_to, left_loop
+from meshwise.workers.verb_log import BATCH, left_loop, log_verb
 
 NESTED = (
     "a loop over a loader went on after another loop over the same loader had begun inside it, and missed batches. "
@@ -149,7 +149,7 @@ class DistributedLoader(OverLoader):
         self._running = True
         if self.start:
             self._engine.notify(says_resumed(self.start))
-        came_to(BATCH, self._number, self._epoch, 1)
+        log_verb(BATCH, self._number, self._epoch, 1)
         loader = self._loader
         if self._order is None and not (loader.persistent_workers and self._epoch) and not self._spec.draws_base_seed:
             with self._engine.generator.drawing():
@@ -196,7 +196,7 @@ class DistributedLoader(OverLoader):
                     self._left(loop)
                     raise
                 self.in_batch = False
-                came_to(BATCH, self._number, self._epoch, loop.given + 1)
+                log_verb(BATCH, self._number, self._epoch, loop.given + 1)
                 for state in states:
                     state.step_ends(self)
         self._over(loop)

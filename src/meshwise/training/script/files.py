@@ -28,7 +28,7 @@ from meshwise.training.process.session import default_engine, process_engine
 from meshwise.training.recovery.collect import collected
 from meshwise.transfer.reading import wait_for_all
 from meshwise.workers.join import rank_context
-from meshwise.workers.verb_log import came_to
+from meshwise.workers.verb_log import log_verb
 
 GRACE = 60.0  # seconds in which all ranks must come to a file
 
@@ -49,7 +49,7 @@ def save(thing: Any, path: str | Path) -> None:
     if plan.state_divided:
         if isinstance(thing, nn.Module | torch.optim.Optimizer):
             raise UsageError(f"under {plan}, mw.save saves only state dicts. Use mw.save(thing.state_dict(), path).")
-        came_to("mw.save")
+        log_verb("mw.save")
         _all_come(f"meshwise/saves/{name}/{saves[name]}", world, f"mw.save({path}) under {plan}")
         thing = collected(thing)
     if world.rank == 0:
@@ -72,7 +72,7 @@ def load(path: str | Path) -> Any:
 
     If rank 0 has not finished an `mw.save` to the same path, this waits for it. Raises CheckpointError for a file that
     is damaged, or that holds anything but tensors and plain values."""
-    came_to("mw.load")
+    log_verb("mw.load")
     engine, path = process_engine(), Path(path)
     world, name = rank_context().world, str(path.resolve())
     if world.size > 1 and name in engine.given.saves:

@@ -22,7 +22,7 @@ from meshwise.spec.user_code import user_place
 from meshwise.training.process import once, session
 from meshwise.transfer import collectives
 from meshwise.workers.join import join, rank_context
-from meshwise.workers.verb_log import came_to
+from meshwise.workers.verb_log import log_verb
 
 MOST = 8  # lines that are noted
 
@@ -67,7 +67,7 @@ def is_main() -> bool:
 
 def barrier() -> None:
     """Wait until every rank has reached this call. Collective."""
-    came_to("mw.barrier")
+    log_verb("mw.barrier")
     _wait()
 
 
@@ -77,7 +77,7 @@ def main_first() -> Iterator[None]:
     download a file that the other ranks then read.
 
     Collective. If rank 0 raises an error, the other ranks wait until the run ends with that error."""
-    came_to("mw.main_first")
+    log_verb("mw.main_first")
     if not is_main():
         _wait()
     yield

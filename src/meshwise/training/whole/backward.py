@@ -33,7 +33,7 @@ from meshwise.torch_compat.sharding import locals_of
 from meshwise.torch_compat.torch_function import on_parts
 from meshwise.training.engine import steps
 from meshwise.training.engine.engine import Engine
-from meshwise.workers.verb_log import came_to
+from meshwise.workers.verb_log import log_verb
 
 
 class Backwards:
@@ -93,7 +93,7 @@ class Backwards:
             self._options = self._scale = None
 
     def _run(self, loss: Tensor) -> None:
-        came_to("backward")
+        log_verb("backward")
         engine, program = self._engine, self._engine.program
         for hear in engine.events.backward_begins:
             hear(loss, engine.part, None, None, "")

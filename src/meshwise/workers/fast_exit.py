@@ -1,6 +1,6 @@
 """End a process: report a sudden end, and take apart no imports.
 
-A call of `os._exit` is reported, with its line, before it ends the process (`told`).
+A call of `os._exit` is reported, with its line, before it ends the process (`on_exit`).
 
 When Python exits, it clears its modules. That copies the memory pages that the workers of a machine share, so the exit
 is when they need the most memory. As in a normal exit, threads are joined, exit functions called, open files flushed.
@@ -31,11 +31,11 @@ OF_RANK = "{call} ended the process before its work was done. Return, or raise a
 
 
 def prepare() -> None:
-    """Let this process need little memory when it ends by `leave`."""
+    """Let this process need little memory when it ends by `exit_now`."""
     atexit.register(_end)
 
 
-def leave(code: int) -> NoReturn:
+def exit_now(code: int) -> NoReturn:
     """End this process with an exit code, once its work is done."""
     _codes.append(code)
     sys.exit(code)
@@ -62,7 +62,7 @@ def _flush(*files: Any) -> None:
 
 
 @contextlib.contextmanager
-def told(tell: Callable[[str], object]) -> Iterator[None]:
+def on_exit(tell: Callable[[str], object]) -> Iterator[None]:
     """Inside the `with` block, call `tell` just before `os._exit` ends this process at once.
 
     For example, this calls `tell("train.py:3: os._exit(0)")`. Calls in forked processes do not count, since they are

@@ -1,4 +1,4 @@
-"""What a worker leaves behind when it ends (workers/leave.py): all that Python would have written."""
+"""What a worker leaves behind when it ends (workers/fast_exit.py): all that Python would have written."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ threading.Thread(target=goes_on, daemon=True).start()
 print("end", end=" ")
 """
 WORKER = """
-from meshwise.workers import leave
-leave.prepare()
+from meshwise.workers import fast_exit
+fast_exit.prepare()
 import runpy
 runpy.run_path("program.py", run_name="__main__")
-leave.leave(3)
+fast_exit.exit_now(3)
 """
 
 
@@ -50,5 +50,5 @@ def test_threads_exit_functions_and_open_files_end_as_ever(processes: None, tmp_
 
 
 def test_a_program_that_is_not_told_to_leave_ends_by_itself(processes: None, tmp_path: Path) -> None:
-    text = "from meshwise.workers import leave; leave.prepare(); raise SystemExit(5)"
+    text = "from meshwise.workers import leave; fast_exit.prepare(); raise SystemExit(5)"
     assert subprocess.run([sys.executable, "-c", text], cwd=tmp_path).returncode == 5
