@@ -43,9 +43,7 @@ class CheckOptions:
     seed: Annotated[int | None, Option("seed of the start values, the data order and the draws")] = None
     perturb: Annotated[
         bool,
-        Option(
-            "show races: ranks are late at random, exchanges spoilt until they are waited for, CUDA streams followed"
-        ),
+        Option("show races: delay ranks at random, fill async buffers with NaN until wait(), follow CUDA streams"),
     ] = False
     rounding: Annotated[bool, Option("run both sides in the plan's own precision too")] = True
     arguments: Sequence[str] = ()

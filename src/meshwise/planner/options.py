@@ -51,7 +51,7 @@ class PlanOptions:
     batch_size: Annotated[int | None, OfJobs("samples of the global batch, over all devices")] = None
     settings: Annotated[tuple[str, ...], OfThePlan("a field that every plan has: precision=bf16")] = ()
     allow: Annotated[tuple[str, ...], Option("what may change the numbers: precision, microbatch")] = ()
-    seconds: Annotated[float, Option("of a processor, for which it rehearses at most")] = SECONDS
+    seconds: Annotated[float, Option("CPU-seconds budget for the search")] = SECONDS
     args: Annotated[Mapping[str, Plain] | tuple[str, ...], ARGUMENT] = ()
     seed: Annotated[int | None, OfJobs("seed of the start values, the data order and the draws")] = None
     arguments: Sequence[str] = ()

@@ -257,7 +257,7 @@ def recorded(failure: Failure) -> dict[str, Any]:
 def patience(failures: Sequence[Failure]) -> float:
     """Return how many seconds to wait for further failures, since a later failure may be the cause of these
     failures."""
-    if all(failure.kind == "victim" for failure in failures):  # whether all ranks lost each other is still to be told
+    if all(failure.kind == "victim" for failure in failures):  # every failure is secondary: keep looking
         return VICTIMS_TIMEOUT
     certain = any(failure.kind not in ("left", "victim") for failure in failures)
     return CULPRIT_TIMEOUT / 4 if certain else CULPRIT_TIMEOUT

@@ -28,7 +28,7 @@ RENDEZVOUS_TIMEOUT = timedelta(minutes=10)
 REACH_TIMEOUT = 3.0  # seconds to reach another machine's store
 MOVE_TIMEOUT = 3 * SILENCE  # for the machines that are left to come to another store
 CALL_EVERY = 3.0  # seconds between two calls to machine 0
-LEAD_TIMEOUT = 60.0  # for a leader that is heard of to say how it goes on
+LEAD_TIMEOUT = 60.0  # how long to wait for the leader's decision
 Look = Callable[[], object]
 """A function that is called again and again during a wait. It ends the wait early by raising an error."""
 
@@ -110,7 +110,7 @@ class Machines:
 
     def _follow(self, moved: Mapping[str, Any], asked: Mapping[str, Any]) -> None:
         """Join the run at its new leader."""
-        if moved["node"] == self.me.node:  # as it was before it was lost
+        if moved["node"] == self.me.node:  # our own stale entry
             return
         try:
             link = self._link((moved["host"], moved["port"]))

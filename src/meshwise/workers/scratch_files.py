@@ -191,7 +191,7 @@ class FileFunctions(FileView):
     def _chdir(self, original: Function, path: Any) -> None:
         logical = self.logical(path)
         is_real = logical is not None and os.path.isdir(logical) and self.real(logical) == logical
-        original(logical if is_real else self.seen(path))  # what is read by others than Python lies there
+        original(logical if is_real else self.seen(path))  # non-Python code must see the real directory
 
     def _removed(self, original: Function, path: Any, *rest: Any, **named: Any) -> None:
         logical = self.logical(path, False)

@@ -12,7 +12,7 @@ and, by `send`, what happens outside of steps: data_given(data, samples, sampler
 over the ranks, shown(place, text), in_stage(stage, microbatch), forward_ends(), program_begins(), evaluations_end(),
 program_ends().
 
-A listener returns nothing and steers nothing. An event without listeners costs nothing. A listener may leave after its
+Listeners only observe. An event without listeners costs nothing. A listener may leave after its
 probation: a number of backwards, which all ranks count alike, or in each loop a number of batches.
 """
 

@@ -133,7 +133,7 @@ class Tracking:
     def _optional(self, name: str, tracker: OpenTracker | None = None) -> Iterator[None]:
         try:
             yield
-        except Exception as error:  # a training is worth more than its pictures
+        except Exception as error:  # a failing tracker must not stop training
             if tracker is not None:
                 self._open.remove(tracker)
             self._notify(f"log={name} failed and gets no more values. The run continues. {error_text(error)}")
