@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import io
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset, get_worker_info
 
 from tests.training.whole.shared import Distribute
 
@@ -74,4 +77,59 @@ def one_row_squeezed(distribute: Distribute) -> list[Any]:
             tuple(x[:1].squeeze(0).shape),
             tuple(x[:1].squeeze().shape),
         ]
+    return left
+
+
+class _Stream(IterableDataset[torch.Tensor]):
+    """Numbers, dealt to the loader's workers."""
+
+    def __iter__(self) -> Any:
+        worker = get_worker_info()
+        first, every = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        yield from (torch.tensor([float(i)]) for i in range(first, 10, every))
+
+
+def a_stream_of_workers(distribute: Distribute) -> list[Any]:
+    """Each worker makes batches of its own, the last of them short."""
+    kept = DataLoader(_Stream(), 4, num_workers=2)
+    cut = DataLoader(_Stream(), 4, num_workers=2, drop_last=True)
+    kept, cut = distribute(kept, cut)
+    return [[batch.squeeze(1).tolist() for batch in each] for each in (kept, cut)]
+
+
+class _Wrapper:
+    """Changes the batches of a loader, by a generator."""
+
+    def __init__(self, loader: Any) -> None:
+        self.loader = loader
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> Any:
+        for x, y in self.loader:
+            yield x * 2, y
+
+
+def a_wrapper_beside_a_loader(distribute: Distribute) -> list[Any]:
+    """The order of a generator's batches is drawn when its first batch is read."""
+    torch.manual_seed(4)
+    data = TensorDataset(torch.randn(12, 2), torch.arange(12))
+    source, target = distribute(_Wrapper(DataLoader(data, 6, shuffle=True)), DataLoader(data, 6, shuffle=True))
+    left: list[Any] = []
+    for (x, y), (z, w) in zip(source, target, strict=True):
+        left += [x.sum().item(), z.sum().item(), y.tolist(), w.tolist()]
+    return left
+
+
+def tensors_read_from_streams(distribute: Distribute) -> list[float]:
+    """A buffer is read once, whatever files change meanwhile."""
+    distribute(torch.nn.Linear(2, 2))
+    buffer, left = io.BytesIO(), []
+    torch.save({"w": torch.arange(3.0)}, buffer)
+    with tempfile.TemporaryDirectory() as folder:
+        for number in range(20):
+            Path(folder, f"{number}.txt").write_text("x")
+            buffer.seek(0)
+            left.append(torch.load(buffer)["w"].sum().item())
     return left
