@@ -8,7 +8,7 @@ import pytest
 
 from tests.checker.silent_bugs import NOT_PLAYED, SILENT, Silent, judged
 
-QUICK = ("SB032", "SB044", "SB087")
+QUICK = ("SB032", "SB034", "SB044", "SB087")
 """Of tensor parallel, of a pipeline, and of a run that is resumed."""
 OTHER_CAUSE = {
     "SB004": "missing reduction: a sum over a wrong group looks the same, whichever run of a block it is in",

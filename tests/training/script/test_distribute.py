@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -557,3 +559,22 @@ def test_wrong_things_are_refused_in_a_sentence() -> None:
     with pytest.raises(mw.DataError, match="empty"):
         mw.distribute(DataLoader([], batch_size=2), view="rank")
     assert copy.copy(World()).size == 1
+
+
+LEFT_OPEN = """
+import torch, meshwise as mw
+from torch import nn
+held = nn.Embedding(6, 2, sparse=True)
+optimizer = torch.optim.SparseAdam(held.parameters())
+held, optimizer, loader = mw.distribute(held, optimizer, torch.utils.data.DataLoader(torch.arange(6), 2))
+batches = iter(loader)
+held(next(batches)).sum().backward()
+optimizer.step()
+"""
+
+
+def test_a_loop_that_is_open_at_the_end_and_sparse_gradients_are_no_error(processes: None, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(LEFT_OPEN)
+    for words in (["train.py"], ["-m", "meshwise", "run", "--devices", "1xcpu", "train.py"]):
+        done = subprocess.run([sys.executable, *words], cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
