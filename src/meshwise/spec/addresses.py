@@ -36,9 +36,9 @@ def address_of(error: BaseException) -> str:
     """
     if hasattr(error, "failure"):
         return getattr(error.failure, "more", "")
-    with contextlib.suppress(OSError):  # no file can be opened any more
+    with contextlib.suppress(OSError):  # too many open files
         for frame in reversed(traceback.extract_tb(error.__traceback__)):
             place = frame.filename.removeprefix(f"{PACKAGE}/").removesuffix(".py")
-            if place != "spec/errors":  # it refuses in the name of who called it
+            if place != "spec/errors":  # errors.py raises on behalf of its caller
                 return (known := addresses()).get(f"{place}/{frame.name}") or known.get(place, "")
     return ""

@@ -50,7 +50,7 @@ def read_arguments(function: Callable[..., Any], texts: Sequence[str], word: str
     parameters = inspect.signature(function).parameters
     try:
         hints = typing.get_type_hints(function)
-    except Exception:  # a name that is imported for type checkers alone
+    except Exception:  # a name imported only for type checkers
         hints = {}
     known = [name for name, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     any_name = any(p.kind is p.VAR_KEYWORD for p in parameters.values())

@@ -12,7 +12,7 @@ from collections.abc import Callable
 DEFINITIONS = "nccl-tests"
 """The program whose definitions of bandwidth this file uses. Reports print its name beside every bandwidth."""
 
-# nccl-tests 2.19.6, `getBw` of src/*.cu; gather and scatter stand there and not in doc/PERFORMANCE.md. DeepSpeed counts
+# nccl-tests 2.19.6, `getBw` in src/*.cu; doc/PERFORMANCE.md lacks gather and scatter. DeepSpeed counts
 # an all-reduce's algorithm bandwidth twice, and gather and scatter with 1.
 FACTORS: dict[str, Callable[[int], float]] = {
     "all-reduce": lambda ranks: 2 * (ranks - 1) / ranks,

@@ -22,13 +22,13 @@ STREAMED = ("cuda", "xpu")
 `torch.get_device_module(device)`, because a rehearsal may set `torch.accelerator` to a simulated device."""
 
 
-@functools.cache  # asked in every step
+@functools.cache  # called in every step
 def has_streams(device: object) -> bool:
     """Return whether a device (`cuda:0`, `cpu`, a torch.device) runs asynchronously to the host, in streams."""
     return str(device).split(":")[0] in STREAMED
 
 
-MOST_CPU_WORKERS = 256  # a typing slip such as 4000xcpu must not start 4000 processes
+MOST_CPU_WORKERS = 256  # a typo such as 4000xcpu must not start 4000 processes
 
 
 @dataclass(frozen=True)

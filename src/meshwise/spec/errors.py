@@ -1,19 +1,19 @@
 """Define every error of meshwise, as one tree.
 
     MeshwiseError                  exit code 1
-    ├── UsageError                 exit code 2: what was asked cannot be; says what to write instead
+    ├── UsageError                 exit code 2: an impossible request; says what to write instead
     │   ├── PlanError              the plan does not fit the machine or the job
     │   ├── DataError              a data set that is missing, damaged or empty
     │   └── CheckpointError        a saved state that is missing, damaged or of another model
-    ├── LossError                  the loss is not a number any more
-    │   └── SpoiledError           the parameters are not finite any more: an earlier state is wanted
+    ├── LossError                  the loss is no longer a number
+    │   └── SpoiledError           the parameters are no longer finite: restore an earlier state
     ├── SaveError                  the last state of a run could not be saved
-    ├── ReplicaError               replicas that must be alike are not
+    ├── ReplicaError               replicas that must be equal differ
     ├── TransferError              bytes did not arrive as they were sent
     └── WorkerFailed               a worker raised, was killed or left without saying done
 
-An error says what was asked, why it cannot be, and what to write instead, with the numbers. A `UsageError` is shown to
-the user as that one sentence, without a traceback.
+An error says what was requested, why it is impossible, and what to write instead, with numbers. A `UsageError` is shown
+to the user as that one sentence, without a traceback.
 """
 
 from __future__ import annotations
@@ -110,6 +110,6 @@ def check_known(what: str, word: object, known: Iterable[str], error: type[Usage
 
     what: the name of the option or field, for the message.
     """
-    words = tuple(known)  # what a file gives may have no hash
+    words = tuple(known)  # a value from a file may be unhashable
     if word not in words:
         raise error(f"{what}={word!r} is not known.{nearest(str(word), words)} Use one of {', '.join(words)}.")

@@ -1,6 +1,6 @@
 """Define the exit codes of a run.
 
-Whoever starts the run again, a scheduler or a person, may rely on them.
+Schedulers and people that restart the run may rely on them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Convert values to what JSON can hold."""
+"""Convert values to JSON values."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Move a plan to another number of devices, or refuse.
 
-A refusal names the nearest plan that fits. A plan can be brought to one device, or to those that are left of a run.
+A refusal names the nearest plan that fits. A plan can be brought to one device, or to those that a run has left.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def _nearest_axes(plan: Plan, devices: int) -> dict[str, int]:
     def distance(choice: dict[str, int]) -> tuple[int, float, int]:
         ratios = sum(abs(math.log(size / getattr(plan, axis))) for axis, size in choice.items())
         new = sum(size > 1 and getattr(plan, axis) == 1 for axis, size in choice.items())
-        return new, round(ratios, 9), choice["data"]  # of two as near, the one that holds the larger model
+        return new, round(ratios, 9), choice["data"]  # if equally near, the one that fits the larger model
 
     best = min(possible, key=distance)
     return {axis: size for axis, size in best.items() if size != getattr(plan, axis)}

@@ -17,7 +17,7 @@ from meshwise.spec.plan import AXES, Plan
 from meshwise.spec.plan_settings import check_name
 
 PREDICTED = "predicted"
-"""A plan file may have a table of this name, with a prediction. It is no field of the plan (spec/prediction.py)."""
+"""A plan file may have a table of this name, with a prediction. It is not a field of the plan (spec/prediction.py)."""
 
 
 def plan_to_toml(plan: Plan) -> str:
@@ -62,9 +62,9 @@ def plan_values(text: str) -> dict[str, Any]:
 def plan_text(file: str | Path) -> str:
     """Return the text of a plan file. Raises PlanError, with the file's name, if it is unreadable or no plan file."""
     try:
-        text = Path(file).read_text(encoding="utf-8-sig")  # some editors put a mark before the text
+        text = Path(file).read_text(encoding="utf-8-sig")  # some editors write a byte order mark
         plan_values(text)
-    except (OSError, ValueError) as error:  # ValueError: no UTF-8, or a null character in the name
+    except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a null character in the name
         why = error.strerror if isinstance(error, OSError) else "it is not text"
         raise PlanError(f"{file}: no plan can be read ({why}). Name a plan file, such as a run's plan.toml.") from None
     except PlanError as error:

@@ -1,4 +1,4 @@
-"""Keep a predicted step with its plan: the table `[predicted]`.
+"""Store a predicted step with its plan: the table `[predicted]`.
 
 It is a table of the plan file.
 """

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
-_ROUNDS = 60  # of reweighting; the fit moves by less than 1e-9 after some 40
+_ROUNDS = 60  # rounds of reweighting; after about 40, the fit moves by less than 1e-9
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ def in_step(timings: Timings, *, network: bool = False) -> Timings:
     """Return the times of calls in a training step: those that were measured after computing, if there are any.
 
     network: whether hosts are apart. After a pause a network may be faster for a while (cloud providers sell such
-        bursts), which the calls of a step, one after the other, use up. So the longer of both times is taken.
+        bursts), which the calls of a step, one after the other, use up. So the longer time is taken.
     """
     found = timings.in_step or timings.seconds
     if network:

@@ -14,7 +14,7 @@ def bytes_text(count: float) -> str:
     """Format bytes as `512 B`, `1.0 KiB` or `61.2 GiB` (1 KiB is 1024 bytes)."""
     if not math.isfinite(count):
         return "unknown"
-    if abs(count) < 1023.5:  # what would round to 1024 is written in the next unit
+    if abs(count) < 1023.5:  # a value that would round to 1024 takes the next unit
         return f"{count:.0f} B"
     value, power = count / 1024, 0
     while abs(value) >= 1023.95 and power < len(BYTE_UNITS) - 1:

@@ -15,7 +15,7 @@ from typing import Any
 
 OURS = str(Path(__file__).parents[1]) + os.sep
 _LIBRARIES = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")})
-_TYPED_IN = ("<ipython", "<stdin")  # where code that lies in no file was written; other names in <> are generated code
+_TYPED_IN = ("<ipython", "<stdin")  # code that was typed, not read from a file; other names in <> are generated code
 
 
 @functools.cache
@@ -100,7 +100,7 @@ def raised_at(error: BaseException) -> str:
 
 
 def named_outside(things: Iterable[Any]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """Return what the user's functions among `things`, and those that they call by name, name outside of themselves:
+    """Return the outer names that the user's functions among `things`, and those that they call by name, refer to:
     each namespace, and the names with their values now. The namespace of a closure is a copy."""
     found: dict[FunctionType, Any] = {}
     left = list(things)
