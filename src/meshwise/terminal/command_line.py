@@ -1,4 +1,4 @@
-"""Make a command line of a dataclass whose fields have `Option`.
+"""Make a command line from a dataclass whose fields have `Option`.
 
     @app.command()
     @from_dataclass

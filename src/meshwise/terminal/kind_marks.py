@@ -17,8 +17,8 @@ class KindMark:
     word: str
 
 
-# After Okabe and Ito (https://jfly.uni-koeln.de/color/), which people with weak red-green sight read too, and such that
-# they stay apart on terminals of 16 colours.
+# Colours of Okabe and Ito (https://jfly.uni-koeln.de/color/), which color-blind people can tell apart, and which differ
+# on terminals of 16 colours.
 MARKS: Mapping[str, KindMark] = {
     "data": KindMark("d", "#e69f00", "data"),
     "transfer": KindMark("t", "#f0e442", "transfer"),
@@ -32,8 +32,8 @@ MARKS: Mapping[str, KindMark] = {
     "idle": KindMark("·", "bright_black", "idle"),
 }
 NOT_FILLED = ("waiting", "idle")
-GLUE = "\ue000"  # stands for a space at which a line must not end
-# What a console without these characters gets instead, one for one, so that columns stay.
+GLUE = "\ue000"  # a space at which a line must not break
+# Replacements for consoles without these characters, one for one, so that columns stay aligned.
 ASCII = str.maketrans("µ·±…×╵–→═░█▉▊▋▌▍▎▏", "u.~.x|->=~#####   ")
 
 

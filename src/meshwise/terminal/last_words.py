@@ -23,7 +23,7 @@ class _Watched:
 
     def __init__(self, file: Any, lost: type[OSError]) -> None:
         self.file, self.lost, self.ended, self.over = file, lost, True, False
-        file.write, file.flush = self.write, self.flush  # print, tracebacks, logging and rich ask the file for them
+        file.write, file.flush = self.write, self.flush  # used by print, tracebacks, logging and rich
 
     def write(self, text: str) -> int:
         with _lock:
@@ -53,7 +53,7 @@ def end_lines() -> None:
     """End the unfinished lines of the program on stdout and stderr. Text that is written there later is dropped."""
     with _lock:
         for each in _watched:
-            with contextlib.suppress(OSError, ValueError):  # nobody reads it, or the program has closed it
+            with contextlib.suppress(OSError, ValueError):  # the reader is gone, or the program has closed it
                 each.write("" if each.ended else "\n")
                 each.file.flush()
             each.over = True

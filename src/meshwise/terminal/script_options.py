@@ -32,7 +32,7 @@ def check_options_behind(script: str, own: Sequence[str], known: Container[str])
     texts = _texts_of(Path(script)) if given else {}
     text = "\n".join(texts.values())
     given = [word for word in given if not _declares(text, word.partition("=")[0])]
-    if not texts or not given:  # a script that is not there is told where it is run
+    if not texts or not given:  # a missing script is reported when it is run
         return
     advice = (
         f"{some(given)}: options after {script} go to the script. If meshwise should read them, write them before "

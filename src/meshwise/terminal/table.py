@@ -1,6 +1,6 @@
 """Format aligned columns, and bars in them, as lines.
 
-So a view knows the height and the width of a table.
+A view therefore knows the height and the width of a table.
 
 No number is ever cut, and no column is left out: if the screen is too narrow, each row becomes a block of lines.
 """
@@ -82,7 +82,7 @@ def columns_lines(
     columns: the cells of each column, by the title of the column.
     left: the titles of the columns to align left.
     less_needed: the titles of columns that are dropped, in this order, until the table fits into `width`.
-    rest: what has the dropped columns. It begins a line that names them.
+    rest: where to find the dropped columns. It begins a line that names them.
     """
     filled = {title: cells for title, cells in columns.items() if any(cells)}
     for without in range(len(less_needed) + 1):
