@@ -30,7 +30,7 @@ from meshwise.records.claims import CLAIMS, claims_of
 from meshwise.spec.errors import CheckpointError
 
 FORMAT, CHECKPOINTS, MANIFEST, PART = 2, "checkpoint", "manifest.json", ".part"
-CHUNK = 4 << 20  # bytes that are hashed at once
+CHUNK = 4 << 20  # bytes hashed at once
 _NAME = re.compile(r"step-(\d{8,})\.(\d{1,9})")
 _HEAD, _MIDDLE, _TAIL = '{"hash": "', '",\n"checkpoint": ', "}\n"
 Box = tuple[tuple[int, int], ...]
@@ -184,7 +184,7 @@ def read_manifest(saved: Checkpoint) -> Manifest:
     """Read the manifest of a checkpoint. Raises CheckpointError if it is missing or damaged."""
     path = saved.path / MANIFEST
     try:
-        if path.exists() and not path.is_file():  # a pipe would be read for ever
+        if path.exists() and not path.is_file():  # reading a pipe would never end
             raise ValueError("the path is not a regular file")
         written = path.read_text(encoding="utf-8")
         hashed, middle, text = written.removeprefix(_HEAD).partition(_MIDDLE)
@@ -274,7 +274,7 @@ def commit(part: Path, manifest: Manifest, room: Path | None = None) -> Path:
     sync_folder(part)
     whole = part.with_name(part.name.removesuffix(PART))
     old = (room or part.parent) / f"{whole.name}.old{PART}"
-    if whole.exists():  # of the same step and attempt, a moment before
+    if whole.exists():  # from the same step and attempt, just written
         whole.rename(old)
     part.rename(whole)
     sync_folder(whole.parent)
@@ -297,7 +297,7 @@ def prune(folder: Path, *, keep: int, abandoned: Iterable[Path] = (), room: Path
     removed: list[Path] = []
     while queue and len(queue) + 1 > keep:
         path = queue.pop(0)
-        gone = (room or folder) / (path.name + PART)  # half removed it is no checkpoint any more
+        gone = (room or folder) / (path.name + PART)  # a half-removed folder is no longer a checkpoint
         with contextlib.suppress(OSError):
             path.rename(gone)
             shutil.rmtree(gone, ignore_errors=True)

@@ -32,7 +32,7 @@ def write_code(folder: Path, word: str) -> None:
 
     word: the program, such as `train.py` or `train.py:job`.
     """
-    write_text(folder / CODE, "{}")  # first: it tells a run folder from those of the program
+    write_text(folder / CODE, "{}")  # first: it marks the folder as a run folder
     write_text(folder / CODE, json.dumps(code_files(word), indent=1) + "\n")
 
 

@@ -33,7 +33,7 @@ def is_lost(folder: Path) -> bool:
         return path in _places and path.stat().st_ino != _places[path]
     except FileNotFoundError:
         return True
-    except OSError:  # a disk that does not answer now
+    except OSError:  # the disk does not answer
         return False
 
 
@@ -43,7 +43,7 @@ def make_folder(folder: Path) -> None:
     if lost := next(filter(is_lost, places), None):
         raise FileNotFoundError(errno.ENOENT, "the run folder was removed or moved", str(lost))
     below = itertools.takewhile(lambda place: place.absolute() not in _places, places)
-    for each in reversed([place for place in below if not place.exists()]):  # not the place itself: it may go just now
+    for each in reversed([place for place in below if not place.exists()]):  # without `place`: it may vanish
         each.mkdir(exist_ok=True)
 
 
@@ -63,7 +63,7 @@ def atomic_file(path: Path, room: Path | None = None) -> Iterator[BinaryIO]:
             os.fsync(file.fileno())
         beside.replace(path)
     except BaseException:
-        with contextlib.suppress(OSError):  # the first error is the one to tell
+        with contextlib.suppress(OSError):  # keep the first error
             beside.unlink(missing_ok=True)
         raise
 
@@ -103,7 +103,7 @@ def append_lines(path: Path, records: Iterable[Record], same: BinaryIO | None = 
             while len(left):
                 left = left[file.write(left) :]
         except OSError:
-            with contextlib.suppress(OSError):  # none of them is there, so that all may be tried again
+            with contextlib.suppress(OSError):  # remove them all, so that all can be retried
                 file.truncate(before)
             raise
     return True

@@ -98,7 +98,7 @@ def saved_step(folder: Path) -> int | None:
     """Return the step of the newest complete checkpoint in a run folder, or None if there is none."""
     if newest := checkpoints_in(folder / CHECKPOINTS)[-1:]:
         return newest[0].step
-    latest = read_json(folder / CHECKPOINTS / "latest.json")  # of format 1
+    latest = read_json(folder / CHECKPOINTS / "latest.json")  # format 1
     found = re.match(r"step-(\d+)\.pt", str(latest.get("file")))
     return int(found[1]) if found else None
 
@@ -163,7 +163,7 @@ def claim_session(folder: Path, number: int) -> bool:
     counts = {"checkpoints": saved, "metrics": len(lines)}
     if not claim(folder, number, {"time": time.time(), "host": socket.gethostname(), **counts}):
         return False
-    if metrics.is_file():  # in a file of its own: who has the other one open writes into nothing that is read
+    if metrics.is_file():  # in a new file: writes through open handles of the old one are ignored
         write_of(folder, number, metrics, lambda file: file.write(lines))
     _own[folder] = number
     return True
@@ -191,7 +191,7 @@ def begin_session(folder: Path, began: float, attempt: Mapping[str, Any] | None 
     before = run.get("sessions", [])
     if newest(folder) and _own.get(folder, 0) <= len(before):
         claim_session(folder, len(before) + 1)
-    run.setdefault("started", _text(began))  # of one that was queued: now
+    run.setdefault("started", _text(began))  # a queued run starts now
     world = facts.get("world", run.get("world"))
     attempt = {"began": began, "ended": None, "status": RUNNING, "world": world, **(attempt or {})}
     sessions = [*map(_given_up, before), attempt]
@@ -259,7 +259,7 @@ def source_of(word: str) -> str:
     file = Path(word if word.endswith(".py") else word.rpartition(":")[0])
     if file.suffix == ".py" and file.is_file():
         return hashlib.sha256(file.read_bytes()).hexdigest()[:12]
-    # Of the package itself: one that is found by PYTHONPATH alone has no metadata.
+    # From the package itself: a package found only by PYTHONPATH has no metadata.
     return f"meshwise {sys.modules[__name__.partition('.')[0]].__version__}"
 
 
@@ -277,9 +277,9 @@ def read_run(folder: Path, until: int | None = None) -> dict[str, Any]:
     until: the number of an attempt. Records of later attempts are ignored. By default, the newest record is read.
     """
     try:
-        if (folder / RUN).exists() and not (folder / RUN).is_file():  # a pipe would be read for ever
+        if (folder / RUN).exists() and not (folder / RUN).is_file():  # reading a pipe would never end
             raise ValueError("the path is not a regular file")
-        path = newest_record(folder, until) or folder / RUN  # what an attempt that is over has written is not read
+        path = newest_record(folder, until) or folder / RUN  # ignore what a superseded attempt has written
         facts = _cleaned(json.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError:
         raise UsageError(

@@ -106,7 +106,7 @@ def _opened(folder: Path, name: str, work: Work) -> IO[str] | None:
         file.close()
         if not _is_earlier(text, work):
             raise UsageError(f"{folder}: {REFUSALS[name].format(by=_holder(text))}") from None
-        (folder / name).unlink(missing_ok=True)  # who holds it holds a file without a name from now on
+        (folder / name).unlink(missing_ok=True)  # its holder now holds an unnamed file
         return _opened(folder, name, work)
     except OSError:
         file.close()
@@ -116,7 +116,7 @@ def _opened(folder: Path, name: str, work: Work) -> IO[str] | None:
 
 def _take(file: IO[str]) -> None:
     for _ in range(TRIES):
-        with contextlib.suppress(BlockingIOError):  # for a moment, of somebody who only looks whether it is held
+        with contextlib.suppress(BlockingIOError):  # held briefly by a process that checks the lock
             return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         time.sleep(0.02)
     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -137,7 +137,7 @@ def _holders_text(folder: Path) -> str | None:
     """Return what the launcher that holds the folder has written, "" if none holds it, None if this cannot be known."""
     with contextlib.suppress(OSError), (folder / LOCK).open(encoding="utf-8") as file:
         try:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # until it is closed
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # released by closing the file
         except BlockingIOError:
             return file.read() or "?"
         return ""

@@ -41,7 +41,7 @@ class Metrics:
 
         If the file was replaced, as when a run is resumed, all lines are read again.
         """
-        if not self._path.is_file():  # a pipe would be read for ever
+        if not self._path.is_file():  # reading a pipe would never end
             self._forget(0)
             return self
         try:
@@ -134,12 +134,12 @@ def read_best(folder: Path) -> Best | None:
     Raises CheckpointError if the file is damaged.
     """
     path = folder / names.BEST
-    if not path.is_file():  # a pipe would be read for ever
+    if not path.is_file():  # reading a pipe would never end
         return None
-    from safetensors import safe_open  # here: listing runs does not wait for it
+    from safetensors import safe_open  # imported here: listing runs does not need it
 
     try:
         with safe_open(path, "np") as file:
             return Best(**json.loads(file.metadata()[KEY]))
-    except Exception as error:  # of safetensors, the system, or a file of another program's
+    except Exception as error:  # from safetensors, the system, or another program's file
         raise CheckpointError(f"{path} cannot be read ({error}). Remove it to start without a best value.") from None
