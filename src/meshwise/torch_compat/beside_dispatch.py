@@ -52,7 +52,7 @@ def change_arguments(change: Change) -> None:
 
 @functools.cache
 def _install() -> None:
-    _device_constructors()  # which torch keeps, to give them `with torch.device(…)`: those of before
+    _device_constructors()  # torch caches the originals, for `with torch.device(…)`
     for owner, name in _IMPLEMENTATIONS:
         setattr(owner, name, _transform(getattr(owner, name), name))
     for kind in _SCRIPTED:
@@ -69,7 +69,7 @@ def replace(made: Mapping[int, Any]) -> None:
         if name.startswith("torch._") or (name.startswith("torch.") and name.count(".") > 1):
             continue
         held = getattr(module, "__dict__", None)
-        if type(held) is dict:  # and no class that stands for a module
+        if type(held) is dict:  # not a class in place of a module
             held.update({key: made[id(value)] for key, value in list(held.items()) if id(value) in made})
 
 
@@ -101,7 +101,7 @@ def _transform(function: Callable[..., Any], name: str) -> Callable[..., Any]:
 def _maker(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def made(*args: Any, **kwargs: Any) -> Any:
-        given = any(isinstance(each, Tensor) for each in (*args, *kwargs.values()))  # lists of them it reads itself
+        given = any(isinstance(each, Tensor) for each in (*args, *kwargs.values()))  # torch itself reads lists
         if given and not torch.compiler.is_compiling():
             args, kwargs = _change[0]((args, kwargs))
         return function(*args, **kwargs)

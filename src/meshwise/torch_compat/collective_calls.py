@@ -61,7 +61,7 @@ OPERATORS = {
 """For each operator: the kind of collective, and the index of the argument that holds its data (None: no data)."""
 _groups: dict[int, dist.ProcessGroup] = {}
 WAIT: Any = dist.Work.wait
-GLOO_THREADS = 2  # so many collectives run at a time
+GLOO_THREADS = 2  # collectives that run at a time
 SOURCES = (
     ("nn/utils/clip_grad.py", "", "the gradient norm"),
     ("distributed/fsdp/_fully_shard/_fsdp_collectives.py", "foreach_all_gather", "parameters"),
@@ -123,7 +123,7 @@ def watch(begin: Callable[[Call], Ended | None], waits: Callable[[], Ended | Non
             return wait_tensor.redispatch(keyset & after, tensor)
 
     def wait(work: Any, *arguments: Any, **named: Any) -> Any:
-        if sys._getframe(1).f_code.co_filename == dist.distributed_c10d.__file__:  # of a collective that blocks
+        if sys._getframe(1).f_code.co_filename == dist.distributed_c10d.__file__:  # a blocking collective
             with _around(ends.take):
                 return WAIT(work, *arguments, **named)
         with _around(waits):
@@ -161,11 +161,11 @@ class _Ends:
 
     def expect(self, work: Any, call: Call, ended: Ended) -> None:
         """Arrange that `ended()` is called when a collective has ended. work: the handle of the collective."""
-        if work is None:  # nccl's that blocks: it is in the current stream, and a barrier is over
+        if work is None:  # a blocking call of nccl is in the current stream; a barrier is over
             ended()
         elif has_streams(call.device):
             future = work.get_future()
-            if future.done():  # nccl's: what follows it in a stream comes after the collective
+            if future.done():  # nccl: later work in the stream comes after the collective
                 future.then(lambda done: ended())
         elif call.blocking and call.in_python:
             self._blocking.ended = ended
@@ -188,7 +188,7 @@ class _Ends:
     def _wait(self) -> None:
         while (running := self._running.get()) is not None:
             work, ended = running
-            with contextlib.suppress(Exception):  # it is raised where the program waits
+            with contextlib.suppress(Exception):  # raised where the program waits
                 WAIT(work)
                 ended()
             del running, work, ended
@@ -223,7 +223,7 @@ def _call(kind: str, moved: int | None, given: dict[str, Any], frame: FrameType 
     blocking = inside_c or not given.get("async_op", kind not in ("send", "receive"))
     dtype = str(tensors[0].dtype).removeprefix("torch.") if tensors else ""
     its: Any = dist.ProcessGroup.unbox(group)
-    if not has_streams(device) and id(its) not in _groups:  # gloo's: kept alive until the process ends
+    if not has_streams(device) and id(its) not in _groups:  # gloo: kept alive until the process ends
         _groups[id(its)] = its
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(its))
     return Call(kind, of, sum(tensor.nbytes for tensor in tensors), dtype, device, its.size(), blocking, not inside_c)

@@ -35,7 +35,7 @@ OPS = {
 }
 DIRECT_FROM = 1 << 20
 """`direct=True` has no effect on tensors of fewer bytes, because it would make them slower."""
-CHUNK = 128 << 10  # of a chain broadcast; of 32 to 512 KiB it came nearest to links of 200 Mbit/s and 1 Gbit/s
+CHUNK = 128 << 10  # bytes in a chain broadcast; the best of 32 to 512 KiB on links of 200 Mbit/s and 1 Gbit/s
 _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
 _WIDER = {torch.int16: torch.int32, torch.uint16: torch.int32, **dict.fromkeys(_FLOAT8, torch.float32)}
 PLAIN = (torch.float32, torch.float64, torch.bfloat16, torch.float16)

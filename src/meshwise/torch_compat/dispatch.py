@@ -35,11 +35,11 @@ class _Through(TorchDispatchMode):
 
 
 def _handled(self: _Through, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-    with on_parts():  # below autograd, every tensor is what lies in memory
+    with on_parts():  # below autograd, tensors are local
         return self.handler(func, args, kwargs or {})
 
 
-# Set behind torch's back: what the class defines itself is wrapped for torch.compile, whose import takes 4 s.
+# Set afterwards: torch wraps a method of the class body for torch.compile, whose import takes 4 s.
 _Through.__torch_dispatch__ = _handled  # type: ignore[assignment]
 
 
@@ -213,7 +213,7 @@ def _touched(operator: Any, args: Any, kwargs: dict[str, Any], result: Any) -> I
     of_torch = schema.name.startswith("aten::")
     yield from ((tensor, True) for tensor in made if _memory(tensor) not in own or not of_torch)
     asks_the_shape = name.endswith("_like") or name.startswith("new_")
-    asks_the_shape |= of_torch and any(_memory(tensor) in own for tensor in made)  # a view that does not say so
+    asks_the_shape |= of_torch and any(_memory(tensor) in own for tensor in made)  # an undeclared view
     named = dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | kwargs
     for argument in schema.arguments:
         alias = argument.alias_info

@@ -1,4 +1,4 @@
-"""Ask CUDA and libc what torch's public names do not tell.
+"""Ask CUDA and libc for facts that torch does not expose.
 
 That is: forks, the driver's count, a held stream, and freed memory that glibc keeps between live tensors.
 
@@ -14,7 +14,7 @@ import ctypes
 
 import torch
 
-CYCLES_A_SECOND = 2_000_000_000  # of the fastest devices; on a slower one the stream is held a little longer
+CYCLES_A_SECOND = 2_000_000_000  # the fastest devices; slower ones hold the stream a little longer
 
 
 def shown_gpus() -> int:
@@ -52,5 +52,5 @@ def hold_stream(seconds: float) -> bool:
 
 def trim_heap() -> None:
     """Return freed memory to the operating system, if the C library is glibc. Takes some milliseconds."""
-    with contextlib.suppress(AttributeError, TypeError):  # another C library, or none that is found so
+    with contextlib.suppress(AttributeError, TypeError):  # not glibc
         ctypes.CDLL(None).malloc_trim(0)

@@ -93,7 +93,7 @@ def _remembering(expand: Callable[..., Any]) -> Callable[..., Any]:
                 if len(_known) >= MOST:
                     _known.clear()
                 _known[key] = mesh, expand(mesh, schema, single, **settings)
-        except TypeError:  # a size without a value has no hash
+        except TypeError:  # a symbolic size is unhashable
             return expand(mesh, schema, single, **settings)
         of, found = _known[key]
         return found if of is mesh else _on(mesh, found)
@@ -113,7 +113,7 @@ def _on(mesh: Any, strategy: OpStrategy) -> OpStrategy:
             return type(old)(map(spec, old))
         if old is None:
             return None
-        new = object.__new__(DTensorSpec)  # without the checks that the old one has passed
+        new = object.__new__(DTensorSpec)  # skips checks that the old one has passed
         vars(new).update(vars(old), mesh=mesh, _hash=None)
         return new
 

@@ -64,7 +64,7 @@ class FakeTensors(FakeTensorMode):
         self.usual = {*self.plain, "_is_param"}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FakeTensors:
-        return self  # a copy of a fake tensor copies its attributes, and its mode is one
+        return self  # a fake tensor's copy copies its attributes, such as the mode
 
     def batches(self, pairs: Iterator[tuple[Any, Any]]) -> Iterator[tuple[Any, Any]]:
         """Yield the pairs with a fake copy of each batch, which is read from the data set as real tensors."""
@@ -109,7 +109,7 @@ class Call:
     def _run(self) -> Any:
         if self.func in COLLECTIVES and self.mode.stands_for_real and not self.kwargs:
             return COLLECTIVES[self.func](*self.args)
-        cached = self.mode.cache_enabled  # its keys would hold the memory of a storage that is set
+        cached = self.mode.cache_enabled  # cache keys would keep the memory of a replaced storage
         self.mode.cache_enabled = cached and getattr(self.func, "overloadpacket", None) is not torch.ops.aten.set_
         try:
             out = self.mode.dispatch(self.func, self.types, self.args, self.kwargs)
@@ -124,17 +124,17 @@ class Call:
 
 
 def _handled(self: FakeTensors, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-    if func is _DEVICE and isinstance(args[0], FakeTensor):  # asked by C++ wherever a device is
+    if func is _DEVICE and isinstance(args[0], FakeTensor):  # called by C++ for each read of a device
         return args[0].device
-    if self.stands_for_real and func.namespace == "profiler":  # names of spans: no tensors
+    if self.stands_for_real and func.namespace == "profiler":  # span names, no tensors
         return func(*args, **(kwargs or {}))
     call = Call(self, func, types, args, kwargs or {})
-    if self.inside:  # an operator that another one is made of; an index by a mask asks how many are true
+    if self.inside:  # a nested operator; an index by a mask counts its true entries
         return call._valued() if operator_name(func) == "nonzero" else call._run()
     self.inside = True
     self.calls += 1
     try:
-        with on_parts():  # below autograd, every tensor is what lies in memory
+        with on_parts():  # below autograd, tensors are local
             return self.handler(func, args, kwargs or {}, call)
     finally:
         self.inside = False
@@ -169,7 +169,7 @@ def _with_wide_statistics(func: Any, args: tuple[Any, ...], out: Any) -> Any:
     return (out[0], *(torch.empty_like(each, dtype=torch.float32) for each in out[1:3]), *out[3:])
 
 
-# Set behind torch's back: what the class defines itself is wrapped for torch.compile, whose import takes 4 s.
+# Set afterwards: torch wraps a method of the class body for torch.compile, whose import takes 4 s.
 FakeTensors.__torch_dispatch__ = _handled  # type: ignore[assignment,method-assign]
 
 
@@ -204,11 +204,11 @@ def sums_in_place(args: tuple[Any, ...]) -> bool:
     `csrc/autograd/input_buffer.cpp` of torch 2.13.
 
     Call this function only directly in a handler, because it looks at a fixed depth of the call stack."""
-    caller = sys._getframe(3).f_code  # behind the handler and `_handled`: C++ calls these
+    caller = sys._getframe(3).f_code  # beyond the handler and `_handled`, which C++ calls
     if caller.co_name != "_engine_run_backward" or torch.is_grad_enabled() or len(args) != 2:
         return False
     first = args[0]
-    alone = torch._C._storage_Use_Count(first.untyped_storage()._cdata) <= 2  # it, and what was made of it to look
+    alone = torch._C._storage_Use_Count(first.untyped_storage()._cdata) <= 2  # `first` and the storage made here
     return bool(alone and first.untyped_storage().nbytes() == first.nbytes)
 
 

@@ -1,10 +1,10 @@
 """Memoise operator calls on fake tensors.
 
-Later calls that are alike get tensors of the same sizes.
+Equal calls get tensors of the same sizes.
 
-Alike are calls of one operator with tensors of equal shapes, strides, offsets, dtypes, devices and sizes of memory, and
-equal other arguments. torch's own cache of fake tensors does the same in ten times the time. What it leaves out is left
-out here: results that depend on values, changed sizes, tensors that are not fake.
+Calls are equal if their operator, the tensors' shapes, strides, offsets, dtypes, devices and sizes of memory, and all
+other arguments are equal. torch's own cache of fake tensors does the same in ten times the time. Neither covers results
+that depend on values, changed sizes, and tensors that are not fake.
 Read in torch 2.11, 2.13 and 2.15: `_subclasses/fake_tensor.py`, `_cached_dispatch_impl`, `FakeTensor.__new__`.
 """
 
@@ -87,7 +87,7 @@ def _add(key: list[Any], args: Iterable[Any], tensors: list[Any]) -> bool:
             size = arg.untyped_storage().nbytes()
             key += (arg.shape, arg.stride(), arg.storage_offset(), arg.dtype, arg.fake_device, size)
         elif kind in _PLAIN:
-            key += (kind, arg)  # 1 and 1.0 are equal, and give other dtypes
+            key += (kind, arg)  # 1 == 1.0, but the dtypes differ
         elif kind is list or kind is tuple:
             key += (kind, len(arg))
             if not _add(key, arg, tensors):
@@ -162,7 +162,7 @@ def _made(spec: _Spec, mode: Any, tensors: list[Any]) -> Any:
     else:
         plain = torch.empty_strided(shape, stride, dtype=dtype, device=_META)
     fake = Tensor._make_subclass(FakeTensor, plain, False, dispatch_device=True, device_for_backend_keys=device)
-    if mode._allow_unsafe_data_ptr_access:  # a copy of a module asks for it
+    if mode._allow_unsafe_data_ptr_access:  # needed to copy a module
         torch._C._set_warn_deprecated_on_mutable_data_ptr(fake)
     else:
         torch._C._set_throw_on_mutable_data_ptr(fake)

@@ -23,12 +23,12 @@ from torch.utils import _device
 
 from meshwise.torch_compat import fake_autocast
 
-NAME, TOLD = "sim", "cuda"  # to torch, and to a program
-_users = [0]  # rehearsals that have the device now
+NAME, TOLD = "sim", "cuda"  # as torch and as programs see it
+_users = [0]  # rehearsals that use the device now
 _stream: list[Stream] = []
 _pending: dict[str, set[int]] = {}
 _last: dict[str, int] = {}
-_records = [0]  # that were begun: a place is one of its own record
+_records = [0]  # the number of records; places count within one record
 
 
 class _Done:
@@ -53,14 +53,14 @@ class Stream(_Done):
         Stream.made += 1
         self.name = name or f"stream {Stream.made}"
         self._before: list[Stream] = []
-        # FSDP2 of torch 2.15 asks for these.
+        # FSDP2 of torch 2.15 reads these.
         self.stream_id, self.device_index, self.device_type = Stream.made, 0, 20
 
     def wait_stream(self, other: Stream) -> None:
         self._wait(other.name, _last.get(other.name, -1))
 
     def wait_event(self, event: Event) -> None:
-        if event.of == _records[0]:  # what came before this record has ended
+        if event.of == _records[0]:  # earlier records have ended
             self._wait(event.stream, event.at)
 
     def record_event(self, event: Event | None = None) -> Event:
@@ -74,7 +74,7 @@ class Stream(_Done):
         return False
 
     def _wait(self, stream: str, place: int) -> None:
-        if place >= 0 and stream != self.name:  # the launches of one stream are in order anyway
+        if place >= 0 and stream != self.name:  # a stream is in order anyway
             _pending.setdefault(self.name, set()).add(place)
 
     def __enter__(self) -> Stream:
@@ -181,13 +181,13 @@ def fake_device(main: str) -> Iterator[str]:
     _users[0] += 1
     _stream[:] = [Stream(name=main)]
     begin_record()
-    _device._device_constructors()  # torch keeps this list of functions: it must have the real ones
+    _device._device_constructors()  # torch caches these functions: cache the originals
     try:
         real: Any = vars(torch.autograd)["_engine_run_backward"]
         with (
             patch.object(torch.autograd, "_engine_run_backward", _backward_that_tells(real)),
             patch.multiple(torch, tensor=_made_on_host(torch.tensor), as_tensor=_made_on_host(torch.as_tensor)),
-            patch.object(torch.accelerator, "current_stream", lambda *device: _stream[-1]),  # in C++ it has none
+            patch.object(torch.accelerator, "current_stream", lambda *device: _stream[-1]),  # C++ has no stream for it
         ):
             yield NAME
     finally:
@@ -199,7 +199,7 @@ def _made_on_host(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
     @functools.wraps(make)
     def made(data: Any, *args: Any, device: Any = None, **kwargs: Any) -> Tensor:
-        where = _device.CURRENT_DEVICE if device is None else device  # of `with torch.device`
+        where = _device.CURRENT_DEVICE if device is None else device  # from `with torch.device`
         if where is None or torch.device(where).type not in (NAME, "cuda") or isinstance(data, Tensor):
             return make(data, *args, device=device, **kwargs)
         return make(data, *args, device="cpu", **kwargs).to(NAME)
@@ -272,7 +272,7 @@ def _register() -> None:
     _kept.extend([library, *fake_autocast.register()])
 
 
-_kept: list[Any] = []  # a library that is let go takes its operators back
+_kept: list[Any] = []  # a freed library unregisters its operators
 
 
 def _gru_cell(gates: Tensor, hidden_gates: Tensor, before: Tensor, *biases: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -32,8 +32,8 @@ NOT_FINITE = ("isnan", "isinf")
 DRAWN = ("randperm", "randint", "random_")
 """Operators that draw random integers. Their values are kept, because programs use them as indices, e.g. of samples."""
 _VALUE = "_value_in_rehearsal"
-_lost = StorageMap()  # of values that a write has left unknown
-_of_batch = StorageMap()  # of values that another batch may have otherwise
+_lost = StorageMap()  # values that a write has made unknown
+_of_batch = StorageMap()  # values that depend on the batch
 
 
 class _Value:
@@ -77,7 +77,7 @@ def concerns_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], fa
     """Return whether `with_values` should run an operator, to compute the values of fake tensors."""
     if not fakes:
         return _is_small(func, args, kwargs, fakes)
-    if not any(_VALUE in fake.__dict__ for fake in fakes):  # nearly always
+    if not any(_VALUE in fake.__dict__ for fake in fakes):  # the common case
         return operator_name(func) in NOT_FINITE
     if (operator_name(func) in OVERWRITES and _beside(fakes[0]) is not None) or operator_name(func) in NOT_FINITE:
         return True
@@ -156,10 +156,10 @@ def with_values(
     except needs:
         ran = False
     try:
-        if any(tensor.numel() > MOST for tensor in tensors_in(out)):  # of two small ones: a mask of positions
+        if any(tensor.numel() > MOST for tensor in tensors_in(out)):  # small inputs, large result: a mask of positions
             raise OverflowError
         real = _computed(func, args, kwargs)
-    except Exception:  # what a CPU cannot do has no value
+    except Exception:  # no value if the CPU cannot compute it
         lose(written_arguments(func, args, kwargs))
         return out if ran else run()
     if not ran:

@@ -1,13 +1,13 @@
 """Read a rank's collectives from torch's flight recorder: enqueued, begun, completed.
 
-On a GPU a rank runs ahead of its device, so that what it has come to says little of what the device waits for. NCCL's
+On a GPU a rank runs ahead of its device, so its own progress says little about what the device waits for. NCCL's
 watchdog follows each collective by CUDA events, and the recorder keeps how far each group has come. Its getter
 `_dump_fr_trace_json` is private (torch 2.11 and later). The buffer is on by default; TORCH_FR_BUFFER_SIZE=0 (formerly
-TORCH_NCCL_TRACE_BUFFER_SIZE) turns it off. Whether a collective has begun is known with TORCH_NCCL_ENABLE_TIMING=1
-alone.
+TORCH_NCCL_TRACE_BUFFER_SIZE) turns it off. Whether a collective has begun is known only with
+TORCH_NCCL_ENABLE_TIMING=1.
 Read in torch 2.13: `distributed/flight_recorder`, and the dump of a gloo group, which has no states. Two threads
 complete the collectives of a gloo group, and the group's status keeps the number of the thread that wrote last, which
-may be the smaller one: so the entries are asked too.
+may be the smaller one, so the entries are read too.
 """
 
 from __future__ import annotations

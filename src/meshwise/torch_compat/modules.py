@@ -145,7 +145,7 @@ def put_forward(module: nn.Module, around: Callable[..., Any]) -> None:
     read the signature. For example, `generate` of transformers passes `position_ids` only to a forward with such an
     argument."""
     changed: Any = around
-    with contextlib.suppress(ValueError, TypeError):  # TorchScript has none
+    with contextlib.suppress(ValueError, TypeError):  # TorchScript has no signature
         changed.__signature__ = inspect.signature(module.forward)
     module.forward = changed
 

@@ -44,7 +44,7 @@ WRITES_AND_READS: dict[str, tuple[int | None, int | None]] = {
 """Maps a function of torch.distributed to the indices of the argument written and the argument sent (None: nothing)."""
 OFTEN, LATE = 0.2, 0.002  # every fifth exchange begins or ends up to 2 ms late
 SELDOM, VERY_LATE = 0.04, 0.05
-BYTE = 0xFF  # of what is moved as bytes: NaN in every floating dtype
+BYTE = 0xFF  # fills buffers that are sent as bytes: NaN in every floating dtype
 
 
 class Perturbed:
@@ -83,7 +83,7 @@ class Perturbed:
         """Begin an asynchronous exchange, and return its handle."""
         exchange = _Exchange(self, f"{name} at {user_place() or 'meshwise'}", writes, reads)
         work = begin(exchange.hidden, exchange.sent)
-        if work is None:  # this rank is in no group of it
+        if work is None:  # this rank is not in the group
             exchange.settle()
             return None
         exchange.work = work
@@ -135,7 +135,7 @@ class _Exchange:
                     self._owner.note(f"{self.name}: its buffer was written before the exchange ended")
                 tensor.detach().copy_(result)
                 _spoil(result)
-            for tensor, before in zip(self._reads, _tensors(self.sent), strict=False):  # what it also writes is above
+            for tensor, before in zip(self._reads, _tensors(self.sent), strict=False):  # writes are checked above
                 if not torch.equal(as_bytes(tensor), as_bytes(before)):
                     self._owner.note(f"{self.name}: its data was changed before the exchange ended")
 
@@ -196,7 +196,7 @@ def perturbed(seed: int, rank: int) -> Iterator[Perturbed]:
         return call
 
     def point_to_point(op: Any, *args: Any, **kwargs: Any) -> Any:
-        return point(ours.get(op, op), *args, **kwargs)  # which knows its own functions only
+        return point(ours.get(op, op), *args, **kwargs)  # torch compares with its own functions
 
     changed: dict[str, Any] = {
         name: surrounded(name, getattr(dist, name)) for name in WRITES_AND_READS if hasattr(dist, name)

@@ -1,9 +1,9 @@
 """Mark ranges for profilers; count a call's allocations and FLOPs.
 
 A `record_function` costs 6 µs even when nobody profiles, so it is made only while torch's profiler runs. The flag that
-says so is private; where it is missing, no range is made. So are the events of kineto in which the host's allocations
-stand. Operators without a formula in torch's flop counter count no FLOPs: they are bound by memory. A causal attention
-counts half, as its fused kernels compute half. Read in torch 2.11, 2.13 and 2.15: `autograd/profiler.py`,
+says so is private; where it is missing, no range is made. So are kineto's events of the host's allocations.
+Operators without a formula in torch's flop counter count no FLOPs: they are bound by memory. A causal attention counts
+half, as its fused kernels compute half. Read in torch 2.11, 2.13 and 2.15: `autograd/profiler.py`,
 `csrc/profiler/kineto_shim.h`, `utils/flop_counter.py`. Tested in tests/planner/test_measured.py.
 """
 
@@ -23,8 +23,8 @@ from torch.profiler import ProfilerActivity, profile
 from meshwise.torch_compat.dispatch import named_arguments
 
 PREFIX = "meshwise."
-# Nsight Systems sets the first in what it starts; the second is for a process that it attaches to.
-# Asked of torch's build, not of its devices: `is_available` while this is imported would spoil every fork that follows.
+# Nsight Systems sets the first for processes that it starts; the second is for those that it attaches to.
+# From torch's build, not its devices: calling `is_available` at import would break CUDA in later forks.
 HAS_NVTX = bool(torch.version.cuda or torch.version.hip)
 NVTX = HAS_NVTX and bool({"NSYS_PROFILING_SESSION_ID", "MESHWISE_NVTX"} & os.environ.keys())
 
@@ -93,7 +93,7 @@ def _formulas() -> dict[Any, Callable[..., int]]:
     backward = found[aten._scaled_dot_product_flash_attention_backward]
 
     def of_cpu(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
-        return int(backward(*args, out_val=out_val))  # it uses only arguments that the CPU's kernel has too
+        return int(backward(*args, out_val=out_val))  # uses only arguments that the CPU kernel also has
 
     found.setdefault(aten._scaled_dot_product_flash_attention_for_cpu, found[aten._scaled_dot_product_flash_attention])
     found.setdefault(aten._scaled_dot_product_flash_attention_for_cpu_backward, of_cpu)

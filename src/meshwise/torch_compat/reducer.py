@@ -31,7 +31,7 @@ _VERSION = operator.attrgetter("_version")
 Hook = Callable[[Any], torch.futures.Future[Tensor]]
 
 
-LARGE = 8192  # mean elements of a parameter from which one call for each costs less than a second pass over all
+LARGE = 8192  # mean elements of a parameter above which a call for each is cheaper than a second pass over all
 
 
 class PlainBucket:
@@ -122,7 +122,7 @@ def make_reducer(
         return PlainReducer(parameters[::-1], bucket_mb, hook)
     holder = nn.Module()
     holder.held = nn.ParameterList(parameters)
-    # No sync: the ranks hold the same already, and a parameter that is written may be waiting for a backward.
+    # No sync: the ranks hold equal values, and a write to a parameter could break a pending backward.
     ddp = DistributedDataParallel(holder, bucket_cap_mb=bucket_mb, init_sync=False, process_group=group)
     ddp.register_comm_hook(None, lambda state, bucket: hook(bucket))
     return ddp

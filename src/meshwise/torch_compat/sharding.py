@@ -63,7 +63,7 @@ class Group:
             ("_all_gather_comm", "all-gather of parameters", "output_tensor"),
             ("_reduce_scatter_comm", "reduce-scatter of gradients", "input_tensor"),
         ):
-            if hasattr(self._group, name):  # where not, its collectives run all the same
+            if hasattr(self._group, name):  # otherwise its collectives run unwrapped
                 setattr(self._group, name, _Surrounded(getattr(self._group, name), kind, of, around))
 
     def before_reducing(self, call: Before) -> None:
@@ -85,7 +85,7 @@ class Group:
     @property
     def ran(self) -> bool:
         """Whether a forward of the sharded model has run on this rank since the last backward."""
-        return bool(getattr(self._group.comm_ctx, "post_forward_order", ()))  # before the first there is none
+        return bool(getattr(self._group.comm_ctx, "post_forward_order", ()))  # missing before the first forward
 
     def reached(self) -> list[bool]:
         """Return a list that says for each parameter of the group whether it has a gradient that is not reduced yet."""
@@ -101,7 +101,7 @@ class Group:
         for part in self._group.fsdp_params:
             own, wholes = part._sharded_param_data, part.all_gather_outputs
             if part.fsdp_placement.dim != 0 or len(wholes) != 1 or wholes[0].untyped_storage().size() == 0:
-                continue  # stacked experts; an extension of torch's; not gathered now
+                continue  # stacked experts; a torch extension; not gathered now
             there = wholes[0].narrow(0, rank * own.numel(), own.numel())
             if not torch.equal(there.view(torch.uint8), own.to(there).view(torch.uint8)):
                 found: nn.Parameter = part._unsharded_param
@@ -199,7 +199,7 @@ def around_method(
 
 @contextlib.contextmanager
 def _gathered(root: FSDPModule, state: Any, ran: Callable[[FSDPModule], None], output: list[Any]) -> Iterator[None]:
-    state._pre_forward(root, (None,), {})  # torch 2.11 cannot move no arguments at all to a GPU
+    state._pre_forward(root, (None,), {})  # torch 2.11 cannot move an empty argument list to a GPU
     try:
         yield
     except BaseException:

@@ -30,7 +30,7 @@ def on_parts() -> AbstractContextManager[None]:
 
 
 def is_asked() -> bool:
-    """Return whether operators ask `__torch_function__` of tensor subclasses here: they do not inside `on_parts`."""
+    """Return whether operators ask `__torch_function__` of tensor subclasses here: False inside `on_parts`."""
     return bool(torch._C._is_torch_function_enabled())
 
 
@@ -41,7 +41,7 @@ def called(func: Callable[..., Any]) -> str:
     if name != "__get__":
         return name
     read: Any = func.__self__  # type: ignore[attr-defined]
-    read = read.fget if isinstance(read, property) else read  # one that torch wrote in Python
+    read = read.fget if isinstance(read, property) else read  # a property written in Python
     return f".{read.__name__}"
 
 
@@ -88,7 +88,7 @@ def change_arguments_of_functions(change: Callable[[str, Sequence[Any]], Sequenc
 
     torch does not pass such calls to `__torch_function__` of tensor subclasses. If the arguments stayed, the forward
     would get whole tensors, but the backward local tensors. torch's own functions are not changed."""
-    own = inspect.getattr_static(Function, "apply")  # in Python, or since torch 2.15 in C
+    own = inspect.getattr_static(Function, "apply")  # in Python; since torch 2.15 in C
 
     def apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
         if is_asked() and (cls.__name__ in changed or not cls.__module__.startswith("torch.")):

@@ -2,8 +2,8 @@
 
 Containers are tuples, lists, dicts and other mappings, dataclasses and named tuples.
 
-torch's own `_pytree` is private, and takes dataclasses, mappings such as the batches of tokenizers, and subclasses of
-lists for leaves.
+torch's own `_pytree` is private, and treats dataclasses, mappings such as the batches of tokenizers, and subclasses of
+lists as leaves.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def tensors_in(tree: Any) -> Iterator[Tensor]:
 
 def _opened(tree: Any) -> tuple[Sequence[Any], Build | None]:
     """Return the parts of a container, and a function that makes a container of the same type from new parts."""
-    if isinstance(tree, PackedSequence):  # its batch sizes have to stay on the CPU
+    if isinstance(tree, PackedSequence):  # its batch sizes must stay on the CPU
         parts = [tree.data, tree.sorted_indices, tree.unsorted_indices]
         return parts, lambda new: PackedSequence(new[0], tree.batch_sizes, *new[1:])
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):

@@ -33,7 +33,7 @@ _EXCHANGE, _TOTAL_NORM = "redistribute_local_tensor", "_get_total_norm"
 _GROUPED = "_group_tensors_by_device_and_dtype"
 _READERS = ("__array__", "__format__", "__reduce_ex__", "__repr__", "cpu", "numpy", "tolist")
 _MIXING = ("add", "sub", "mul", "div", "add_", "sub_")
-_mixed = [False]  # whether a DTensor was added to a plain tensor in place, since a backward asked for it
+_mixed = [False]  # whether a DTensor was added in place to a plain tensor since a backward last checked
 _meets: dict[DeviceMesh, Meet] = {}
 _weighs: dict[DeviceMesh, weakref.WeakMethod[Callable[[Tensor], Tensor]]] = {}
 
@@ -47,7 +47,7 @@ def read_whole(mesh: DeviceMesh, meet: Meet, weigh: Callable[[Tensor], Tensor] |
     _meets[mesh] = meet
     if weigh is not None:
         _weighs[mesh] = weakref.WeakMethod(weigh)
-    if mesh.ndim > 1:  # torch warns of each number that is added up over two axes, one after the other
+    if mesh.ndim > 1:  # torch warns about each number summed over two axes in turn
         logging.getLogger(_redistribute.__name__).setLevel(logging.ERROR)
     _install()
 
@@ -55,7 +55,7 @@ def read_whole(mesh: DeviceMesh, meet: Meet, weigh: Callable[[Tensor], Tensor] |
 def whole(tensor: Any) -> Tensor:
     """Return a plain tensor with all elements of a DTensor. Collective. The backward is collective too: it averages the
     gradients of all ranks, each scaled by the weight of the rank's loss."""
-    kind = tensor.device_mesh.device_type  # shards that are offloaded to the host are gathered on the devices
+    kind = tensor.device_mesh.device_type  # offloaded shards are gathered on the devices
     there = tensor if tensor.device.type == kind else tensor.to(kind)
     gathered: Tensor = there.full_tensor()
     if gathered.requires_grad:
@@ -194,7 +194,7 @@ def _on_wholes(operator: Any, arguments: tuple[Any, ...], keywords: dict[str, An
     """Gather the arguments of an operator that returns a single number, and run it on the whole tensors."""
     first: Any = arguments[0]
     if operator is torch.ops.aten._local_scalar_dense.default and first.device_mesh not in _meets:
-        return operator(first._local_tensor)  # as torch has it
+        return operator(first._local_tensor)  # torch's own behaviour
     return operator(*[whole(a) if isinstance(a, DTensor) else a for a in arguments], **keywords)
 
 
@@ -231,12 +231,12 @@ def _on_a_plain_number(
 def _reader(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def read(tensor: Any, *arguments: Any, **keywords: Any) -> Any:
-        moved = sys._getframe(1).f_code.co_filename == nn.modules.module.__file__  # model.cpu(): it stays sharded
+        moved = sys._getframe(1).f_code.co_filename == nn.modules.module.__file__  # model.cpu() keeps it sharded
         if moved or tensor.device_mesh not in _meets:
             return original(tensor, *arguments, **keywords)
-        kept = name in ("__repr__", "__reduce_ex__")  # printed and saved as one device has it
+        kept = name in ("__repr__", "__reduce_ex__")  # printed and saved as on one device
         there = whole(tensor.detach() if kept else tensor)
-        if name == "__reduce_ex__":  # one after the other: a device may have no room for all
+        if name == "__reduce_ex__":  # one at a time: they may not all fit on a device
             there = there.cpu()
         if kept and isinstance(tensor, nn.Parameter):
             there = nn.Parameter(there, tensor.requires_grad)
@@ -265,7 +265,7 @@ def _apart(grouped: Callable[..., Any]) -> Callable[..., Any]:
 def _plain(total_norm: Callable[..., Tensor]) -> Callable[..., Tensor]:
     @functools.wraps(total_norm)
     def plain(tensors: Any, norm_type: float = 2.0, *arguments: Any, **keywords: Any) -> Tensor:
-        by_mesh: dict[Any, list[Tensor]] = {}  # DTensor adds up those of one mesh
+        by_mesh: dict[Any, list[Tensor]] = {}  # DTensor adds only tensors of one mesh
         for tensor in [tensors] if isinstance(tensors, Tensor) else tensors:
             by_mesh.setdefault(tensor.device_mesh if isinstance(tensor, DTensor) else None, []).append(tensor)
         norms = [total_norm(of_one, norm_type, *arguments, **keywords) for of_one in by_mesh.values() or [[]]]
