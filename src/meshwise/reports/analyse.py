@@ -83,7 +83,7 @@ def _around(timeline: Timeline, table: StepTable, wall: float) -> tuple[float, f
         return wall, 0.0
     for rank in table.ranks.tolist():
         spans = timeline.of_rank(rank)
-        spans = spans[spans["end"] > spans["start"]]  # a span of no length bounds nothing
+        spans = spans[spans["end"] > spans["start"]]  # an empty span bounds nothing
         session = session_of(spans["start"], timeline.sessions)
         for number, facts in enumerate(timeline.sessions):
             inside = spans[session == number]
@@ -180,7 +180,7 @@ def _about(facts: Mapping[str, Any]) -> dict[str, str]:
 def _verdict(status: str, timeline: Timeline, verdict: str) -> str:
     if status == "failed":
         lines = str(timeline.facts.get("error") or "a worker failed").strip().splitlines()
-        said = [line for line in lines if not line.startswith(("Traceback ", " "))]  # not the frames before it
+        said = [line for line in lines if not line.startswith(("Traceback ", " "))]  # skip the traceback frames
         error = textwrap.shorten((said or lines)[0], 160)
         return f"The run failed: {error.rstrip('.')}. Until then: {verdict}"
     return verdict
@@ -196,7 +196,7 @@ def _throughput(timeline: Timeline, seconds: float) -> float | None:
 
 
 def _rank(facts: Rank, timeline: Timeline, table: StepTable) -> RankReport:
-    column = table.ranks == facts.rank  # of one rank, or of none that has spans
+    column = table.ranks == facts.rank  # one rank, or none without spans
     total = table.seconds[table.counted][:, column].sum(axis=(0, 1))
     done = table.trained & table.present[:, column].any(axis=1)
     steps = table.seconds[done][:, column][:, :, OF_STEP].sum(axis=(1, 2))

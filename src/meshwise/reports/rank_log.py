@@ -64,7 +64,7 @@ def fit_clock(rank: int, samples: Sequence[tuple[int, int, int]]) -> ClockFit:
         if (misfit <= half).all():
             apart = (DRIFT + abs(slope)) * np.abs(at[:, None] - at)
             error = float((half + misfit + apart).min(axis=1).max())
-            ends = np.array([at[0] - 3.6e12, at[-1] + 3.6e12])  # an hour beyond either end
+            ends = np.array([at[0] - 3.6e12, at[-1] + 3.6e12])  # one hour past either end
             return ClockFit(Clock(rank, level, slope, error, len(samples)), ends, level + slope * (ends - at[0]))
     drift = float((offset[-1] - offset[0]) / (at[-1] - at[0]))
     return ClockFit(Clock(rank, float(offset[0]), drift, float(half.max()), len(samples)), at, offset)
@@ -94,11 +94,11 @@ def causal_shifts(arrivals: Times, ends: Times) -> NDArray[np.int64] | None:
     ranks = arrivals.shape[1]
     if not len(arrivals):
         return np.zeros(ranks, np.int64)
-    # lag[i, j]: by how much rank i's clock must be moved on against rank j's.
+    # lag[i, j]: how far rank i's clock must be advanced relative to rank j's.
     lag = np.stack([(arrivals - ends[:, i : i + 1]).max(axis=0) for i in range(ranks)])
     np.fill_diagonal(lag, 0)
     shift = np.zeros(ranks, np.int64)
-    for _ in range(ranks + 1):  # Bellman and Ford: longest paths, which end after `ranks` rounds if they end
+    for _ in range(ranks + 1):  # Bellman-Ford for longest paths; it converges within `ranks` rounds, if at all
         moved = np.maximum(shift, (shift[None, :] + lag).max(axis=1))
         if (moved == shift).all():
             result: NDArray[np.int64] = shift - shift[0]
@@ -181,7 +181,7 @@ def read_rank_log(path: Path, last_blocks: int | None = None) -> tuple[list[Rank
     """Read the log file of a rank."""
     logs: list[RankLog] = []
     other = ""
-    headless = True  # the lines that follow are of a session whose first line cannot be read, and name no kinds of ours
+    headless = True  # the following lines belong to a session with an unreadable first line: skip them
     for line in read_lines(path):
         try:
             if "log" in line:

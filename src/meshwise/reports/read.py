@@ -68,15 +68,15 @@ def read_timeline(folder: Path, *, last_blocks: int | None = None, metrics: Metr
     for path in sorted((folder / names.SPANS).glob("rank*.jsonl"), key=place_of):
         found, unread = read_rank_log(path, last_blocks)
         if last_blocks is not None and logs and found and logs[-1].rank == found[-1].rank:
-            logs[-1].packed = []  # of an earlier attempt
+            logs[-1].packed = []  # from an earlier attempt
         logs += found
         missing += [unread] if unread else []
     facts |= {"program": "job" if "request" in facts else next((log.program for log in logs if log.program), "script")}
-    for text in list({log.rank: log.divided for log in logs if log.divided}.values())[:1]:  # its newest session's
+    for text in list({log.rank: log.divided for log in logs if log.divided}.values())[:1]:  # the newest session
         facts["divided"] = text
     entries = facts.get("sessions") or [{"began": min((log.unix for log in logs), default=0.0)}]
     began = [float(entry["began"]) for entry in entries]
-    for log in logs:  # the newest session that had begun when this log did; clocks of hosts may differ by a second
+    for log in logs:  # the newest session that began before this log; host clocks may differ by a second
         by_time = max([i for i, start in enumerate(began) if start <= log.unix + 1.0], default=0)
         log.session = log.attempt - 1 if 0 < log.attempt <= len(began) else by_time
     _align(logs, began)
@@ -86,7 +86,7 @@ def read_timeline(folder: Path, *, last_blocks: int | None = None, metrics: Metr
     sessions = _sessions(facts, entries, ranks, spans)
     missing += _missing(facts, logs, spans, ranks)
     counters = _counters(logs)
-    if all(counter.name != "loss" for counter in counters):  # a script's is of the engine, whatever it logs
+    if all(counter.name != "loss" for counter in counters):  # in a script, the engine records the loss
         counters += _losses(metrics.losses, spans)
     dtypes = {key: dtype for log in logs for key, dtype in log.dtypes.items()}
     lists = tuple(kinds), tuple(counters), tuple(ranks), tuple(clocks), tuple(sessions), tuple(missing)
@@ -125,7 +125,7 @@ def _spans(logs: Sequence[RankLog], began: Sequence[int]) -> tuple[Spans, list[s
     spans = spans[:at]
     for rank in {log.rank for log in logs}:
         mine = of_rank(spans, rank)
-        # Of spans that begin together the longest is first: it holds the others.
+        # Among spans with the same start, the longest comes first: it contains the others.
         mine[:] = mine[np.lexsort((-mine["end"], mine["start"]))]
     return spans, list(found)
 
@@ -158,7 +158,7 @@ def _made_causal(spans: Spans, names: Sequence[str], logs: Sequence[RankLog]) ->
 
 def _ranks(logs: Sequence[RankLog], spans: Spans) -> list[Rank]:
     ranks = []
-    for rank, sessions in itertools.groupby(logs, lambda log: log.rank):  # the logs are in the order of ranks
+    for rank, sessions in itertools.groupby(logs, lambda log: log.rank):  # the logs are sorted by rank
         every = [*sessions]
         newest = every[-1]
         last_known = int(newest.moments(np.array([newest.last_known()]))[0])
@@ -256,6 +256,6 @@ def _losses(losses: Mapping[int, float], spans: Spans) -> list[Counter]:
     if not losses or not len(spans):
         return []
     first = spans[(spans["rank"] == spans["rank"][0]) & (spans["kind"] == KIND["optimizer"])]
-    ended = dict(zip(first["step"].tolist(), first["end"].tolist(), strict=True))  # of a step done twice, the last time
+    ended = dict(zip(first["step"].tolist(), first["end"].tolist(), strict=True))  # last time, if repeated
     rows = [(end, step, NO_PHASE, losses[step]) for step, end in ended.items() if step in losses]
     return [_counter(int(spans["rank"][0]), "loss", rows)] if rows else []

@@ -19,7 +19,7 @@ from meshwise.records.files import append_lines
 from meshwise.reports.recorder import Count, Recorder
 from meshwise.reports.spans import VERSION, WIDTH, as_rows, pack
 
-EVERY = 1.0  # seconds between writes, and samples of memory: what a killed worker loses at most
+EVERY = 1.0  # seconds between writes, and samples of memory: the most that a killed worker loses
 CLOCK_EVERY = 10.0
 FIRST_ROUNDS, ROUNDS = 32, 8
 

@@ -1,4 +1,4 @@
-"""Define the timeline: what every device did, or will do, when.
+"""Define the timeline: when every device did, or will do, what.
 
 Measured and predicted runs have the same type. A packed span takes about two bytes. The rows become columns of small
 differences, which are deflated. Times are kept to the microsecond: start and end are rounded down, so spans that were
@@ -42,7 +42,7 @@ WIDTH = 6
 VERSION = 2
 """Version of the format of a log. It covers the packing of spans and all other lines."""
 QUANTUM = 1000  # ns
-LEVEL = 1  # of deflate: higher ones save 5 % and take twice as long
+LEVEL = 1  # deflate's level: higher ones save 5 % and take twice as long
 Rows = NDArray[np.int64]
 """An array of shape (spans, WIDTH) with the columns code, start, end, step, bytes, collective."""
 Column = NDArray[np.int64]
@@ -100,7 +100,7 @@ def pack(rows: Rows) -> str:
     """Compress spans to text."""
     code, start, end, step, size, collective = rows.T
     start, end = start // QUANTUM, end // QUANTUM
-    # A span begins about where the one before it ended; the others hardly change from span to span.
+    # A span begins about where the previous one ended; other columns hardly change from span to span.
     gap = start - np.concatenate([[0], end[:-1]])
     columns = [code, gap, end - start, np.diff(step, prepend=0), size, np.diff(collective, prepend=0)]
     parts = [_column(column) for column in columns]
@@ -246,7 +246,7 @@ class Timeline:
         later = [(counter, counter.time >= newest.began) for counter in self.counters]
         counters = tuple(counter.where(kept) for counter, kept in later if kept.any())
         spans = self.spans[self.spans["start"] >= newest.began]
-        ranks = tuple(rank for rank in self.ranks if rank.last >= newest.began)  # it may have fewer than before
+        ranks = tuple(rank for rank in self.ranks if rank.last >= newest.began)  # possibly fewer than before
         return replace(self, spans=spans, counters=counters, sessions=(newest,), ranks=ranks or self.ranks)
 
     def of_steps(self, first: int, last: int) -> Spans:

@@ -31,7 +31,7 @@ Whole = NDArray[np.int64]
 Event = dict[str, Any]
 COPIES = 1 << 16
 """The ids of the threads of a lane: the lane and its further copies."""
-CHUNK = 1 << 14  # spans that are held as Python numbers at once
+CHUNK = 1 << 14  # spans held as Python numbers at once
 _json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
@@ -42,7 +42,7 @@ ids are the same on all ranks."""
 
 def render(report: Report, timeline: Timeline) -> Iterator[bytes]:
     """Yield the trace as gzip data."""
-    packer = zlib.compressobj(level=5, wbits=zlib.MAX_WBITS | 16)  # with gzip's head, without a name or a time
+    packer = zlib.compressobj(level=5, wbits=zlib.MAX_WBITS | 16)  # with a gzip header without name or time
     for text in trace_text(report, timeline):
         yield packer.compress(text)
     yield packer.flush()
@@ -83,14 +83,14 @@ def _ranks(timeline: Timeline) -> list[int]:
 def _rank_rows(spans: Spans, first: int) -> tuple[Spans, Whole]:
     spans = spans.copy()
     spans["end"] = np.maximum(spans["start"], spans["end"])
-    spans = spans[np.lexsort((-spans["end"], spans["start"]))]  # a parent before its children
+    spans = spans[np.lexsort((-spans["end"], spans["start"]))]  # parents before children
     return spans, first + spans["lane"].astype(np.int64) * COPIES + _copies(spans)
 
 
 def _copies(spans: Spans) -> Whole:
     """Return on which row of its lane each span is drawn."""
     copy = np.zeros(len(spans), np.int64)
-    lanes: list[list[list[tuple[int, bool]]]] = [[] for _ in LANES]  # of each copy the open spans: end, collective
+    lanes: list[list[list[tuple[int, bool]]]] = [[] for _ in LANES]  # the open spans of each copy: end, collective
     for at, (start, end, lane, kind) in enumerate(_columns(spans, "start", "end", "lane", "kind")):
         stacks = lanes[lane]
         number = next((number for number, stack in enumerate(stacks) if _has_room(stack, start, end)), len(stacks))

@@ -85,7 +85,7 @@ class LiveView:
 
     def __init__(self, console: Console | None = None) -> None:
         console = Console() if console is None else console
-        if not isinstance(console.file, _GuardedFile):  # rich itself ends the whole process when a pipe breaks
+        if not isinstance(console.file, _GuardedFile):  # rich exits the process when a pipe breaks
             console.file = cast("IO[str]", _GuardedFile(console.file))
         self._console = console
         self.draws = console.is_terminal and console.is_interactive and not console.is_dumb_terminal
@@ -108,7 +108,7 @@ class LiveView:
         drawn = self._live is not None
         self.close()
         if error is not None and drawn and self._newest is not None:
-            self.print(progress_line(self._newest))  # the area is gone: print how far the run came
+            self.print(progress_line(self._newest))  # the live area is gone: print the progress
 
     def update(self, p: TrainingProgress) -> None:
         """Show the progress `p`. On a terminal it is drawn at the next refresh. Elsewhere a line is printed
@@ -124,7 +124,7 @@ class LiveView:
         """Print text of the run as it is. Markup of the console library is not interpreted."""
         with self._lock:
             if self._live is not None:
-                # ANSI colours stay; what would move the cursor, or a progress bar's carriage returns, does not.
+                # Keep ANSI colours; drop cursor movements and carriage returns.
                 self._console.print(Text.from_ansi(text), soft_wrap=True, highlight=False)
             elif not self._console.quiet:
                 self._console.file.write(f"{text}\n")
@@ -138,7 +138,7 @@ class LiveView:
             self._thread = None
         with self._lock:
             if self._live is not None:
-                self._live.update(Text(""))  # so that an area higher than the terminal leaves nothing behind
+                self._live.update(Text(""))  # an area higher than the terminal would leave lines behind
                 self._live.stop()
                 self._live = None
 
@@ -232,7 +232,7 @@ class _GuardedFile:
         try:
             return None if self._gone else act(*arguments)
         except BlockingIOError:
-            return None  # a reader that is slow, not gone
+            return None  # the reader is slow, not gone
         except (OSError, ValueError):  # ValueError: the file was closed
             self._gone = True
             return None

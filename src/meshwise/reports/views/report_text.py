@@ -35,7 +35,7 @@ MOST_OUTLIERS = 4
 FOUND = "bold #ff5f00"
 BAR, LEAST_BAR, MOST_BAR = "its step", 10, 60
 OF_STEP = tuple(kind for kind in MARKS if kind not in OUTSIDE_STEPS)
-# What is left out first where the table is too wide. The first two columns never are.
+# Columns to drop, in this order, if the table is too wide. The first two columns always stay.
 LESS_NEEDED = ("last", BAR, "cost", "memory", "wait", "comm", "compute")
 SPREAD: Mapping[str, Callable[[Sequence[float]], float]] = {"min": min, "median": median, "max": max}
 COLUMNS: Mapping[str, tuple[Callable[[float], str], Callable[[RankReport], float | None]]] = {
@@ -76,7 +76,7 @@ def _verdict(report: Report) -> list[Text]:
     begins = report.headline.rstrip(".")
     if not begins:
         return [Text(report.verdict, "bold")]
-    if report.verdict.startswith(begins):  # said once
+    if report.verdict.startswith(begins):  # avoid saying it twice
         return [Text(begins, "bold").append(report.verdict.removeprefix(begins), "not bold")]
     return [Text(report.headline, "bold"), Text(report.verdict)]
 
@@ -163,7 +163,7 @@ def _clocks(report: Report) -> list[Text]:
 
 def _gantt(report: Report, width: int, room: float) -> list[Text]:
     """Draw a step of usual length, or the few steps that the user chose."""
-    running = report.status == "running"  # then the newest steps tell most
+    running = report.status == "running"  # then show the newest steps
     window = next((view for view in report.views if view.name == "last" and running), next(iter(report.views), None))
     if window is None:
         return []

@@ -1,6 +1,6 @@
 """Show a run's summary, a list of runs, two runs compared.
 
-The summary has metrics, throughput, time, what to type next; where the time of each step went, `meshwise report` tells.
+The summary has metrics, throughput, time, what to type next; `meshwise report` shows where the time of each step went.
 The comparison has the verdict, a row for each kind of time, and figures of the runs as a whole.
 """
 
@@ -96,7 +96,7 @@ def summary_text(summary: RunSummary, width: int | None) -> RenderableType:
 def _summary_lines(s: RunSummary, screen: Screen) -> list[Text]:
     table = [*_time_table(s, screen), Text()] if _rows(s) else []
     lines = [*_head(s), Text(), *table, *_end(s)]
-    for line in lines:  # only tables are never wrapped
+    for line in lines:  # tables are never wrapped
         line.no_wrap = bool(line.no_wrap)
     return lines
 
@@ -136,7 +136,7 @@ def _end(s: RunSummary) -> list[Text]:
     lines += [Text(note) for note in s.notes]
     if not s.folder:
         return lines
-    # Paths are never cut where they are printed with soft_wrap, so that they can be copied.
+    # Printed with soft_wrap, paths are never cut, so they can be copied.
     lines.append(Text(f"records     {s.folder}"))
     lines.append(Text(f"more with   meshwise report {shlex.quote(s.folder)}"))
     if s.best is not None:
