@@ -22,7 +22,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from meshwise.training.autograd.loss_graph import KNOWN, LEAF, PRODUCTS, VIEWS, below_of, is_parameter, signed
 
 MOST_NODES, MOST_ELEMENTS = 5_000, 2**24
-FAR = 1e-5  # of the second derivatives by two samples, relative to those by one
+FAR = 1e-5  # cross-sample second derivatives below this fraction of same-sample ones count as 0
 WITH_PARAMETERS = (*PRODUCTS, "BmmBackward0", "BaddbmmBackward0", "NativeLayerNormBackward0",
                    "NativeGroupNormBackward0", "NativeBatchNormBackward0", "CudnnBatchNormBackward0")  # fmt: skip
 CHOICES = {"TopkBackward0", "SortBackward0", "KthvalueBackward0", "MaxBackward0", "MinBackward0", "MedianBackward1",
@@ -32,7 +32,7 @@ SEPARATE = {*KNOWN, "AddBackward0", "SubBackward0", "NegBackward0", "MeanBackwar
             "LogSoftmaxBackward0", *VIEWS}  # fmt: skip
 """Operators that keep samples independent of each other, except for a LogSoftmax over the dim of the samples."""
 MIXED = "a choice among samples"
-_seen: Any = WeakIdKeyDictionary()  # tensors of which a program has asked to see the gradients
+_seen: Any = WeakIdKeyDictionary()  # tensors on which a program has registered gradient hooks
 
 
 def couples_samples(loss: Tensor, samples: int) -> bool:
@@ -49,7 +49,7 @@ def couples_samples(loss: Tensor, samples: int) -> bool:
         return False
     try:
         return _are_coupled(loss, rows)
-    except RuntimeError:  # of what has no second derivative, or takes too much memory
+    except RuntimeError:  # no second derivative, or out of memory
         return False
 
 

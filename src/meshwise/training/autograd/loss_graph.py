@@ -139,7 +139,7 @@ def uneven_mean(loss: Tensor, samples: int) -> str:
             if weights is not None and weights.min() != weights.max():
                 return "class_weights[y].sum()"
             counted = float(node._saved_total_weight)
-            if weights is None and counted % max(samples, 1) and node._saved_target.numel() >= samples:  # of all rows
+            if weights is None and counted % max(samples, 1) and node._saved_target.numel() >= samples:  # over all rows
                 return f"(y != {signed(ignored)}).sum()" if counted < node._saved_target.numel() else "y.numel()"
         if kind == "DivBackward0" and _is_divided_sum(node, samples):
             return "…"
@@ -235,7 +235,7 @@ def scale_of(loss: Tensor) -> float:
         number, divides = _constant(node), node.name() == "DivBackward0"
         if number is None or number.numel() != 1 or (divides and node.next_functions[0][0] is None):
             break
-        with without_interception():  # which would be given a plain number
+        with without_interception():  # which would get a plain number
             scale = scale / float(number) if divides else scale * float(number)
         node = below_of(node)[0]
     return scale

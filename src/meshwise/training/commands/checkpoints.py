@@ -72,7 +72,7 @@ def _entry(saved: files.Checkpoint, verify: bool) -> dict[str, Any]:
     return {
         "name": saved.path.name,
         "step": saved.step,
-        "epoch": facts.get("epoch", 0) + (facts.get("index", 1) > 0),  # between two epochs it is the one that is over
+        "epoch": facts.get("epoch", 0) + (facts.get("index", 1) > 0),  # between two epochs: the finished one
         "attempt": saved.attempt,
         "devices": facts.get("world", 0),
         "plan": str(facts.get("plan", "")).removeprefix("Plan(").removesuffix(")"),
@@ -100,6 +100,6 @@ def _row(entry: dict[str, Any]) -> list[str | Text]:
     state = Text("whole", "green") if entry["verified"] else Text("not verified")
     saved = f"{datetime.fromtimestamp(entry['saved']):%Y-%m-%d %H:%M:%S}"
     facts = [*(str(entry[name]) for name in ("name", "step", "epoch", "devices", "plan")), saved]
-    if entry["wrong"] and not entry["devices"]:  # nothing is known of it
+    if entry["wrong"] and not entry["devices"]:  # nothing is known about it
         facts[2:] = [""] * 4
     return [*facts, bytes_text(entry["size"]), Text("damaged", "red") if entry["wrong"] else state]

@@ -5,7 +5,7 @@ On one device they draw as in plain torch. On several devices, all ranks draw fr
 Draws inside a training loop come from a torch generator that is seeded for each step (`training/engine/seeds.py`).
 While a loop is open, the state of the program's own torch generator is therefore kept aside. A loader draws from the
 program's generator (an iterator's base seed, the seed of a shuffled epoch), at the time when torch's DataLoader would
-draw. So an order depends on what was drawn before, but not on the draws inside a loop.
+draw. So an order depends on earlier draws, but not on the draws inside a loop.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class ProgramGenerator:
 
     def __init__(self) -> None:
         self._loops = 0
-        self._state = torch.empty(0)  # of the program, while loops are open
+        self._state = torch.empty(0)  # the program's state, while loops are open
         self.seeded = True
         """Whether loops are seeded for each step. If not, they draw from the program's state, as on one device."""
 

@@ -165,7 +165,7 @@ class KeyedDraws:
         if dim is None:
             return values
         size, rows = shape[dim], self._rows
-        first = min(rows.first * size // rows.count, whole[dim] - size)  # a padding sample lies behind the last row
+        first = min(rows.first * size // rows.count, whole[dim] - size)  # a padding sample comes after the last row
         return values.narrow(dim, first, size)[tuple(map(slice, shape))]
 
 
@@ -176,7 +176,7 @@ class ExactDraws:
         self.unkeyed: set[str] = set()
 
     def of_microbatch(self, key: tuple[int, int, int], part: BatchSlice) -> KeyedDraws:
-        """Return the object that computes the random numbers for this rank's samples of a microbatch. key."""
+        """Return the object that computes the random numbers for this rank's samples of a microbatch, by `key`."""
         rows = Rows(part.first, len(part.indices), part.micro, part.samples)
         draws = KeyedDraws(key, rows, by_rows(rows), attention_as_operators=True)
         draws.unkeyed = self.unkeyed
@@ -225,7 +225,7 @@ def by_rows(rows: Rows) -> DrawLayout:
         dims = [d for d in range(min(2, len(shape))) if shape[d] == rows.count]
         dims += [0] if shape and shape[0] % rows.count == 0 else []
         if not dims:
-            return (shape, None) if math.prod(shape) == 1 else None  # one number is for all samples
+            return (shape, None) if math.prod(shape) == 1 else None  # all samples share one number
         whole = list(shape)
         whole[dims[0]] = shape[dims[0]] // rows.count * rows.total
         return tuple(whole), dims[0]
@@ -268,7 +268,7 @@ def _multinomial(uniform: Uniform, given: Arguments) -> Tensor:
         below = chances.cumsum(-1)
         u = uniform((*chances.shape[:-1], count), chances.device) * below[..., -1:]
         return torch.searchsorted(below, u, right=True).clamp(max=chances.shape[-1] - 1)
-    waits = -torch.log1p(-uniform(chances.shape, chances.device))  # the first of exponential clocks
+    waits = -torch.log1p(-uniform(chances.shape, chances.device))  # exponential race: the smallest wins
     picked: Tensor = (chances / waits.clamp(min=2.0**-54)).topk(count).indices
     return picked
 

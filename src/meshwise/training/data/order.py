@@ -48,7 +48,7 @@ class BatchSlice:
 
 def epoch_order(seed: int, epoch: int, samples: int) -> Tensor:
     """Return the order in which epoch number `epoch` (from 0) reads `samples` samples, as int64 of shape (samples,)."""
-    key = (seed * GOLDEN + epoch) % 2**32  # all that torch's CPU generator keeps of a seed
+    key = (seed * GOLDEN + epoch) % 2**32  # torch's CPU generator keeps 32 bits of a seed
     return torch.randperm(samples, generator=torch.Generator().manual_seed(key))
 
 

@@ -79,8 +79,8 @@ def read_slices(read: Reader, slices: Iterable[BatchSlice], epoch: int) -> Itera
     Slices are taken from the iterable when they are needed, and no batch is kept.
     """
     slices, ahead = tee(slices)
-    batches = chain.from_iterable(read(map(_INDICES, ahead), epoch) for _ in range(1))  # workers start with the first
-    # Each tuple anew: one that the caller still holds at the next call, `zip` holds for two batches more.
+    batches = chain.from_iterable(read(map(_INDICES, ahead), epoch) for _ in range(1))  # workers start at the first one
+    # New tuples: if the caller still holds one at the next call, `zip` would hold it for two more batches.
     return map(itemgetter(0, 1), zip(batches, slices, strict=False))
 
 
@@ -151,7 +151,7 @@ class KeyedDataset(Dataset[Any]):
     def _unseeded(self, indices: list[int]) -> list[Any]:
         """Read samples. Note in `_draws` whether that has drawn random numbers, and undo the draws."""
         before = global_states()
-        torch.default_generator.manual_seed(self.seed)  # for a sample that asks for `torch.initial_seed()`
+        torch.default_generator.manual_seed(self.seed)  # for samples that read `torch.initial_seed()`
         begun = (TORCH.state(), *before[1:])
         self._draws = True
         try:
@@ -209,7 +209,7 @@ def _loader_reader(data: Any, settings: LoaderSettings) -> Reader:
         batch_sampler=keys,
         collate_fn=settings.collate,
         num_workers=settings.workers,
-        generator=torch.Generator().manual_seed(settings.seed),  # its iterators move no generator of the program
+        generator=torch.Generator().manual_seed(settings.seed),  # its iterators leave the program's generators alone
         **stay | dict(settings.extra or {}),
     )
 

@@ -76,7 +76,7 @@ def split_loader(loader: DataLoader[Any], seed: int, world: World, streams: str)
     if type(loader.batch_sampler) is not BatchSampler or loader.batch_size is None:
         return _foreign(loader, seed, world)
     samples = len(loader.dataset)  # type: ignore[arg-type]
-    if isinstance(sampler, DistributedSampler) and sampler.shuffle:  # its parts by rank are ours to make
+    if isinstance(sampler, DistributedSampler) and sampler.shuffle:  # meshwise itself divides by rank
         return _ordered(loader, seed, world, lambda draws, epoch: epoch_order(sampler.seed, epoch, samples))
     if isinstance(sampler, DistributedSampler) or type(sampler) is SequentialSampler:
         return _ordered(loader, seed, world, lambda draws, epoch: torch.arange(samples))
@@ -177,7 +177,7 @@ def _stream(loader: DataLoader[Any], world: World) -> LoaderSpec:
 def _read_alike(
     source: Iterable[Any], rows_of: Callable[[Any], int], take: Callable[[Any, slice], Any], world: World
 ) -> Callable[..., Pairs]:
-    """Return the `pairs` of a loader whose batches each rank reads whole, and takes its rows of."""
+    """Return the `pairs` of a loader if each rank reads whole batches, and takes its rows from them."""
 
     def pairs(draws: Draws, epoch: int, begin: int, most: int | None = None) -> Pairs:
         batches = draws.begin(lambda: _behind(begin, iter(source), rows_of))
@@ -215,7 +215,7 @@ def _own_stream(loader: DataLoader[Any], world: World) -> LoaderSpec:
 
 
 def _of_items(loader: DataLoader[Any], **batches: Any) -> DataLoader[Any]:
-    """Return the same loader, of items that are not collated."""
+    """Return the same loader, without collation of its items."""
     workers = {"num_workers": loader.num_workers, "generator": loader.generator, **_kept(loader)}
     return DataLoader(loader.dataset, collate_fn=_as_it_is, **batches, **workers)
 
@@ -245,7 +245,7 @@ def _rows_of(batch: Any) -> int:
 
 
 def _same_rows(items: Any, count: int, world: World) -> int:
-    """Return `count`, the number of rows that this rank has read. Raise DataError if other ranks have read others."""
+    """Return `count`, the number of rows that this rank has read. Raise DataError if ranks differ."""
     if world.size > 1:
         ranks = _of_ranks(count, _checksum(items)).tolist()
         if any(rank != ranks[0] for rank in ranks):

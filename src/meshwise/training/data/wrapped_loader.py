@@ -72,7 +72,7 @@ def read_through(outer: Any, name: str, inner: Any) -> Wrapper:
     setattr(outer, name, inner)
     wrapper = Wrapper(kind.__name__, lambda: kind.__iter__(outer))
 
-    def later(self: Any) -> Iterator[Any]:  # a generator begins, and draws, where its first batch is read
+    def later(self: Any) -> Iterator[Any]:  # a generator starts, and draws, when its first batch is read
         yield from inner.begin_loop()
 
     begins = later if isgeneratorfunction(kind.__iter__) else lambda self: inner.begin_loop()

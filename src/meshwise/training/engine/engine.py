@@ -1,4 +1,4 @@
-"""Give a training loop all it needs of a plan.
+"""Give a training loop everything that a plan requires.
 
 Scripts and jobs train with the same Engine class; `mw.distribute` uses the default engine
 (training/process/session.py), a job makes an engine. They differ in how they enter it:
@@ -60,7 +60,7 @@ class Notices:
 
     def __init__(self, say: Callable[[str], None], untrue: Container[str] = ()) -> None:
         self._say, self.untrue = say, untrue
-        self._said = set[str]()  # to the newest program of the process
+        self._said = set[str]()  # printed for the newest program
         self.all: list[str] = []
         """All notices so far. Every rank keeps them."""
 
@@ -152,7 +152,7 @@ class Engine:
         self.script, self.given = script, Given()
         self.events, self.reads = Events(lambda: self.program.backwards), Loops(world)
         self.phases, self.step_draws, self.ends = Phases(), StepDraws(world), ExitStack()
-        hears = ("batch_asked", "batch_given", "loop_ends")  # a job has spans of its own for the other phases
+        hears = ("batch_asked", "batch_given", "loop_ends")  # a job records the other phases itself
         if script:
             note_scaling()
         self.events.listen(self.phases, When.PHASE, only=EVENTS if script else hears)
@@ -162,7 +162,7 @@ class Engine:
         """Let `watcher` observe this engine from now on."""
         self.watcher = watcher
         self.notify.untrue = OF_DRAWS  # draws are keyed in a check
-        self.carried.settings = tuple  # none: a check finds itself where ranks differ in them
+        self.carried.settings = tuple  # none: a check compares settings itself
         hears = ("batch_asked", "backward_begins", "step_begins", "step_ends", "loop_ends")
         self.events.listen(watcher, When.WATCH, only=hears)
 
@@ -224,7 +224,7 @@ class Engine:
         return self.calls.on_trial() if self.calls else NOTHING
 
     def attempt(self, part: Any) -> Callable[[], None]:
-        """Return a function to call if the call that begins now runs anew. See `ModelTracer`."""
+        """Return a function to call if the call that begins now runs again. See `ModelTracer`."""
         return self.calls.attempt(part) if self.calls else _nothing
 
 

@@ -1,15 +1,15 @@
 """Define a training loop's events, and listeners with their methods.
 
-    batch_asked(loop)        the loop asks for its next batch, which may not come
-    batch_given(loop, batch) it has one: what its source gave
+    batch_asked(loop)        the loop asks for its next batch, which may not exist
+    batch_given(loop, batch) the loop has received it from its source
     backward_begins(loss, part, weight, reduction, where)
     backward_ends(mean, own) the global loss and this rank's own; None, None where the backward raised
     step_begins(optimizer)   of the program
     step_ends(optimizer)
-    loop_ends(loop)          it is over, or was left
+    loop_ends(loop)          it ended, or the program left it
 
-and, by `send`, what happens outside of steps: data_given(data, samples, samplers), joined(value), which was reduced
-over the ranks, shown(place, text), in_stage(stage, microbatch), forward_ends(), program_begins(), evaluations_end(),
+and, by `send`, events outside of steps: data_given(data, samples, samplers), joined(value), reduced over the
+ranks, shown(place, text), in_stage(stage, microbatch), forward_ends(), program_begins(), evaluations_end(),
 program_ends().
 
 Listeners only observe. An event without listeners costs nothing. A listener may leave after its
@@ -32,9 +32,9 @@ class When(enum.IntEnum):
     """The position of a listener in the order of calls at an event. The order is reversed at events that end something,
     such as a backward."""
 
-    GUARD = 1  # first: refuses a step before anybody has changed something for it
+    GUARD = 1  # first: refuses a step before another listener changes anything
     WATCH = 2  # sees the gradients of all parameters before, and the parameters of all ranks after
-    PHASE = 3  # what the others do belongs to the phase before
+    PHASE = 3  # the work of other listeners counts for the previous phase
 
 
 @dataclass(eq=False)
@@ -48,7 +48,7 @@ class Probation:
     batches: float
     anew: Callable[[], None] | None
     whole: tuple[str, ...]
-    ends: float = math.inf  # the last backward that it hears
+    ends: float = math.inf  # the last backward it receives
 
 
 class OfLoop(NamedTuple):
@@ -69,7 +69,7 @@ class Events:
     step_ends: tuple[Hear, ...] = ()
     loop_ends: tuple[Hear, ...] = ()
     due: float = math.inf
-    """After this many backwards of the program, a listener expires. `tell` must then be called to leave it out."""
+    """After this many backwards of the program, a listener expires. `tell` must then be called to remove it."""
     state: object = None
     """Replaced by a new object when the listeners change, so that a loop notices that its `OfLoop` is outdated."""
 
@@ -102,7 +102,7 @@ class Events:
         self.tell()
 
     def see_whole(self, *, alone: bool) -> None:
-        """Call the listeners as a program needs that sees whole batches. alone: on one device, which needs no guard."""
+        """Adapt the listeners to a program that sees whole batches. alone: on one device, which needs no guard."""
         self._all = [each for each in self._all if each.when != When.GUARD or (each.whole != () and not alone)]
         for each in self._all:
             each.only = each.whole

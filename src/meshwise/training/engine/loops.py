@@ -19,7 +19,7 @@ from meshwise.training.data.order import BatchSlice, divides_evenly
 class LoopRead:
     """One loop over batches, and what this rank has read in it.
 
-    loader: the number by which a script's loaders are told apart.
+    loader: the number that identifies a script's loader.
     place: the user's source line.
     step: the number of the current step in a job; None in the loop of a script.
     given: how many batches the loop has yielded.
@@ -48,7 +48,7 @@ class Loops:
         self._open: list[LoopRead] = []
         self.round: list[LoopRead] = []
         """The loops that have yielded a batch since the last backward."""
-        self._weighed = False  # that backward was weighed by the program, and of one of these
+        self._weighed = False  # whether the program weighed that backward, of one of these
         self.ended: LoopRead | None = None
         """The loop that ended last; None if a batch came later. If set, a value for `mw.sum` covers the whole loop."""
         self._places = Counter[object]()

@@ -32,7 +32,7 @@ class Phases:
         self.steps = 0
         """How many steps had ended when a batch was last requested, with those of earlier runs of the loop."""
         self._recorder = current()
-        self._range: Any = None  # of a profiler that is attached
+        self._range: Any = None  # of an attached profiler
         self.since: Mark | None = None
         """When the phase began that is recorded at its end. None while there is no such phase."""
         self.trained = self._open = False  # a backward since the last batch was given, and since the last step's end
@@ -73,7 +73,7 @@ class Phases:
         self._recorder.begin_step(self.steps + 1)
 
     def batch_asked(self, loop: LoopRead | None) -> None:
-        """Record that a loop requests its next batch, which may not exist. loop."""
+        """Record that `loop` requests its next batch, which may not exist."""
         self._recorder = current()
         if self._open and (self._stepped or not self.optimizers):
             self.steps += 1

@@ -57,7 +57,7 @@ class Program:
         self.plan: Plan | None = None
         self.reduction: Reduction | None = None
         """Averages gradients over the ranks; None if no averaging is needed, or if no model is left."""
-        self._plain: Callable[[Tensor], Tensor] | None = None  # see `Reduction.plain`; where nothing is reduced
+        self._plain: Callable[[Tensor], Tensor] | None = None  # see `Reduction.plain`; used if nothing is reduced
         self.joined_at: int | None = None
         """The value of `backwards` at the last `mw.sum` or `mw.mean` with grad=True; None without such a call."""
         self.coupled_gradients = False
@@ -136,7 +136,7 @@ class Program:
         if plan != Plan():
             self._apply(new, plan, again)
         for model in new:
-            if any(type(p) is not nn.Parameter for p in model.parameters()):  # maybe deferred still: on one device
+            if any(type(p) is not nn.Parameter for p in model.parameters()):  # perhaps still deferred, on one device
                 parallel.deferred.materialise(model)
             if plan == Plan() and self.world.given and all(p.device.type == "cpu" for p in model.parameters()):
                 model.to(self.world.device)

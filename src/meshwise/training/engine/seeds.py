@@ -1,6 +1,6 @@
 """Seed a rank's random numbers, alike or keyed by step and rank.
 
-A loop over a distributed loader keys all draws in its body, which come from one stream. A program by rank that calls
+A loop over a distributed loader keys all draws in its body, which come from one stream. A per-rank program that calls
 `mw.split` has two (`ModelStream`): it draws its batches alike on all ranks, while draws in a model's forward (dropout)
 are for this rank's samples, whose number differs between ranks. So they must not move the program's stream.
 """
@@ -160,7 +160,7 @@ class ModelStream:
 _streams: list[ModelStream] = []
 
 
-def _enter(*_: object) -> None:  # functions, which a copy of the model shares, and a pickled one finds again
+def _enter(*_: object) -> None:  # functions: copies of the model share them, and unpickling finds them
     for stream in _streams[-1:]:
         stream.enter()
 

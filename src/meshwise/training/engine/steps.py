@@ -3,7 +3,7 @@
     batch       asked for, and given while all ranks go on
     forward     the program's own, on this rank's part of the batch
     weigh       a mean over this rank's samples becomes its share of the mean over the batch
-    backward    gradients are averaged over the ranks while it runs, or behind it where they fit one bucket
+    backward    gradients are averaged over the ranks while it runs, or after it if they fit in one bucket
                 (parallel/data.py); the loss travels with them, or has a sum of its own (under shard, with a
                 weight)
     optimizer   the program's own: every rank makes the same step
@@ -67,7 +67,7 @@ def batches(
 ) -> Generator[Batch, None, None]:
     """Yield batches from `source` while all ranks continue."""
     now = loop or LoopRead()
-    pass_by(AS_WRITTEN)  # not what hooks of models call, which is compiled with them
+    pass_by(AS_WRITTEN)  # except code that models' hooks call, which is compiled with them
     if engine.script and engine.world.size > 1 and engine.reads.is_elsewhere(now):
         engine.events.begins()
     heard = engine.events.of_loop(0)
@@ -203,7 +203,7 @@ def _read(program: Program, p: Tensor) -> None:
     elif any(p is own for own in program.named_parameters().values()):
         meet("a gradient", ALONE)
         program_calls.leave_gradients()
-        with torch.inference_mode(False), torch.enable_grad():  # who clips reads without
+        with torch.inference_mode(False), torch.enable_grad():  # clipping code runs without grad
             reduction.reduce_now()
 
 

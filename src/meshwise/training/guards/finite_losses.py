@@ -33,10 +33,10 @@ class FiniteLosses:
 
     def __init__(self, engine: Engine) -> None:
         self._engine, self._program, self._say = engine, engine.program, engine.notify
-        self._waiting: list[Seen] = []  # of one device, that nobody has looked at
+        self._waiting: list[Seen] = []  # on one device, not yet checked
         self._on_its_way: tuple[Tensor, torch.Event | None, list[Seen]] | None = None
         self._count = self._first = self._last = 0  # how many, the step of the first, the number of the last
-        self._began, self._wrong = 0, ""  # the backwards of earlier programs, and what one of them ended with
+        self._began, self._wrong = 0, ""  # the backwards of earlier programs, and the error one ended with
         self._ended = False
 
     def look(self) -> None:

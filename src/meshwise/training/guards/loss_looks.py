@@ -1,8 +1,8 @@
 """Check a program's first losses for wrong reductions and coupled samples.
 
 A contrastive loss couples samples: each rank computes it over its own samples, and the mean over ranks is not the loss
-of one device. Not checked for this are losses that the program itself joins over the ranks by collectives, divided
-models, and plans that offload activations. `meshwise check` needs no such warning: it compares the numbers.
+of one device. This is not checked for losses that the program itself joins by collectives, for divided
+models, and under plans that offload activations. `meshwise check` needs no such warning: it compares the numbers.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from meshwise.training.engine.engine import Engine
 from meshwise.training.engine.weighing import check_reduction
 from meshwise.transfer.traced import Foreign
 
-BACKWARDS = 9  # a program may have several losses, and none becomes another one later
-COUPLING = 5  # of them; the first is passed by, since nothing is known of what was called before it
+BACKWARDS = 9  # a program may have several losses, but does not change them later
+COUPLING = 5  # of them; the first is skipped, since calls before it are unknown
 COUPLED = (
     "{place}: this loss couples the samples of a batch: it is not a mean or sum of one value per sample, but for "
     "example of similarities, the hardest samples, or a dice, root or correlation over the batch. Each of the {ranks} "

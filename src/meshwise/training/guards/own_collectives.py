@@ -1,25 +1,29 @@
 """Say where a program that sees whole batches calls collectives itself.
 
-What is divided over ranks is whole to such a program, so a sum over ranks counts it several times.
+Such a program sees divided values as whole, so a sum over ranks counts them several times.
 """
 
 from __future__ import annotations
 
 import functools
+import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from meshwise.parallel.splits.tensor import SplitTensor
 from meshwise.parallel.splits.term import Term
 from meshwise.spec.errors import UsageError
-from meshwise.spec.user_code import is_users, user_place
+from meshwise.spec.user_code import OURS, is_users, user_place
 from meshwise.torch_compat.program_calls import put
 from meshwise.torch_compat.tree import all_leaves
 from meshwise.training.engine.engine import Engine
 
+TORCH = str(Path(torch.__file__).parent) + os.sep
 COLLECTIVES = """all_reduce all_gather all_gather_into_tensor all_gather_object reduce gather gather_object
 reduce_scatter reduce_scatter_tensor all_to_all all_to_all_single"""
 WHY = 'With view="whole" every number, loss and gradient of the program is that of the whole batch on each rank'
@@ -34,10 +38,27 @@ class OwnCollectives:
         self._engine, self._sized = engine, sized
         for name in (*COLLECTIVES.split(), "get_world_size"):
             engine.ends.callback(put([dist], name, functools.partial(_said, name, engine)))
+        engine.ends.callback(put([dist], "is_initialized", _alone))
 
     def backward_begins(self, *_: Any) -> None:
         while self._sized:
             self._engine.notify(SIZED.format(place=self._sized.pop(), why=WHY, size=self._engine.world.size))
+
+
+def _alone(function: Callable[[], bool]) -> Callable[[], bool]:
+    """Tell a program that it is alone, as on one device: torchmetrics would add up over ranks what is whole already."""
+
+    @functools.wraps(function)
+    def is_initialized() -> bool:
+        return not is_of_program(sys._getframe(1).f_code.co_filename) and function()
+
+    return is_initialized
+
+
+@functools.cache
+def is_of_program(file: str) -> bool:
+    """Return whether a file may hold code of a program: the user's, or a package's such as transformers."""
+    return is_users(file) or (f"-packages{os.sep}" in file and not file.startswith((TORCH, OURS)))
 
 
 def _said(name: str, engine: Engine, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -28,7 +28,7 @@ NAMES = {"lr": "lr", "momentum": "momentum", "betas": "betas", "weight_decay": "
 def settings_differ(ranks: Sequence[Settings]) -> str:
     """Return a sentence that says how the settings of a rank differ from those of rank 0."""
     for rank, settings in enumerate(ranks):
-        if len(settings) != len(ranks[0]):  # what the program has let go is not garbage on all ranks at once
+        if len(settings) != len(ranks[0]):  # ranks collect dropped objects at different times
             continue
         for mine, other in zip(ranks[0], settings, strict=True):
             if mine != other and mine[0] != PARAMETERS:
@@ -41,14 +41,14 @@ _DIFFER = (
     "pass the same number to schedulers: scheduler.step(mw.mean(loss)), or what mw.backward returns."
 )
 PARAMETERS = "sum of parameters"
-FAR = 1e-6  # of a sum: devices of different kinds may round a step otherwise
+FAR = 1e-6  # relative to a sum: different devices may round a step differently
 
 
 def sums_of(program: Program) -> Settings:
     """Return the sum of all parameters, by which to compare the ranks, unless each has its own part of them."""
     if program.plan is None or program.plan.parameters_divided or rehearsing():
         return ()
-    made = dict.fromkeys(p for model in program.models for p in model.parameters())  # also those of a forward
+    made = dict.fromkeys(p for model in program.models for p in model.parameters())  # also those made in a forward
     sums = [p.detach().abs().sum(dtype=torch.float64) for p in made]
     return ((PARAMETERS, "", float(torch.stack(sums).sum())),)
 
@@ -83,7 +83,7 @@ _BY_HAND = (
 
 
 class UpdatesByHand:
-    """Says which loops of a program by rank update parameters by hand, after a backward of their own."""
+    """Says which loops of a per-rank program update parameters by hand, after a backward of their own."""
 
     def __init__(self, engine: Engine) -> None:
         self._program, self._say = engine.program, engine.notify

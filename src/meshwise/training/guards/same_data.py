@@ -2,7 +2,7 @@
 
 It matters because each rank takes its share of every batch.
 
-Compared are attributes of data sets and samplers: sizes, fingerprints, and some of their numbers and texts. No sample
+The ranks compare attributes of data sets and samplers: sizes, fingerprints, some numbers and texts. No sample
 is read and no random number drawn, so augmentation is not compared. Objects given earlier are not compared again, as
 they may cache what this rank has read.
 """
@@ -30,9 +30,9 @@ from meshwise.training.engine.engine import Engine
 from meshwise.transfer import collectives
 
 THINGS, DEPTH = 64, 6  # the most attributes to compare, and the most levels of nesting to read
-ITEMS, NUMBERS, RUNS = 256, 4096, 16  # read of a list, and of an array, in so many runs of neighbors
-FEW = 16  # what has fewer rows, and not one for each sample, may be the rank's own: a range, a device
-ROUNDING = 1e-6  # what the ranks' machines may compute otherwise
+ITEMS, NUMBERS, RUNS = 256, 4096, 16  # read from a list, and from an array in so many runs of neighbors
+FEW = 16  # with fewer rows than this, or than samples, it may be the rank's own: a range, a device
+ROUNDING = 1e-6  # machines may round differently
 DIFFERENT = (
     "Not the same data: the ranks pass different data sets ({sizes} samples). Pass the whole data set on every rank: "
     "meshwise divides each batch, so remove split_dataset_by_node, dataset.shard and subsets by rank."
@@ -67,7 +67,7 @@ class SameData:
 
     def data_given(self, data: Any, samples: int | None, samplers: Sequence[Any] = ()) -> None:
         """Raise DataError if the ranks have different data sets or samplers."""
-        everyone = collectives.everyone()  # those too that work on the same samples
+        everyone = collectives.everyone()  # including ranks that share samples
         if collectives.world_size(everyone) == 1 or isinstance(data, IterableDataset):
             return
         found = {} if rehearsing() else read({"": data, "sampler": samplers}, samples, self._known)
@@ -103,7 +103,7 @@ def read(things: dict[str, Any], samples: int | None, known: weakref.WeakValueDi
             continue
         seen.add(id(thing))
         if (parts := _parts(name, thing)) is None:
-            with contextlib.suppress(TypeError, ValueError, RuntimeError):  # what cannot be read, like sparse tensors
+            with contextlib.suppress(TypeError, ValueError, RuntimeError):  # unreadable, like sparse tensors
                 if (size := len(thing)) in sizes or size >= FEW:
                     found[name] = Held(size, *_facts(_some(thing)), size in sizes)
             continue
@@ -111,7 +111,7 @@ def read(things: dict[str, Any], samples: int | None, known: weakref.WeakValueDi
             with contextlib.suppress(TypeError, NotImplementedError, AttributeError):
                 sizes.add(len(thing))
         waiting += [(inner, part, depth + 1) for inner, part in reversed(parts)]
-        with contextlib.suppress(TypeError):  # a list, or what has no place for a weak reference
+        with contextlib.suppress(TypeError):  # a list, or another object without weak references
             known[id(thing)] = thing
     return found
 

@@ -1,9 +1,9 @@
-"""Look whether all ranks run the same program.
+"""Check that all ranks run the same program.
 
-A script that asks for its rank, or draws from generators that are seeded by it, would compute something else on each
-rank, and nobody would see it. So some steps (the first, second, fourth … and each 64th) are listened to: which numbers
-and plain tensors each line gives to operators on batches. The ranks compare them at the backward, and with them their
-optimizers' settings, parameters and generators. What only some ranks compute, such as a number to print, is left out.
+A script that reads its rank, or draws from generators seeded by it, would compute different values on each rank,
+unnoticed. So in some steps (the first, second, fourth … and each 64th), the guard records the numbers and plain tensors
+that each line passes to operators on batches. The ranks compare them at the backward, together with their optimizers'
+settings, parameters and generators. Values that only some ranks compute, such as a number to print, are left out.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from meshwise.transfer import collectives
 
 MOST, EACH, CLOSE, NO_END = 4096, 64, 1e-6, -1e9
 QUIET = {*PLAIN.split(), *READS, "size", "numel", "nelement", "__len__", "detach", "clone", "backward", "__setstate__"}
+WRITES = ("__setitem__", "copy_")
 KINDS = ("torch", "numpy", "random")
 Facts = dict[tuple[str, str], list[list[float]]]
 
@@ -52,12 +53,13 @@ class SameProgram:
         """Note the numbers that an operator gets, by the user's line."""
         if name in QUIET or name.startswith(".") or self._count == MOST:
             return
-        if numbers := [*_numbers((args, kwargs), 4)]:
+        own = args[1:] if name in WRITES else args  # memory that is written may hold anything before
+        if numbers := [*_numbers((own, kwargs), 4)]:
             self._count += 1
             self._facts.setdefault((user_place(), name), []).append(numbers)
 
     def backward_begins(self, *_: Any) -> None:
-        """Compare what was heard since the last backward. Collective at some backwards."""
+        """Compare the values since the last backward. Collective at some backwards."""
         self._backwards += 1
         if heard and not rehearsing():
             heard.clear()

@@ -154,7 +154,7 @@ def _prepare(
     nan = NotFinite(options.on_nan, state, folder, log.tell, scaled=plan.dtypes.scaled)
     given = job, session, options, plan, folder, engine, state, log, best, clock, train, test, check, nan
     run = JobRun(*given, saver=saver, began={"epoch": state.epoch, "step": state.step})
-    if test is not None and job.best:  # one batch, since a wrong name is to be known before an epoch is over
+    if test is not None and job.best:  # one batch, to report a wrong name before the first epoch ends
         best.check(evaluate(engine, job, state.model, _test_batches(run, min(test.samples, job.batch_size))))
     log.send("began", job=job.name, epochs=job.epochs, steps=-(-train.samples // job.batch_size), step=state.step)
     return run
@@ -213,7 +213,7 @@ def _train_epoch(run: JobRun) -> bool:
     run.epoch_began = time.perf_counter(), current().samples
     log_every = run.options.log_every or LOG_EVERY
     in_steps = job.evaluates[1] == "steps"
-    # Held by this frame: a rank that leaves inside the loop is still in the middle of an epoch when it is asked.
+    # Held by this frame, so that a rank that leaves the loop early still counts as inside the epoch.
     loop = LoopRead(step=state.step + 1)
     batches = read_batches(run.engine, "an epoch", _train_batches(run), job.batch_size, loop=loop)
     if 0 < state.index < run.train.samples and _evaluation_is_due(run, "steps") and log.evaluated != state.step:
@@ -285,7 +285,7 @@ def _send_progress(run: JobRun, kind: str, in_epoch: int, steps: int) -> None:
 def _save(run: JobRun, *, wait: bool = False) -> None:
     """Save the state."""
     state, began = run.state, time.monotonic()
-    run.log.sync()  # what a restart goes on after is in the records too
+    run.log.sync()  # the records must reach the step a restart resumes from
     run.replicas.compare(state)
     if run.not_finite.back:
         run.not_finite.refuse_spoiled(state.step)
@@ -309,4 +309,4 @@ def _finish(run: JobRun) -> None:
         if saver.wrong:
             raise SaveError(f"the last state of the run, at step {run.state.step}, could not be saved: {saver.wrong}.")
     if run.session.channel is None:
-        barrier()  # without a launcher nobody waits for rank 0's files
+        barrier()  # without a launcher, nothing else waits for rank 0's files

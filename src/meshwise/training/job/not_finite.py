@@ -2,7 +2,7 @@
 
 All ranks make the same decision.
 
-stop    the run ends with the step and the ranks where it began (metrics_log.py); nothing is paid for it
+stop    the run ends with the step and the ranks where it began (metrics_log.py); this costs nothing
 skip    the optimizer does not step, buffers are as before the step, and the next one follows
 back    the batch is left out, as if the data did not have it: no update, no step of the scheduler, no step number
 
@@ -103,7 +103,7 @@ class NotFinite:
     def refuse_spoiled(self, step: int) -> None:
         """Raise SpoiledError on all ranks if at least one rank has a parameter that is not finite."""
         model = self._state.model
-        lacking = stages.absent_parameters(model)  # another rank's of a pipeline, which are NaN here
+        lacking = stages.absent_parameters(model)  # those of other pipeline stages, which are NaN here
         trained = [local_of(p.detach()) for p in model.parameters() if p.requires_grad and p not in lacking]
         flags = collectives.gather_objects(bool(_any_not_finite(trained)), collectives.everyone())
         if any(flags):

@@ -122,7 +122,7 @@ class RunOptions(NodeOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _ = self.saves, self.seconds_limit  # raises for what is no duration
+        _ = self.saves, self.seconds_limit  # raises for an invalid duration
         check_known("--on-nan", self.on_nan, ON_NAN)
         settle(self, "log_every")
         check_trackers(self.log)
@@ -204,7 +204,7 @@ def settle(options: Any, *counts: str) -> None:
 
     Raises UsageError for an invalid argument, or a count below 1.
     """
-    if isinstance(options.job, Job):  # here: a worker has another program, in which it is not bound
+    if isinstance(options.job, Job):  # here: a worker's main program does not define it
         object.__setattr__(options, "job", options.job.named())
     object.__setattr__(options, "args", argument_texts(options.args))
     for name in counts:
@@ -219,7 +219,7 @@ def _still_valid(earlier: Mapping[str, Any], given: RunOptions) -> dict[str, Any
     left = {name: value for name, value in earlier.items() if name in known and value is not None}
     left |= {name: tuple(value) for name, value in left.items() if isinstance(value, list)}
     changed = {_field(setting) for setting in given.settings}
-    changed |= set(AXES if changed & set(AXES) else ())  # axes of the earlier run take devices of the new ones
+    changed |= set(AXES if changed & set(AXES) else ())  # axes of the earlier run would take devices from the new ones
     settings = () if given.plan is not None else left.get("settings", ())
     left["settings"] = (*(setting for setting in settings if _field(setting) not in changed), *given.settings)
     return left | ({"plan": PlanText(left["plan"])} if "plan" in left else {})

@@ -43,7 +43,7 @@ def compute(engine: Engine, job: Job, state: RunState, parts: Sequence[Microbatc
     Returns the loss and the loss weight of each microbatch, still on the device.
     """
     pipeline = engine.program.pipeline
-    stage = () if pipeline is None or pipeline.pipe.rank == 0 else (pipeline.pipe.rank,)  # the first as one device
+    stage = () if pipeline is None or pipeline.pipe.rank == 0 else (pipeline.pipe.rank,)  # stage 0: as one device
     seed_draws(engine.world, state.seed, state.step, *stage)
     engine.program.begin_backward()
     engine.draw_key = state.seed, state.step
@@ -236,7 +236,7 @@ def _step_with_closure(engine: Engine, job: Job, state: RunState, parts: Sequenc
 def _clip(engine: Engine, job: Job, state: RunState) -> None:
     pipeline = engine.program.pipeline
     if pipeline is not None and state.scaler.is_enabled():  # all stages step, or none does
-        state.scaler.scale(torch.zeros((), device=engine.program.device))  # it begins with what it scales first
+        state.scaler.scale(torch.zeros((), device=engine.program.device))  # a scaler is initialized by its first scale
         state.scaler.unscale_(state.optimizer)
         for found in found_infinite(state.scaler, state.optimizer):
             collectives.all_reduce(local_of(found), "max", pipeline.pipe.group, of="the loss scaler's decision")

@@ -29,7 +29,7 @@ from meshwise.training.job.job import Job
 ONE_IN = 16  # files, of which one is held out
 SHORTEST = 24  # bytes; what is shorter is no document
 SKIPPED = {"site-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo"}  # not the library, or not everywhere
-IGNORED = -100  # the target that cross entropy leaves out
+IGNORED = -100  # the target that cross entropy ignores
 START = 256  # the token that stands before every document; the others are its bytes
 
 

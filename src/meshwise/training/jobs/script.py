@@ -34,13 +34,13 @@ def run_script_file(script: Path, arguments: Sequence[str]) -> dict[str, Any]:
     """Run `script` as `__main__` with these arguments, and with its folder first on the module path. Return its global
     variables."""
     if (is_plain(script) or "Trainer" in _text(script)) and read_world(os.environ).device == "cpu":
-        os.environ.setdefault("ACCELERATE_USE_CPU", "true")  # else accelerate and Trainer look for GPUs alone
+        os.environ.setdefault("ACCELERATE_USE_CPU", "true")  # else accelerate and Trainer look for GPUs only
     sys.argv = [str(script), *arguments]
     sys.path.insert(0, str(script.resolve().parent))
     try:
         return runpy.run_path(str(script), run_name="__main__")
     except UsageError as error:
-        name_line(error)  # a run tells the sentence without the traceback
+        name_line(error)  # a run shows only the message, without the traceback
         raise
     except (RuntimeError, AssertionError) as error:
         parallel.shard_refusals.add_advice(error)

@@ -84,7 +84,7 @@ def run_predict(job: Job, options: PredictOptions) -> Predictions:
     check_fits(plan, session.world)
 
     def say(text: str) -> None:
-        if first and text not in OF_DRAWS:  # nothing is dropped here
+        if first and text not in OF_DRAWS:  # no dropout here
             print(text, file=sys.stderr, flush=True)
 
     engine = make_engine(session, plan, say)
@@ -100,7 +100,7 @@ def run_predict(job: Job, options: PredictOptions) -> Predictions:
             say(f"parts are written to {folder_of(out)}: after a stop, the same command continues")
         left = collectives.broadcast_object(left_of(data.samples, out) if first else None, collectives.everyone())
         earlier = done = data.samples - len(left)
-        writes = session.world.rank % (plan.within_samples // plan.pipeline) == 0  # the ranks beside it have the same
+        writes = session.world.rank % (plan.within_samples // plan.pipeline) == 0  # its neighbors have the same rows
         pieces, indices, world = list[Outputs](), list[Tensor](), engine.world
         batches = read_parts(data, own_slices(left, job.batch_size, world), 0, world.device)
         stack.enter_context(torch.no_grad())
@@ -155,7 +155,7 @@ def predicting(job: Job, plan: Plan, engine: Engine, weights: str | Path | None)
 def own_slices(left: Tensor, batch_size: int, world: World) -> Iterator[BatchSlice]:
     """Yield this rank's part of each global batch."""
     positions = torch.arange(len(left))
-    at = sum(part.first for part in batch_slices(positions, batch_size, world))  # what the ranks before have
+    at = sum(part.first for part in batch_slices(positions, batch_size, world))  # the samples of lower ranks
     for part in batch_slices(positions, batch_size, world):
         yield replace(part, indices=left[at : at + part.samples] if part.samples else left[part.indices])
         at += part.samples

@@ -65,7 +65,7 @@ def once(rank: int, size: int, folder: str, *, shared: bool = True) -> Iterator[
 
     folder: an empty folder, the same on all ranks.
     shared: whether this rank sees the files in it that rank 0 makes."""
-    cache = f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}"  # as torch has it
+    cache = f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}"  # as torch names it
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", cache)
     temporary, _lock = (None, None) if rank == 0 else made_folder("own")  # locked while this runs
     wandb: Any = sys.modules.get("wandb")

@@ -1,11 +1,11 @@
 """Give each rank its view of files that rank 0 writes.
 
-    rank 0          before it first changes a path, notes that there was nothing, or keeps a copy or a hard link
-    other ranks     read their own file, else what was kept, else the user's file
+    rank 0          before it first changes a path, keeps a copy or hard link of it, or notes that it was absent
+    other ranks     read their own file, else the kept one, else the user's
     torch.save      by rank 0 alone; the others read its file through a hard link of this save
     subprocess.run  by rank 0 alone; the others get its result, and see the files that it has changed
 
-The shared folder has a log of rank 0's changes, what it keeps (in `0`, after a meeting in `1`) and makes for others.
+The shared folder has a log of rank 0's changes, the files that it keeps (in `0`, after a meeting in `1`) or shares.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ STARTS = "{here}: every rank starts this program. Use subprocess.run, which only
 
 
 def _whole(part: Tensor) -> Tensor:
-    """Return the whole of a part, as which it is pickled. Collective."""
+    """Return the whole tensor of a part, which is pickled in its place. Collective."""
     rebuild, given = part.__reduce_ex__(2)[:2]
     return rebuild(*given)  # type: ignore[no-any-return]
 
 
 class RankFiles(FileFunctions):
-    """What the views of all ranks have in common."""
+    """The base class of all ranks' views."""
 
     save: Any
     run: Any
@@ -64,7 +64,7 @@ class RankFiles(FileFunctions):
         self._log = os.open(f"{folder}/log{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
     def call(self) -> str:
-        """Return where the result of this call is made. The path tells the user's lines, and the how manieth it is."""
+        """Return the path for this call's result, made from the user's lines and their number of calls."""
         self._calls[lines := user_lines()] += 1
         made = f"{self._shared}/made/{hashlib.md5(repr((lines, self._calls[lines])).encode()).hexdigest()}"
         if self._rank == 0:
@@ -114,7 +114,7 @@ class RankFiles(FileFunctions):
 
 
 class FirstFiles(RankFiles):
-    """The view of rank 0: everything is where it is, and what a path was is kept before its first change."""
+    """The view of rank 0: the real files. The old state of a path is kept before its first change."""
 
     _said = False
 
@@ -129,7 +129,7 @@ class FirstFiles(RankFiles):
         return path
 
     def _keep(self, path: str | None, link: bool = False) -> None:
-        """Keep what a path is, if it is not kept yet. link: by a hard link, as it is not changed in place."""
+        """Keep the state of a path, if it is not kept yet. link: by a hard link, as it is not changed in place."""
         kept = f"{self._shared}/{self._epoch}{path}"
         if path is None or os.path.lexists(kept) > os.path.isdir(kept) or not self._absent.isdisjoint(parents(path)):
             return
@@ -152,7 +152,7 @@ class FirstFiles(RankFiles):
             print(IN_LOADER.format(here=user_place(), path=path), file=sys.stderr, flush=True)
 
     def _give(self, path: str, to: str, link: bool = True) -> None:
-        """Let `to` be a hard link of a file, or a copy. Others find the whole of it, or nothing."""
+        """Make `to` a hard link to a file, or a copy. Other ranks find all of it, or nothing."""
         part = f"{self._shared}/{os.getpid()}-{time.monotonic_ns()}"
         with suppress(OSError):  # another disk, or one without links
             if link:
@@ -191,7 +191,7 @@ class FirstFiles(RankFiles):
         return result
 
     def turn(self, call: str, before: bool) -> None:
-        """Keep what files are from now on, for ranks that have come to `call`. before: whether they wait for it yet."""
+        """Keep the state of files from now on, for ranks that reach `call`. before: whether it is yet to run."""
         if before:
             self._epoch += 1
             self._absent.clear()
@@ -199,7 +199,7 @@ class FirstFiles(RankFiles):
 
 
 class LaterFiles(RankFiles):
-    """The view of another rank: its own files, else those that were there at the start."""
+    """The view of another rank: its own files, else those from the start."""
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
@@ -210,7 +210,7 @@ class LaterFiles(RankFiles):
         self._folders, self._held = dict[str, str](), dict[str, tuple[str, str]]()
 
     def _heard(self) -> int:
-        """Read what rank 0 and processes of this rank have noted, and return how much that is by now."""
+        """Read the logs of rank 0 and of this rank's processes. Return the bytes read so far."""
         for log, at in self._read.items():
             if (size := os.fstat(log).st_size) > at:
                 *lines, part = os.pread(log, size - at, at).split(b"\n")
@@ -243,7 +243,7 @@ class LaterFiles(RankFiles):
         return [*(f"{self._shared}/{epoch}{path}" for epoch in range(self._epoch, len(self._turns))), path]
 
     def _is_untouched(self, path: str) -> bool:
-        """Return whether nobody has changed this path, or what is above or below it."""
+        """Return whether this path, its parents and its contents are unchanged."""
         self._heard()
         folder, _, name = os.path.join(os.getcwd(), path).rpartition(os.sep)
         real = self._folders.get(folder) or self._folders.setdefault(folder, os.path.realpath(folder))
@@ -277,11 +277,11 @@ class LaterFiles(RankFiles):
     def save(self, save: Callable[[], None], path: str, parts: Iterable[Tensor]) -> None:
         for part in parts:
             _whole(part)
-        Path(self.written(path)).touch()  # only so that its folder has it
+        Path(self.written(path)).touch()  # so that its folder lists it
         self._held[path] = f"{self.call()}.{self._rank}", user_place()
 
     def _wait(self, made: str, there: str) -> str:
-        """Wait until rank 0 has made this, by the call that this rank made at `there`. Return `made`."""
+        """Wait until rank 0 has made the file of this rank's call at `there`. Return `made`."""
         end = time.monotonic() + PATIENCE
         while not os.path.lexists(made):
             self._heard()
@@ -296,7 +296,7 @@ class LaterFiles(RankFiles):
         return pickle.loads(Path(made).read_bytes())
 
     def turn(self, call: str, before: bool) -> None:
-        """See the files as rank 0 had them when it came to `call`. before: whether it is still to come."""
+        """See the files as rank 0 had them when it reached `call`. before: whether it is yet to run."""
         self._heard()
         self._epoch = self._turns.get(call, self._epoch)
         for path in () if before else sorted(self._changed, reverse=True):
@@ -306,8 +306,7 @@ class LaterFiles(RankFiles):
                     (os.rmdir if os.path.isdir(mine) else os.unlink)(mine)
 
     def read(self, call: Callable[[], Any]) -> Any:
-        """Return the result of a call that reads files, anew if rank 0 has noted a change meanwhile, which may be of
-        them."""
+        """Return the result of a call that reads files. Repeat the call if rank 0 notes a change meanwhile."""
         while True:
             heard = self._heard()
             try:

@@ -30,8 +30,8 @@ engines: list[Engine] = []
 
 
 sized: list[str] = []
-"""Lines of the program that have asked for the number of ranks, which is no number of a program that sees whole
-batches."""
+"""Lines of the program that have read the number of ranks, which a program that sees whole batches should not
+need."""
 
 
 def default_engine() -> Engine:
@@ -124,7 +124,7 @@ def program_ends() -> None:
 
 
 def _process_ends() -> None:
-    """Call `program_ends` at exit. Leave the loops that are open, as long as Python can run what that takes."""
+    """Call `program_ends` at exit. Leave open loops first, while Python can still run their code."""
     for loop in [loop for engine in engines for loop in engine.given.loops]:
         loop.close()
     try:

@@ -33,7 +33,7 @@ from meshwise.workers.failure import Failure
 from meshwise.workers.join import rank_context, store_of_ranks
 
 OPENED, ENDED = "opened", "ended"
-WAIT, ROUND = 5.0, 0.1  # seconds in which the others come to their ends, and between two looks
+WAIT, ROUND = 5.0, 0.1  # seconds to wait until the others end, and between two polls
 
 
 class JoinedRun:

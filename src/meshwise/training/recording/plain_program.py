@@ -38,7 +38,7 @@ from meshwise.training.recording.recording import Clocks, Recording, record_scri
 from meshwise.workers import heartbeat, verb_log
 from meshwise.workers.join import made_process_group, rank_context
 
-PATIENCE = timedelta(seconds=10)  # for rank 0's clock: without it the records go on
+PATIENCE = timedelta(seconds=10)  # to reach rank 0's clock; recording works without it
 BETWEEN_RANKS = ("send", "receive")
 _programs: list[PlainProgram] = []
 """Holds the `PlainProgram` that watches this process. Empty once the program calls a function of meshwise itself."""
@@ -89,7 +89,7 @@ class PlainProgram:
         self._clocks: Clocks | None = None
         self._phases = Phases()
         self._phases.optimizers = True
-        self._thread = threading.get_ident()  # what other threads read or compute is none of the loop's
+        self._thread = threading.get_ident()  # other threads are not part of the loop
         self._inside = False
         self._asked: Mark = 0
         self._read = False
@@ -162,7 +162,7 @@ class PlainProgram:
         if threading.get_ident() != self._thread:
             return
         self._phases.step_ends(optimizer)
-        if id(optimizer) in self._optimizers:  # its batch is no step: it was read once for many
+        if id(optimizer) in self._optimizers:  # its batch was read once for many steps
             self._read = False
         self._optimizers.add(id(optimizer))
         if not self._read and self._recorder.on:

@@ -89,7 +89,7 @@ class Recording:
         self._log: SpanLog | None = None
         if folder is None:
             return
-        if folder.exists() or attempt() > 1:  # else it is made
+        if folder.exists() or attempt() > 1:  # else it must not be created
             stay_in(folder)
         if world.size > 1 and recorder is None:
             self._clocks = Clocks(world, clock)

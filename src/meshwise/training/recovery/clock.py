@@ -23,8 +23,8 @@ from meshwise.training.recovery.saving import Saver
 from meshwise.transfer import collectives
 
 LEAST = 60.0  # seconds between two states in the background
-STALLS, WRITINGS = 100, 10  # how many times longer than a save holds the training, and than it is written, that is
-MOST_DISK, MOST_MEMORY = 0.1, 0.25  # of what is free, that states in the background may take
+STALLS, WRITINGS = 100, 10  # the interval, as multiples of a save's stall and of its write time
+MOST_DISK, MOST_MEMORY = 0.1, 0.25  # the fraction of free space for background saves
 
 
 class SaveClock:
@@ -92,9 +92,9 @@ class SaveClock:
         return not short
 
     def _short_of(self, size: int, folder: Path) -> str:
-        """Return what this host has too little of to save states of so many bytes in the background, or ""."""
+        """Return which resource of this host is too small for background saves of so many bytes, or ""."""
         count, memory = self._saves.keep + 1, free_bytes(torch.device("cpu"))
-        with contextlib.suppress(OSError):  # a save tells
+        with contextlib.suppress(OSError):  # a save reports it
             disk = shutil.disk_usage(folder).free
             if count * size > MOST_DISK * disk:
                 states = f"{count} states of {bytes_text(size)}"

@@ -67,7 +67,7 @@ def _honour_groups(
 ) -> None:
     """Apply the optimizer settings that the program has changed since the state was saved, and report each change."""
     if len(before) != len(now) or len(now) != len(optimizer.param_groups):
-        return  # other groups are told where the state is loaded
+        return  # other groups are reported when the state is loaded
     for number, (old, new) in enumerate(zip(before, now, strict=True)):
         where = f" of group {number}" if len(now) > 1 else ""
         for name, value in new.items():

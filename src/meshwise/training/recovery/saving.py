@@ -162,7 +162,7 @@ class Saver:
         assert self._deal is not None
         rank = self._world.rank
         if self._own is None or self._own[0] is not self._deal:
-            self._own = None  # its buffer is let go of before another is made
+            self._own = None  # free its buffer before another is made
             self._own = self._deal, *_buffer_of(self._deal, rank, pinned=has_streams(self._world.device))
         _, beginning, buffer, copies = self._own
         for name, box, into in copies:
@@ -207,12 +207,12 @@ class Saver:
         return content if self._world.rank == 0 else []
 
     def _written(self, writing: Writing) -> None:
-        """Write a checkpoint, tell how it went, and remove older ones."""
+        """Write a checkpoint, report the result, and remove older ones."""
         writing.run()
         self.write_seconds = time.monotonic() - writing.began
         step, before = writing.facts["step"], self.wrong
         if writing.said:
-            if not before:  # of several that fail in a row the first is told
+            if not before:  # of several failures in a row, report the first
                 self.tell(
                     f"step {step} could not be saved: {writing.said}. Earlier checkpoints are unharmed. The next save "
                     "will be tried as usual; a note says when it succeeds."

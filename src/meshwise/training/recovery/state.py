@@ -25,7 +25,7 @@ from meshwise.training.recovery.loading import whole as stored_whole
 from meshwise.transfer import stages
 
 Objects = Mapping[str, Mapping[str, Any]]
-"""A program's models, optimizers and schedulers: of each kind, those of a name. A single one has the name ""."""
+"""A program's models, optimizers and schedulers: of each kind, by name. A single one has the name ""."""
 PLAIN = ("seed", "epoch", "index", "step", "made_with")
 OTHER = "the checkpoint belongs to another optimizer: {}. Resume with the program that saved it."
 

@@ -1,8 +1,8 @@
 """Divide a state among ranks for writing; write and read safetensors files.
 
-Every element is written once, and the ranks' parts are about equal in bytes. What only one rank holds, this rank
-writes. Of what several ranks hold, a small tensor, such as most buffers, is written by the first of these ranks, and
-any other tensor by the rank that has to write the fewest bytes so far.
+Every element is written once, and the ranks' parts are about equal in bytes. A rank writes
+all that only it holds. If several ranks hold a tensor, a small one, such as most buffers, is written by the first of
+them, and any other by the rank that has the fewest bytes to write so far.
 
 A file is written from one buffer, and hashed. A box is read directly into the wanted tensor. Files are not mapped into
 memory, because the pages of a mapped file count as memory of the process, and the process dies if a mapped file is
@@ -41,7 +41,7 @@ NAMES = {
     "bool": "BOOL",
     "complex64": "C64",
 }
-ALIGNED = 64  # bytes to a multiple of which the header is filled up
+ALIGNED = 64  # the header is padded to a multiple of this many bytes
 
 
 @dataclass(frozen=True)

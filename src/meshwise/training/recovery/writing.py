@@ -29,10 +29,10 @@ from meshwise.records.files import make_folder
 from meshwise.spec.units import bytes_text
 from meshwise.training.recovery.tensor_files import Held, WriteItem, laid_out
 
-LAST = 5.0  # seconds that a run which failed waits for the checkpoint that is being written
+LAST = 5.0  # seconds that a failed run waits for the checkpoint being written
 Content = tuple[str, bytes, memoryview]
 """A file to write: its name, its header, and the rest."""
-POLL, SLOWEST = 0.001, 0.05  # seconds between two looks at the store: at first, and after a while
+POLL, SLOWEST = 0.001, 0.05  # seconds between two polls of the store: at first, and later
 
 
 @dataclass(frozen=True)

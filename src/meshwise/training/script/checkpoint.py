@@ -101,7 +101,7 @@ class LoopState:
         self._saver: Saver | None = None
         self._looked_at = self._refused = False
         self._clean: bool | None = None  # whether a step has just ended; None before the first batch
-        self._last = self._counted = 0  # the newest step that is saved; of the program's steps, those that are in step
+        self._last = self._counted = 0  # the newest saved step; how many of the program's steps are counted
         self._due = self._between = False  # whether a save waits for its time, and the program stands between epochs
         self._held: HeldFolder | None = None
         self._never_finite: frozenset[str] = frozenset()
@@ -157,7 +157,7 @@ class LoopState:
         return not_finite_in(things["model"], things["optimizer"], self._never_finite)
 
     def step_done(self) -> None:
-        """Tell that a step has ended. Call it after each step of a loop that has no loader of `mw.distribute`.
+        """Report that a step has ended. Call it after each step of a loop that has no loader of `mw.distribute`.
 
         If the state is due to be saved, the call saves it, which is collective. Raises UsageError if the loop has a
         loader."""
@@ -186,10 +186,10 @@ class LoopState:
         return saved_loop.tree_of(self._parts, self._step, self._drawn or saved_loop.random_of(self._engine))
 
     def _check(self, saver: Saver, what: str, ranks: str) -> None:
-        """Raise LossError if something, of these ranks, is not finite."""
+        """Raise LossError if `what` names a value that is not finite on these ranks."""
         if what:
             saver.settle()
-            self._clean, self._refused = False, True  # whatever comes, this is not saved
+            self._clean, self._refused = False, True  # this state is never saved
             newest = saver.saved if saver.saved >= 0 else self._last if self.restored else None
             before = "No state was saved before."
             if newest is not None:
@@ -199,7 +199,7 @@ class LoopState:
                 "whose loss is not finite, or lower the learning rate."
             )
 
-    # What the engine asks and tells.
+    # Calls from the engine.
 
     def keeps(self) -> list[Any]:
         """Return the program's objects that are saved."""
@@ -212,7 +212,7 @@ class LoopState:
 
         After the last batch of an epoch, nothing is saved until `epoch_begins`."""
         if loader is not self._loader:
-            self._between = self._between and not self._engine.phases.trained  # else the program goes on with that one
+            self._between = self._between and not self._engine.phases.trained  # else that loader trains too
             return
         self._due |= self._count() and self._clock.is_due(self._step)
         if self._due and self._clean and not loader.at_end:
@@ -223,8 +223,8 @@ class LoopState:
         its last batch."""
         if loader is not self._loader:
             return
-        if early:  # the next batch was not asked for
-            by_steps = self._saves.steps is not None  # of a time the ranks would have to agree, and one may have failed
+        if early:  # no next batch was requested
+            by_steps = self._saves.steps is not None  # ranks would have to agree on a time, and one may have failed
             self._due |= self._count() and by_steps and self._clock.is_due(self._step)
         self._between, self._due = True, self._due or self._saves.in_background
 
@@ -244,7 +244,7 @@ class LoopState:
         self._look_at_program(loader)
         if loader is self._loader and self._between:
             self._between = False
-            self._count()  # what others' batches trained in between
+            self._count()  # steps on other loaders' batches
             if self._due and self._clean:
                 self.save()
 
@@ -294,8 +294,8 @@ class LoopState:
             return
         saver, things = self._saver, self._parts.things
         failed = sys.exc_info()[0] is not None or hasattr(sys, "last_type")
-        opened = self._engine.phases.half and not self._refused  # a window of accumulation that makes no step
-        if failed:  # nobody waits for long
+        opened = self._engine.phases.half and not self._refused  # an accumulation window without a step
+        if failed:  # do not wait for long
             saver.close()
         elif self._due and self._between and (self._clean or opened):
             self._engine.notify(OPENED.format(folder=self._folder) if opened else "")

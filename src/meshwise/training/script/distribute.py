@@ -153,7 +153,7 @@ def _see_whole_batches(engine: Engine, *, files: bool) -> None:
             f"context={engine.plan.context}: a loop that sees whole batches supports no context. Write a Job, or pass "
             "view='rank' and call mw.backward."
         )
-    alone = engine.world.size == 1 or rehearsing()  # tensors without values have no rows to be proven by
+    alone = engine.world.size == 1 or rehearsing()  # without values, rows cannot be proven independent
     engine.whole = OneDevice(engine) if alone else WholeView(engine, files=files)
     engine.whole.add_models(engine.program.models)
 

@@ -37,7 +37,7 @@ _loaders = itertools.count(1)  # every rank makes its loaders in the same order
 
 
 class OverLoader:
-    """Stands for `_loader`: what it lacks is looked up there."""
+    """Stands for `_loader`, where missing attributes are looked up."""
 
     _loader: Any
 

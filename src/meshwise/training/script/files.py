@@ -30,7 +30,7 @@ from meshwise.transfer.reading import wait_for_all
 from meshwise.workers.join import rank_context
 from meshwise.workers.verb_log import log_verb
 
-GRACE = 60.0  # seconds in which all ranks must come to a file
+GRACE = 60.0  # seconds in which all ranks must reach a file
 
 
 def save(thing: Any, path: str | Path) -> None:
@@ -43,7 +43,7 @@ def save(thing: Any, path: str | Path) -> None:
     thing: state_dicts, or anything that contains them. A model is saved without the hooks of meshwise."""
     engine, path = default_engine(), Path(path)
     once.free(path)
-    world = rank_context().world  # each rank counts, also those of one model
+    world = rank_context().world  # all ranks, also those of one model
     plan, name, saves = engine.plan, str(path.resolve()), process_engine().given.saves
     saves[name] += 1
     if plan.state_divided:
@@ -80,7 +80,7 @@ def load(path: str | Path) -> Any:
     try:
         loaded = torch.load(path, map_location="cpu", weights_only=True)
     except (FileNotFoundError, PermissionError, MemoryError):
-        raise  # a program may begin anew where no file is
+        raise  # without a file, a program may start afresh
     except Exception as error:
         raise CheckpointError(
             f"mw.load({path}): the file is damaged, or contains more than tensors and plain values. Load another file, "

@@ -44,7 +44,7 @@ def sum_over_ranks(engine: Engine, value: Number, *, grad: bool = False) -> Numb
             value if samples != 0 else 0, dtype=torch.int64 if isinstance(value, int) else torch.float64
         )
         return joined(engine, type(value)(_added(mine, "mw.sum").item()))
-    mine = value.to(engine.world.device) * 1  # on the CPU a rank may have zeros; of bools it is their number
+    mine = value.to(engine.world.device) * 1  # zeros may be on the CPU; bools are counted
     mine = mine if samples != 0 else torch.where(torch.zeros_like(mine, dtype=torch.bool), mine, 0)
     total = _added(mine, "mw.sum", grad=grad).to(mine.dtype)
     return total if grad else joined(engine, total.to(value.device))
@@ -62,7 +62,7 @@ def mean_over_ranks(
         given = 0 if samples == 0 else samples if weight is None else weight
         here = gather(mean.to(engine.world.device)) if isinstance(value, Tensor) else mean
         known = as_weight(1 if given is None else given, here)
-        counted = torch.where(known != 0, here.to(known.dtype).reshape(-1), 0) * known  # of nothing it is no number
+        counted = torch.where(known != 0, here.to(known.dtype).reshape(-1), 0) * known  # without samples it is NaN
         sums = _added(torch.cat([counted, known.reshape(1)]), "mw.mean", grad=grad)
         joint = (sums[:-1] / sums[-1]).view(here.shape)
         mean = joint.to(here.dtype if _is_float(here) else torch.get_default_dtype()).to(
@@ -209,6 +209,6 @@ class _Added(Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        if current().phase != "backward":  # of this rank's loss alone: the sum would be of all ranks' losses
+        if current().phase != "backward":  # of this rank's loss alone, not of the sum of all losses
             raise UsageError(NOT_OURS.format(verb=ctx.of, ranks=collectives.world_size()))
         return through(_Added, gradient, ctx.of), None

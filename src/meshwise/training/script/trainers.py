@@ -45,7 +45,7 @@ class Integration:
 
 
 def integrations_of(things: Iterable[Any]) -> dict[int, Integration]:
-    """Return what distributes the Trainers among some objects, by the ids of the Trainers."""
+    """Return the integrations for the Trainers among some objects, by the Trainers' ids."""
     found: dict[int, Integration] = {}
     for thing in things:
         for cls in type(thing).__mro__:

@@ -24,7 +24,7 @@ from meshwise.transfer import collectives
 from meshwise.workers.join import join, rank_context
 from meshwise.workers.verb_log import log_verb
 
-MOST = 8  # lines that are noted
+MOST = 8  # recorded lines
 
 
 def rank() -> int:
@@ -33,7 +33,7 @@ def rank() -> int:
 
 
 def world_size() -> int:
-    """Return the number of ranks in this run. A program that sees whole batches needs it for no number of its own."""
+    """Return the number of ranks in this run. A program that sees whole batches does not need it."""
     size = rank_context().world.size
     if size > 1 and len(session.sized) < MOST:
         session.sized.append(user_place())
@@ -60,7 +60,7 @@ def accumulate() -> Iterator[None]:
 def is_main() -> bool:
     """Return whether this process is rank 0. Use it for things to be done once, such as a plot or a line in a file.
 
-    Code that all ranks must run together (`mw.backward`, `mw.sum`, a sharded model's forward) must not stand under `if
+    Code that all ranks must run together (`mw.backward`, `mw.sum`, a sharded model's forward) must not be under `if
     mw.is_main()`."""
     return rank_context().world.rank == 0
 
@@ -132,4 +132,4 @@ def empty_cache() -> None:
 def _wait() -> None:
     join()
     with once.meeting():
-        collectives.barrier(collectives.everyone())  # those of one model too, which work on the same samples
+        collectives.barrier(collectives.everyone())  # including ranks of one model, which share samples

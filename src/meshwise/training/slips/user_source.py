@@ -41,7 +41,7 @@ class Source:
         return function.attr if of_meshwise else ""  # type: ignore[union-attr]
 
     def given_to(self, name: str) -> list[ast.expr]:
-        """Return the expressions that the scope gives to a name, such as `a + b` for `a += b`; else those of the
+        """Return the expressions that the scope assigns to a name, such as `a + b` for `a += b`; else those of the
         module."""
         for scope in (self.scope, self.tree):
             nodes = list(inside(scope))
@@ -62,7 +62,7 @@ class Source:
 def sources_in(file: str, names: dict[str, Any] | None = None) -> list[Source]:
     """Return the scopes of a file: the module first, then its functions.
 
-    names: the globals of a module that lies in no file."""
+    names: the globals of a module that has no file."""
     try:
         tree = ast.parse("".join(linecache.getlines(file, names)))
     except (SyntaxError, ValueError):  # a cell of a notebook with magics

@@ -1,4 +1,4 @@
-"""Find the trackers that are asked for.
+"""Find the requested trackers.
 
 A tracker is a function that takes values by name, and a step. The known ones are in integrations/trackers.py.
 """

@@ -59,13 +59,13 @@ class Tracking:
         if self._folder is None:
             return
         path, claimed = self._folder / names.METRICS, newest(self._folder) > 0
-        if claimed:  # of this attempt's own, before a later one can make it
+        if claimed:  # create this attempt's own file before a later one can
             with contextlib.suppress(OSError):
                 path.open("xb").close()
         if path.is_file():
             self._release()
             self._held = path.open("rb")
-        self._over = claimed and is_over(self._folder, attempt())  # asked last: it may be the file of a later one
+        self._over = claimed and is_over(self._folder, attempt())  # checked last: the file may be a later attempt's
 
     def _release(self) -> None:
         held, self._held = self._held, None
@@ -175,7 +175,7 @@ def log(values: Mapping[str, Any] | None = None, /, *, step: int | None = None, 
     nothing is kept. A tensor of one number is read, which waits for its device. Only rank 0's values are kept. Call it
     on every rank, or under `if mw.is_main():`.
 
-    Log what `mw.backward` returns, or `mw.mean(value)`: a rank's own loss is one of its own samples.
+    Log what `mw.backward` returns, or `mw.mean(value)`: a rank's own loss covers only its own samples.
 
     values: numbers whose names are not Python identifiers: `mw.log({"val/accuracy": accuracy})`.
     step: the step of the numbers. By default it is the optimizer step since the process started, so a script that

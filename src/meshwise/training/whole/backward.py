@@ -2,7 +2,7 @@
 
 Gradients are averaged over the ranks in the buckets of the plan (parallel/data.py). A loss that is a term travels with
 them, and so does the number of its targets, if the loss comes from calls of distributed models alone. Otherwise that
-number went ahead, where the loss was made.
+number is sent earlier, when the loss is computed.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ class Backwards:
         of a program."""
         self._engine, self._axis, self._third = engine, axis, third
         self._options: dict[str, Any] | None = None  # of the backward that runs now
-        self._scale: Tensor | None = None  # the gradient that its loss begins with
+        self._scale: Tensor | None = None  # the gradient that its loss starts with
         self._in_grad = False
         self._parameters: list[weakref.ref[nn.Parameter]] = []
         self._hooks = ParameterHooks(self._parameters)
 
     def add(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Let a plan's reduction reach these parameters."""
+        """Let a plan's reduction handle these parameters."""
         self._parameters += map(weakref.ref, parameters)
 
     def begin(self) -> Callable[[], None]:
@@ -73,7 +73,7 @@ class Backwards:
     ) -> None:
         """Add the gradients of one device to `.grad`. See `torch.autograd.backward`."""
         given = grad_tensors if grad_tensors is not None else grad_variables
-        inner = self._options is not None or in_backward()  # the reduction's own, or a block's that is computed anew
+        inner = self._options is not None or in_backward()  # the reduction's own, or that of a recomputed block
         if inner or (self._axis is None and create_graph):
             options = {"retain_graph": retain_graph, "create_graph": create_graph, "inputs": inputs}
             if self._scale is not None and not in_backward():
@@ -119,7 +119,7 @@ class Backwards:
             self._backward(_local(loss), **self._options or {})
             return None
         if not isinstance(loss, Term):
-            value = None if self._axis is not None else loss.detach()  # of a rehearsal
+            value = None if self._axis is not None else loss.detach()  # in a rehearsal
             reduction.backward(loss, reduce=reduce, value=value)
             return loss.detach()
         if not reduce or reduction.unreduced:  # gradients of several losses are averaged together
@@ -167,7 +167,7 @@ class Backwards:
         if tensor or any(isinstance(x, DTensor) for x in asked):
             return self._grad_of_shards(_one(outputs, grad_outputs), asked, *args, **kwargs)
         local = _local(_one(outputs, grad_outputs))
-        self._in_grad = True  # under a default device, torch calls its function anew
+        self._in_grad = True  # under a default device, torch calls its function again
         try:
             with on_parts():
                 found = self._grad(local, asked, None, *args, **kwargs)
@@ -186,7 +186,7 @@ class Backwards:
         allow_unused: bool | None = None,
         **_: Any,
     ) -> tuple[Tensor | None, ...]:
-        """Return gradients of sharded parameters, which `fully_shard` gathers for the graph: those of a backward."""
+        """Return gradients of sharded parameters, which `fully_shard` gathers for the graph: run a backward."""
         held = [p for ref in self._parameters if (p := ref()) is not None]
         if create_graph or any(all(x is not p for p in held) for x in asked):
             raise UsageError(
@@ -215,7 +215,7 @@ def _of_whole(gradient: Tensor, x: Tensor, axis: DataAxis) -> Tensor:
 
 
 def _local(loss: Tensor) -> Tensor:
-    """Return what a backward of this rank begins at."""
+    """Return the tensor at which a backward of this rank begins."""
     return plain(settled(loss)) * loss.axis.gradient_scale if isinstance(loss, Term) else loss
 
 

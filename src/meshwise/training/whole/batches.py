@@ -1,4 +1,4 @@
-"""Make batches whole, of which each rank holds its rows."""
+"""Make whole batches whose rows lie on the ranks."""
 
 from __future__ import annotations
 

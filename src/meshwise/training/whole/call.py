@@ -90,7 +90,7 @@ class Call:
         self._look()
 
     def _look(self) -> None:
-        """Look which modules there are. A program may add some at any time."""
+        """Collect the modules. A program may add some at any time."""
         self._registered = registered[0]
         self._modules = list(self.module.modules())
         self._alone = self.divided.alone and not any(sharded_modules(self.module))
@@ -110,7 +110,7 @@ class Call:
         return made
 
     def state(self) -> Any:
-        """Return what is pickled of the module: all but the attributes that stand here."""
+        """Return the module's state for pickling, without the attributes in OURS."""
         state = type(self.module).__getstate__(self.module)
         return {k: v for k, v in state.items() if k not in OURS} if isinstance(state, dict) else state
 
@@ -155,7 +155,7 @@ class Call:
         )
 
     def _kind(self, leaves: Any, kwargs: Any, part: SplitPart) -> Any:
-        """Return what tells calls apart that are proven one by one, or why a call cannot run apart."""
+        """Return the key of calls that share a proof, or why a call cannot run apart."""
         key: list[Any] = [self.module.training, torch.is_grad_enabled(), torch.is_autocast_enabled(self.kind), *kwargs]
         held = _held(part)
         usable = part.repeats == 1 and all(held)
@@ -276,7 +276,7 @@ class Call:
         return why, repeated
 
     def _answered(self, args: Any, kwargs: Any, verdict: Verdict, answers: Any, part: SplitPart) -> Any:
-        """Run a call anew that gets other answers of all rows than the proven one: it is proven with these."""
+        """Rerun a call that gets other answers about all rows than the proven one, and prove it with these."""
         other = verdict.others.get(answers) or verdict.others.setdefault(answers, self._proven(args, kwargs))
         return self._through(args, kwargs) if other.dims is None else self._apart(args, kwargs, other, part)
 
@@ -292,7 +292,7 @@ class Call:
             )
 
     def _otherwise(self, args: Any, kwargs: Any, verdict: Verdict, why: str, nodes: int) -> Any:
-        """Run a call that differs from the proven one anew, through. It is proven too if no row needs another."""
+        """Rerun, through, a call that differs from the proven one. It is proven too if no row needs another."""
         found: list[str] = []
         with self.divided.axis.watched(found):
             made = self._run_through(args, kwargs)
@@ -311,7 +311,7 @@ def _own(args: Any, kwargs: Any, part: SplitPart, outside: list[bool]) -> Any:
     def own(leaf: Tensor) -> Tensor:
         outside[0] |= leaf.requires_grad
         if isinstance(leaf, SplitTensor):
-            rows = leaf.as_subclass(Tensor) if leaf.requires_grad else leaf.data  # dynamo would look behind a view
+            rows = leaf.as_subclass(Tensor) if leaf.requires_grad else leaf.data  # dynamo would look through a view
             return rows.clone() if leaf.requires_grad and is_used() else rows
         return enter(leaf, part.axis)
 

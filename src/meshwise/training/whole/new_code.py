@@ -8,23 +8,20 @@ may hold both branches. Not noticed: code that torch.compile has made, and old c
 from __future__ import annotations
 
 import functools
-import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from types import CodeType
 from typing import Any
 
 import torch
 
-from meshwise.spec.user_code import OURS, is_users
 from meshwise.training.engine.seeds import seed_generators
+from meshwise.training.guards.own_collectives import is_of_program
 from meshwise.training.whole.proof import Verdict
 from meshwise.transfer.splitmix import mixed
 
-TORCH = str(Path(torch.__file__).parent) + os.sep
 TOOLS = (3, 4)  # numbers that Python keeps for no debugger, profiler or coverage
 Instructions = set[tuple[CodeType, int]]
 
@@ -56,7 +53,7 @@ def look_again(
         found = prove(lambda own, _: next(answers, own))
     verdict.set_attributes(after)
     _known.update(new, again)
-    if found.draws and not verdict.draws:  # it drew from the loop's stream, of which ranks took more or less
+    if found.draws and not verdict.draws:  # it drew from the loop's stream, a different amount on each rank
         verdict.draws = True
         seed_generators(device, mixed(torch.initial_seed(), verdict.calls, 0))
     return found.why or ("returns other tensors" if found.dims != verdict.dims else None), new <= again
@@ -73,7 +70,7 @@ def listen() -> None:
 
 @functools.cache
 def _start() -> Callable[..., None]:
-    """Have Python call back. Return a function that lets the instructions of some code be heard, or no more."""
+    """Register callbacks. Return a function that turns them on or off for the instructions of some code."""
     monitoring: Any = getattr(sys, "monitoring", None)
     tool = next((n for n in TOOLS if monitoring.get_tool(n) is None), None) if monitoring else None
     if tool is None:
@@ -84,7 +81,7 @@ def _start() -> Callable[..., None]:
         monitoring.set_local_events(tool, code, events.INSTRUCTION if on else 0)
 
     def begins(code: CodeType, _: int) -> Any:
-        if _is_of_model(code.co_filename):
+        if is_of_program(code.co_filename):
             _codes.append(code)
             hear(code, True)
         return monitoring.DISABLE
@@ -100,9 +97,3 @@ def _start() -> Callable[..., None]:
     monitoring.register_callback(tool, events.INSTRUCTION, runs)
     monitoring.set_events(tool, events.PY_START)
     return hear
-
-
-@functools.cache
-def _is_of_model(file: str) -> bool:
-    """Return whether a file may hold code of a model: the user's, or a package's such as transformers."""
-    return is_users(file) or (f"-packages{os.sep}" in file and not file.startswith((TORCH, OURS)))

@@ -66,8 +66,8 @@ class Verdict:
 
 
 class Answer(Tensor):
-    """This rank's answer to a question about all rows, or their largest or smallest value. Nothing but comparing that
-    with a number and reading the answer is possible."""
+    """This rank's answer to a question about all rows, or their largest or smallest value. It can only be
+    compared with a number, and the result be read."""
 
     op: str
 

@@ -28,7 +28,7 @@ registered = [0]
 
 
 class Otherwise(Exception):
-    """Raised in a call that runs apart, where it does something else than when it was proven."""
+    """Raised if a call that runs apart behaves differently than when it was proven."""
 
 
 class Reads:
@@ -68,10 +68,10 @@ apart = _Apart()
 
 @functools.cache
 def watch_reads() -> None:
-    """Let calls that run apart have their reads answered, from now on. Count what modules register."""
+    """From now on, answer the reads of calls that run apart, and count what modules register."""
 
     def registers(module: nn.Module, name: str, _: Any) -> None:
-        is_new = parameters_in(module).get(name) is None  # FSDP puts gathered ones in the place of shards
+        is_new = parameters_in(module).get(name) is None  # FSDP replaces shards by gathered parameters
         registered[0] += is_new and module in looked_at
 
     register_module_module_registration_hook(registers)
@@ -81,7 +81,7 @@ def watch_reads() -> None:
 
 
 def ask_all_of_masks() -> None:
-    """Let transformers ask of a mask's rows `all`, and not whether their sum is that of the whole."""
+    """Let transformers test a mask by `all` of its rows, not by comparing sums."""
     masks: Any = sys.modules.get("transformers.masking_utils")
     if masks is not None and hasattr(masks, "fast_all"):
         masks.fast_all = Tensor.all
@@ -89,7 +89,7 @@ def ask_all_of_masks() -> None:
 
 def _answered(original: Callable[..., Any], name: str) -> Callable[..., Any]:
     def read(self: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if apart.reads is not None and is_asked():  # not where a check looks below autograd
+        if apart.reads is not None and is_asked():  # not while a check looks below autograd
             return apart.reads.read(name, self, lambda: original(self, *args, **kwargs))
         return original(self, *args, **kwargs)
 

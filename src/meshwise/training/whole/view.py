@@ -40,7 +40,7 @@ MADE_BY_THE_LOOP = (
 
 
 def _mean_backward(engine: Engine, loss: Tensor, *_: Any) -> Tensor:
-    """Stand for `mw.backward`: the loss is that of the whole batch already."""
+    """Replace `mw.backward`: the loss is already that of the whole batch."""
     loss.backward()
     return loss.detach()
 
@@ -70,12 +70,12 @@ class OneDevice:
         return tree if world.size == 1 else map_tensors(own, tree)
 
     def loader(self, loader: DataLoader[Any]) -> tuple[World, Callable[[Any, BatchSlice], Any]]:
-        """Return as which rank this process reads a loader, and a function that leaves its batches as they are."""
+        """Return the rank as which this process reads a loader, and a function that does not change its batches."""
         return self.engine.world, lambda batch, part: batch
 
 
 def _begin(engine: Engine, backwards: Backwards, *, alone: bool) -> None:
-    """Begin what the view has on any number of devices. alone: on one device."""
+    """Begin the part of the view that any number of devices shares. alone: on one device."""
     engine.ends.callback(backwards.begin())
     engine.events.see_whole(alone=alone)
     engine.generator.seeded = engine.watcher is not None  # a check keys the draws of a loop
@@ -88,7 +88,7 @@ class WholeView:
     backward = staticmethod(_mean_backward)
 
     def __init__(self, engine: Engine, *, files: bool) -> None:
-        """files: whether the program writes its files on every rank, of which those of rank 0 are kept."""
+        """files: whether the program writes its files on every rank; those of rank 0 are kept."""
         self.engine, self.axis = engine, DataAxis()
         self.divided = Divided(engine, self.axis)
         self.backwards = Backwards(engine, self.axis, self._say)
@@ -145,7 +145,7 @@ class WholeView:
         return map_tensors(divided, tree)
 
     def loader(self, loader: DataLoader[Any]) -> tuple[World, Callable[[Any, BatchSlice], Any]]:
-        """Return as which rank this process reads a loader, and a function that makes its batches whole."""
+        """Return the rank as which this process reads a loader, and a function that makes its batches whole."""
         own = reads_own_rows(loader)
         world = replace(self.engine.world, chunks=True) if own else replace(self.engine.world, rank=0, size=1)
         return world, partial(self._whole, read_own=own)
