@@ -2,7 +2,7 @@
 
 Then call `trainer.fit(model, loader)`.
 
-The Trainer of each rank is told that it is alone, and its module sees whole batches, so that losses, metrics and
+The Trainer of each rank runs as if it were alone, and its module sees whole batches, so that losses, metrics and
 what a hook or callback does with a batch are those of one device. Classes of meshwise are put in front of those of
 the Trainer and its parts; nothing of Lightning is imported, so `lightning` and `pytorch_lightning` both work.
 
@@ -130,7 +130,7 @@ class DistributedResults:
 
     def log(self, fx: str, name: str, value: Any, *args: Any, **options: Any) -> None:
         if not self.meshwise.alone:
-            options |= {"sync_dist": True, "sync_dist_fn": _as_it_is}  # or Lightning says that nothing is summed
+            options |= {"sync_dist": True, "sync_dist_fn": _as_it_is}  # or Lightning warns that nothing is summed
         super().log(fx, name, value, *args, **options)  # type: ignore[misc]
 
     def update_metrics(self, key: str, value: Any, batch_size: int) -> None:

@@ -59,12 +59,12 @@ class Ranks(OfTrainer):
         return self.engine.program.plain(wholes(tree))
 
 
-class DistributedStrategy(ABC):  # as its own class is: Python compares the layouts
+class DistributedStrategy(ABC):  # like its own class: Python compares the layouts
     """Overrides methods of Lightning's strategy for a single device."""
 
     meshwise: Ranks
 
-    # Who is who.
+    # Ranks and devices.
 
     @property
     def is_global_zero(self) -> bool:
@@ -102,12 +102,12 @@ class DistributedStrategy(ABC):  # as its own class is: Python compares the layo
         return model
 
     def model_to_device(self) -> None:
-        if not self.meshwise.divided:  # else it was there before, and its parts stay
+        if not self.meshwise.divided:  # else it was distributed before, and its parts stay
             super().model_to_device()  # type: ignore[misc]
 
     def setup_optimizers(self, trainer: Any) -> None:
         super().setup_optimizers(trainer)  # type: ignore[misc]
-        self.meshwise.engine.gate.saves |= trainer.checkpoint_callback is not None  # told to who asks for a stop
+        self.meshwise.engine.gate.saves |= trainer.checkpoint_callback is not None  # shown to whoever requests a stop
         schedulers = [config.scheduler for config in self.lr_scheduler_configs]  # type: ignore[attr-defined]
         for each in [*self.optimizers, *(one for one in schedulers if isinstance(one, LRScheduler))]:  # type: ignore[attr-defined]
             self.meshwise.share(each)
@@ -115,7 +115,7 @@ class DistributedStrategy(ABC):  # as its own class is: Python compares the layo
     def teardown(self: Any) -> None:
         self.meshwise.close(True)
         self.meshwise.close(False)
-        self.meshwise.engine.given.waits = False  # of a training that ended between the batches of a step
+        self.meshwise.engine.given.waits = False  # left by a training that ended inside a step
         kept = self._lightning_module, self._optimizers
         if self.meshwise.divided:  # parts stay on their devices
             self._lightning_module, self._optimizers = None, []

@@ -1,8 +1,8 @@
 """Reach private parts of accelerate and of Lightning's Trainer.
 
 Of accelerate: processes, the seeded sampler, the ends of loops. Of Lightning: signals, logging, the closure of a step,
-the end of an epoch. None has a public interface. Read in accelerate 1.15 and Lightning 2.6; nothing of them is imported
-before a Trainer is there. Tested in tests/training/script/test_trainer.py, tests/training/script/test_lightning.py and
+the end of an epoch. None has a public interface. Read in accelerate 1.15 and Lightning 2.6; neither is imported
+before a Trainer exists. Tested in tests/training/script/test_trainer.py, tests/training/script/test_lightning.py and
 tests/training/process/test_same_work.py.
 """
 
@@ -44,7 +44,7 @@ def seed_order(loader: DataLoader[Any], seed: int | None) -> None:
         generator=sampler.generator,
         data_seed=seed,
     )
-    object.__setattr__(loader, "sampler", seeded)  # which a DataLoader lets nobody set once it is made
+    object.__setattr__(loader, "sampler", seeded)  # a DataLoader forbids this after its creation
     if type(loader.batch_sampler) is BatchSampler:
         loader.batch_sampler.sampler = seeded
 

@@ -22,7 +22,7 @@ from meshwise.workers.environment import attempt
 def _tensorboard(folder: Path, step: int) -> OpenTracker:
     from torch.utils.tensorboard import SummaryWriter
 
-    # Its file is opened by name again and again: one of an earlier attempt, which may go on, lies elsewhere.
+    # It reopens its file by name, so each attempt has its own: an earlier one may still run.
     own = [f"attempt-{attempt()}"] if attempt() > 1 and newest(folder) else []
     writer = SummaryWriter(str(folder.joinpath(names.TENSORBOARD, *own)), purge_step=step + 1)
 
@@ -42,7 +42,7 @@ def _wandb(folder: Path, step: int) -> OpenTracker:
     run = wandb.init(
         project=project, name=name, id=name, resume="allow", dir=folder, config=_facts(folder), settings=settings
     )
-    run.define_metric("*", step_metric="step")  # W&B's own step drops what comes late
+    run.define_metric("*", step_metric="step")  # W&B's own step drops late values
     return OpenTracker("wandb", lambda values, step: run.log({**values, "step": step}), run.finish)
 
 

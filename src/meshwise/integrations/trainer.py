@@ -2,8 +2,8 @@
 
 Write `trainer = mw.distribute(trainer)`, then `trainer.train()`.
 
-The Trainer of each rank is told that it is alone, so that all that it does for several processes rests, and batches,
-backwards, evaluations and files are meshwise's. Its class, and that of its Accelerator, get a class of ours in front:
+The Trainer of each rank runs as if it were alone, without its code for several processes, and meshwise handles batches,
+backwards, evaluations and files. Its class, and that of its Accelerator, get a class of ours in front:
 
     batches     `per_device_train_batch_size` is that of all devices together; each rank reads its rows of every batch,
                 in the order that the Trainer has on one device
@@ -14,7 +14,7 @@ backwards, evaluations and files are meshwise's. Its class, and that of its Acce
     evaluation  the loss is that of the whole batch, and the rows of all ranks come in the order of the data
     files       rank 0 writes, what a plan divides is whole, and any number of devices goes on from it
 
-Read in transformers 5.23 and accelerate 1.15; nothing is imported of them. Tested in
+Read in transformers 5.23 and accelerate 1.15; neither is imported. Tested in
 tests/training/script/test_trainer.py.
 """
 
@@ -68,7 +68,7 @@ class DistributedTrainer:
         module = import_module(TRAINER)
         skips = functools.partial(skip_batches, module.skip_first_batches)
         engine, saves = self.meshwise.engine, self.args.save_strategy != "no"
-        engine.gate.saves |= saves  # told to who asks for a stop
+        engine.gate.saves |= saves  # shown to whoever requests a stop
         with mock.patch.object(module, "skip_first_batches", skips):
             try:
                 return super().train(*args, **options)  # type: ignore[misc]
@@ -152,7 +152,7 @@ class DistributedTrainer:
     def save_model(self: Any, output_dir: Any = None, _internal_call: bool = False) -> None:
         with own_names(self.model) if _internal_call else contextlib.nullcontext():
             super().save_model(output_dir, _internal_call)  # type: ignore[misc]
-        if _internal_call:  # of a checkpoint: others look whether it is there
+        if _internal_call:  # of a checkpoint: other ranks check that it exists
             collectives.barrier(collectives.everyone())
 
     def _issue_warnings_after_load(self: Any, load_result: Any) -> None:
@@ -225,7 +225,7 @@ def _distribute(trainer: Any, engine: Engine, add: Add, share: Share) -> Any:
     if world.size > 1:
         _refuse(trainer, world.size, masks and engine.draws is not None)
     ranks = Ranks(engine, trainer, add, share)
-    if trainer.args.use_cpu:  # the run says where, and the model is there
+    if trainer.args.use_cpu:  # the run chooses the device, and the model is on it
         vars(trainer.args)["_setup_devices"] = torch.device(world.device)
     trainer.args.distributed_state = be_alone(world, trainer.create_accelerator_and_postprocess)
     in_front(DistributedAccelerator, trainer.accelerator, ranks)
