@@ -31,7 +31,7 @@ ROOMS = (
     *(("hardware", "devices bench"), ("planner", "plan"), ("launcher", "run submit predict"), ("checker", "check")),
     *(("reports", "report"), ("launcher", "runs logs stop"), ("training", "checkpoints weights")),
 )
-"""Which house has the file of a command, in the order in which commands are used. A house may be left out."""
+"""The house with the file of each command, in order of use. A house may be absent."""
 HERE = Path(__file__).parent
 FILES = [HERE / house / "commands" / f"{name}.py" for house, names in ROOMS for name in names.split()]
 COMMANDS = {file.stem: f"{__package__}.{file.parts[-3]}.commands.{file.stem}" for file in FILES if file.exists()}
@@ -56,9 +56,9 @@ class Commands(TyperGroup):
     def list_commands(self, ctx: Any) -> list[str]:
         return list(COMMANDS)
 
-    def get_command(self, ctx: Any, cmd_name: str) -> Any:  # of click, which new versions of typer carry inside
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:  # click's, which new versions of typer bundle
         if cmd_name not in COMMANDS:
-            if ctx.resilient_parsing:  # a shell asks what to complete
+            if ctx.resilient_parsing:  # shell completion
                 return None
             raise UsageError(
                 f"meshwise {cmd_name}: no such command.{nearest(cmd_name, COMMANDS)} Use one of {', '.join(COMMANDS)}."
@@ -77,7 +77,7 @@ class Commands(TyperGroup):
         except Exception:
             raise
         except BaseException as error:
-            workers = f"{__package__}.workers"  # read where they are needed, as commands are
+            workers = f"{__package__}.workers"  # imported when needed, like commands
             stopped = isinstance(error, KeyboardInterrupt)
             if not stopped and import_module(f"{workers}.environment").started_by_launcher():
                 raise
@@ -105,7 +105,7 @@ def main() -> None:
     """Run the command `meshwise`."""
     if any(word.startswith("--nnodes") for word in sys.argv):  # else torch prints C++ frames for a connection that ends
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    atexit.register(gc.freeze)  # else Python looks for garbage in all that was imported, before it ends
+    atexit.register(gc.freeze)  # else Python's last garbage collection visits all imported objects
     _open_standard_files()
     last_words.watch(sys.stdout, sys.stderr)
     with fast_exit.on_exit(_end):
@@ -146,7 +146,7 @@ def _open_standard_files() -> None:
         try:
             os.fstat(number)
         except OSError:
-            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest number that is free
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest free number
             setattr(sys, name, os.fdopen(number, "w" if number else "r", closefd=False))
 
 
@@ -161,7 +161,7 @@ def _refusal_of(error: Exception) -> MeshwiseError | None:
         return MeshwiseError(f"the output cannot be written: {error.strerror}.")
     if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
         return UsageError(f"{error.filename}: this file name is too long. Use a shorter name.")
-    if hasattr(error, "format_message") and hasattr(error, "exit_code"):  # of click
+    if hasattr(error, "format_message") and hasattr(error, "exit_code"):  # an error of click
         text = error.format_message()
         refused = UsageError(f"{text.rstrip('.')}. See meshwise --help." if text else "")
         refused.exit_code = error.exit_code

@@ -50,7 +50,7 @@ def with_plan(options: RunOptions, console: Console) -> RunOptions:
             found = bench(f"{len(slots)}xcpu", what=("collectives",), sizes="1K:4M", seconds=MEASURE).machine
         machine = replace(machine, collectives=found.collectives, links=found.links, measured=found.measured)
     dtypes = {"precision", *OWN_DTYPES} & {setting.partition("=")[0].strip() for setting in options.settings}
-    asked = () if dtypes else ("precision=fp32",)  # a run's numbers do not change unasked
+    asked = () if dtypes else ("precision=fp32",)  # never change a run's numbers unasked
     words = PlanOptions(
         job=options.job or "",
         machine=machine,

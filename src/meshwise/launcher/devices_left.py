@@ -25,11 +25,11 @@ class DevicesLeft:
 
     def __init__(self, slots: Sequence[WorkerSlot], sys: Path = Path("/sys")) -> None:
         self._slots, self._sys = list(slots), sys
-        # Of devices that the system shows: in some containers and virtual machines none is shown, and none is gone.
+        # Only if the system lists devices: some containers and virtual machines list none.
         self._addresses = [pci if is_there(sys, pci) else "" for pci in (pci_address(slot.name) for slot in slots)]
         self._used = self._left = list(range(len(slots)))
         self._early: Counter[int] = Counter()
-        self._back: dict[int, int] = {}  # the attempt of the command from which a slot is there again
+        self._back: dict[int, int] = {}  # the attempt from which a slot is available again
 
     @property
     def used(self) -> list[WorkerSlot]:

@@ -45,9 +45,9 @@ def placed(options: RunOptions, environment: Mapping[str, str] = os.environ) -> 
         return options, False
     _refuse_contradiction(options, place)
     count = _devices_here(options, place)
-    launches = count > 1 or options.nnodes > 1 or options.folder is not None  # the last: as `meshwise submit` sends it
+    launches = count > 1 or options.nnodes > 1 or options.folder is not None  # the last one: sent by `meshwise submit`
     if place.one_a_node and launches:
-        known = None if place.launcher == "torchrun" else place.rendezvous  # at torchrun's port its own store listens
+        known = None if place.launcher == "torchrun" else place.rendezvous  # torchrun's own store listens on its port
         where = options.rdzv or ":".join(map(str, known or meet(place)))
         return replace(options, nnodes=place.nodes, node_rank=place.node, rdzv=where), False
     ask_for_kind(options.devices, place)
@@ -154,10 +154,10 @@ def run_in(folder: Path, program: object) -> dict[str, Any]:
             f"submit {folder}, or continue it on this machine: meshwise run --resume {folder}"
         )
     try:
-        if not script:  # which has its states elsewhere
+        if not script:  # a script has its states elsewhere
             refuse_without_progress(folder, facts)
         refuse_changed_code(folder, word)
-    except MeshwiseError as error:  # whoever looks at the run later sees why it does not go on
+    except MeshwiseError as error:  # recorded, so that the run shows why it does not continue
         names.change_run(folder, status="failed", error=str(error))
         raise
     return facts

@@ -81,7 +81,7 @@ def run(options: RunOptions) -> RunSummary:
     """Train a job on the devices, show its progress, and keep its records in a new run folder.
 
     The job is a Job, or a word as on the command line (`mnist-mlp`, `train.py:job`). The plan is a Plan or a plan file.
-    Raises UsageError for what cannot be run, WorkerFailed if a worker fails.
+    Raises UsageError if it cannot be run, WorkerFailed if a worker fails.
     """
     return start_job(options, Console())[0]
 
@@ -107,7 +107,7 @@ def start_job(
         return _run_joined(options, console, began)
     starts(options)
     with contextlib.closing(Forks(PRELOAD, stays=True)) as forks:
-        job = _read(options, forks)  # what is wrong is reported before any worker starts
+        job = _read(options, forks)  # errors are reported before any worker starts
         started = start(partial(_job_program, job, options), options, began)
         results, code = supervised(started, console, options.seconds_left(began), forks)
     if None in results:

@@ -106,7 +106,7 @@ def _script_in_worker(script: Path, arguments: Sequence[str], options: RunOption
     try:
         variables = run_script_file(script, arguments)
     finally:
-        if "meshwise.training.process.session" in sys.modules:  # else it has used none of our verbs
+        if "meshwise.training.process.session" in sys.modules:  # else it has not used our verbs
             process.session.program_ends()
     recording.plain_program.tell_what_is_missing(script.name)
     refuse_untrained_job(script, variables)

@@ -1,6 +1,6 @@
 """Decide how a run continues, on one machine or several.
 
-On several machines, the leader decides, and the other machines do as it says.
+On several machines, the leader decides, and the other machines follow.
 
 If machines share the run's folder, the one that claims the next attempt there continues the run (records/claims.py); if
 they do not, machine 0 does, which has the saved states. So the two halves of a split network never both continue.
@@ -163,7 +163,7 @@ class Several:
         if any(report["stopped"] for report in reports.values()):
             last = error
         elif joined:
-            restarts.most += 1  # it is no fault
+            restarts.most += 1  # this is not a failure
         else:
             last = restarts.after(error)
         if last is None:
@@ -216,7 +216,7 @@ class Several:
         restarts.number, sentence = restarts.number + 1, restarts.next()
         if self.lock is None:  # the machine that held it is lost, or was
             self.lock = FolderLock(restarts.folder, claimed=True)
-        restarts.keep_plan()  # before the others start: a script's workers read it
+        restarts.keep_plan()  # before others start: a script's workers read it
         folder = {"name": restarts.folder.name, "attempt": restarts.number}
         facts = {
             "folder": folder,

@@ -148,7 +148,7 @@ def _recorded(started: Started, options: RunOptions, began: float, *, begins: bo
     machines.lock = FolderLock(folder, claimed=yields)
     facts = {"job": program.name, "devices": [slot.name for slot in started.slots], "machine": machines.node}
     facts |= {"world": machines.world, "versions": names.versions(), **names.what_was_typed(), **program.record}
-    if isinstance(options.job, str | Path):  # of a Job that is given the source is not known
+    if isinstance(options.job, str | Path):  # the source of a Job object is unknown
         facts["source"] = names.source_of(str(options.job))
     if options.folder is not None and ASKED not in earlier:
         facts[ASKED] = options.record()
@@ -174,7 +174,7 @@ def supervised(
     plan = "" if program.plan is None else f"{program.plan}  "
     machines, nodes = started.machines, started.machines.nodes
     told = place_in(os.environ).told(nodes.size if nodes else len(slots), nodes.nnodes if nodes else 1)
-    if machines.first_rank == 0 or not told:  # under a launcher the output of all nodes is one
+    if machines.first_rank == 0 or not told:  # under a launcher, all nodes share one output
         line = f"{Path(program.name).name}  {plan}{describe(slots, machines.first_rank)}"
         text = f"{told}\n{line}" if told and machines.first_rank == 0 else line
         console.print(text, soft_wrap=not console.is_terminal, markup=False, highlight=False)
@@ -184,7 +184,7 @@ def supervised(
     except WorkerFailed as error:
         refused = error.exit_code == UsageError.exit_code and started.restarts.attempt == 1
         if refused and started.keeps_record:
-            for path, text in started.before.items():  # refused: the run is what it was
+            for path, text in started.before.items():  # refused: restore the run's files
                 write_text(path, text)
         raise
     finally:

@@ -21,9 +21,9 @@ from meshwise.reports.views.live_progress import loss_text
 from meshwise.spec.errors import UsageError
 from meshwise.spec.words import printable
 
-ROUND = 0.3  # seconds between two looks
-EVERY = 15.0  # seconds between two lines on how far the run is
-LAST = 15  # lines of what a batch script printed
+ROUND = 0.3  # seconds between two polls
+EVERY = 15.0  # seconds between two progress lines
+LAST = 15  # lines of a batch script's output
 Line = tuple[int, int, str, str]
 """A line that a rank printed: the number of the run's attempt, the rank, its host ("" if unknown), the text."""
 app = typer.Typer(add_completion=False)
@@ -103,7 +103,7 @@ def _log_lines(folder: Path, ranks: Sequence[int], follow: bool, look: Callable[
     if missing and not follow:
         raise UsageError(f"rank {missing[0]} has printed nothing in {folder}. The folder has: {_ranks(folder)}.")
     while follow:
-        over = _is_over(folder)  # asked first: what is written until then is shown
+        over = _is_over(folder)  # checked first, to show everything written until then
         yield from _new_lines(folder, logs, ranks)
         if over:
             return

@@ -20,7 +20,7 @@ from meshwise.spec.durations import seconds_of
 from meshwise.spec.errors import UsageError
 from meshwise.spec.units import seconds_text
 
-ROUND = 1.0  # seconds between two looks
+ROUND = 1.0  # seconds between two polls
 app = typer.Typer(add_completion=False)
 
 
@@ -55,7 +55,7 @@ def stop(
 
 def _stop_job(folder: Path, job: str, wait: float) -> None:
     until, told, tasks = time.monotonic() + wait, set[str](), tasks_of(folder)
-    for each in (folder, *tasks):  # whatever ends the job now: its script and its next start look for this
+    for each in (folder, *tasks):  # however the job ends: its script and its next start check for this
         (each / names.STOP).touch()
     if tasks:
         slurm.cancel_waiting(job)

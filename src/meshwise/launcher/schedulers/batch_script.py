@@ -2,10 +2,10 @@
 
 It has comments and works by hand.
 
-What it does about the end of a job was tried on a Slurm 22.05:
+Its handling of a job's end was tested on Slurm 22.05:
 - the signals of a time limit, a preemption or `scancel` come to the script too and would end its `wait`;
-- `scontrol requeue` brings back a job that somebody has just cancelled, and from a node that was cut off it takes a
-  healthy later start from the others: so it is asked only by the start that Slurm still counts, and while it runs.
+- `scontrol requeue` restarts a job that was just cancelled, and from a node that was cut off it takes a
+  healthy later start from the others: so only the start that Slurm still counts calls it, while it runs.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def _options(job: BatchJob, *, elastic: bool) -> list[str]:
     site = job.site
     named = {"partition": site.partition, "account": site.account, "qos": site.qos, "mem": site.memory}
     lines = [f"--job-name={_word(job.name)}", f"--nodes={job.nodes}"]
-    # With a number of tasks Slurm takes the least nodes of a range: there only the step has one.
+    # Given a number of tasks, Slurm takes the fewest nodes of a range, so only the step has one.
     lines += ["--no-kill  # a lost node does not end it: it goes on with those that are left"] if elastic else []
     lines += [] if elastic else ["--ntasks-per-node=1  # meshwise starts the workers of a node itself"]
     if job.gpus and site.gpus != "none":
