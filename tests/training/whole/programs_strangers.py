@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torchmetrics
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, get_worker_info
 
 from tests.training.whole.shared import Distribute
@@ -132,4 +133,24 @@ def tensors_read_from_streams(distribute: Distribute) -> list[float]:
             Path(folder, f"{number}.txt").write_text("x")
             buffer.seek(0)
             left.append(torch.load(buffer)["w"].sum().item())
+    return left
+
+
+def metrics_of_a_library(distribute: Distribute) -> list[Any]:
+    """torchmetrics adds up over ranks where it finds some: what it holds is whole already."""
+    total, matrix = torchmetrics.SumMetric(), torchmetrics.ConfusionMatrix("multiclass", num_classes=3)
+    for x, y in _batches(distribute):
+        total.update(x.sum())
+        matrix.update(y.roll(1), y)
+    return [total.compute().item(), matrix.compute().tolist()]
+
+
+def rows_written_into_empty_memory(distribute: Distribute) -> list[float]:
+    """What was in the memory before is nothing that ranks compute."""
+    left, w = [], torch.ones(4, requires_grad=True)
+    for x, _ in _batches(distribute):
+        kept = torch.empty(2, *x.shape)
+        kept[0], kept[1] = x, x * 2
+        (slope,) = torch.autograd.grad((kept * w).square().sum(), w)
+        left += [*slope.tolist()]
     return left
