@@ -13,15 +13,15 @@ from collections.abc import Sequence
 
 from meshwise.workers import fast_exit
 
-fast_exit.prepare()  # before what is imported below
+fast_exit.prepare()  # before the imports below
 
 from meshwise.workers import fork_server, worker  # noqa: E402
 
 
 def _serve(descriptor: int, modules: Sequence[str]) -> int:
-    interrupted = signal.signal(signal.SIGINT, signal.SIG_IGN)  # while it imports, too
+    interrupted = signal.signal(signal.SIGINT, signal.SIG_IGN)  # also during the imports
     worker.die_with_parent()
-    gc.disable()  # what is imported stays
+    gc.disable()  # imported objects stay
     for module in modules:
         importlib.import_module(module)
     gc.enable()

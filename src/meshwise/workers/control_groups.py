@@ -1,6 +1,6 @@
 """Read this process's control groups, of version 2 or 1.
 
-Control groups hold what Linux lets this process use, and what it was denied. They also tell whether the kernel's
+Control groups hold what Linux lets this process use, and what it denied. They also tell whether the kernel's
 out-of-memory killer ended a process, since a SIGKILL does not say who sent it: its kills are counted in each control
 group of version 2 (`memory.events`) and for the machine (`/proc/vmstat`).
 """

@@ -29,8 +29,8 @@ from meshwise.workers.failure import is_communication_error
 from meshwise.workers.scratch import made_folder, own
 from meshwise.workers.verb_log import BATCH, VerbTrail, read_trail
 
-INTERVAL = 0.25  # seconds between two looks
-GRACE = 1.0  # seconds in which a rank that diverged because it raised says so: its error is told instead
+INTERVAL = 0.25  # seconds between checks
+GRACE = 1.0  # seconds for a rank that diverged by raising an error to report it: that error is shown instead
 ADVICE = (
     "Every rank must make the same calls in the same order. Look for code that depends on the rank, on the rank's "
     "own batches, loss or metric, or on time."

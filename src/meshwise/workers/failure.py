@@ -27,7 +27,7 @@ CULPRIT_TIMEOUT, VICTIMS_TIMEOUT = 1.0, 10.0
 _CONNECTION_WORDS = ("connection closed by peer", "connection reset by peer", "broken pipe", "connection timed out")
 _COMMUNICATION_WORDS = ("gloo", "nccl", "socket timeout", "tcpstore", *_CONNECTION_WORDS)
 
-LOADER_TIMEOUT = 10.0  # seconds until the end of a loader worker is known whose connection broke, on a loaded machine
+LOADER_TIMEOUT = 10.0  # seconds until the end of a disconnected loader worker is known, on a loaded machine
 # Read in torch 2.11, 2.13 and 2.15: `_utils.py` (ExceptionWrapper), `utils/data/dataloader.py`, `csrc/DataLoader.cpp`.
 _LOADER_ENDED = re.compile(
     r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\) (?:is killed by signal: ([^.]*)|exited unexpectedly)"
@@ -132,7 +132,7 @@ def loader_end(error: BaseException) -> tuple[str, str] | None:
     found = [match for match in map(_LOADER_ENDED.search, texts) if match]
     if not found:
         return None
-    told = next((match for match in found if match[2]), found[0])  # who reads a batch knows of no signal
+    told = next((match for match in found if match[2]), found[0])  # the reader of a batch does not know the signal
     how = f"was killed by signal: {told[2]}" if told[2] else "exited"
     hint = " (often the system's out-of-memory killer)" if told[2] == "Killed" else ""
     remedy = _LOADER_REMEDIES.get(told[2], _WITHOUT_LOADERS)
@@ -210,7 +210,7 @@ def user_traceback(error: BaseException) -> str:
 def by_exit_status(rank: int, status: int, out_of_memory: Callable[[], str | None] = lambda: None) -> Failure:
     """Return the failure of a worker that ended without a report."""
     if status < 0:
-        names = {number.value: number.name for number in signal.Signals}  # real-time signals have none
+        names = {number.value: number.name for number in signal.Signals}  # real-time signals have no name
         name = names.get(-status, f"signal {-status}")
         why = out_of_memory() if -status == signal.SIGKILL else ""
         if why:
@@ -238,7 +238,7 @@ def culprit(failures: Sequence[Failure], ranks: int = 0) -> Failure:
     """
     later = {"left": 1, "victim": 2}
     first = min(failures, key=lambda failure: (later.get(failure.kind, 0), failure.time))
-    if first.kind == "victim" or MORE_MEMORY in first.notes:  # what a victim knows helps one that had too little memory
+    if first.kind == "victim" or MORE_MEMORY in first.notes:  # a victim's plan helps a rank that ran out of memory
         known = [failure.smaller for failure in failures if failure.smaller]
         first = replace(first, smaller=known[0] if known and first.kind == "killed" else ())
     lost = {f.rank for f in failures if any(word in f.message.lower() for word in _CONNECTION_WORDS)}
@@ -272,7 +272,7 @@ def sentence(failure: Failure, size: int, others: Sequence[Failure] = ()) -> str
     if failure.plain:
         return failure.message
     who, own = f"rank {failure.rank} of {size}", f"rank {failure.rank}, "
-    where = [note for note in failure.notes if note.startswith(own)]  # step and phase: the cause comes last
+    where = [note for note in failure.notes if note.startswith(own)]  # step and phase: put the cause last
     notes = [note for note in failure.notes if note not in where]
     before = [*failure.traceback.rstrip().splitlines(), *where]
     if failure.kind in ("killed", "left", "loader"):

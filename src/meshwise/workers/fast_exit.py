@@ -1,4 +1,4 @@
-"""End a process: report a sudden end, and take apart no imports.
+"""End a process: report a sudden end, and keep imports intact.
 
 A call of `os._exit` is reported, with its line, before it ends the process (`on_exit`).
 
@@ -44,20 +44,20 @@ def exit_now(code: int) -> NoReturn:
 def _end() -> None:
     if not _codes:
         return
-    threading.excepthook = lambda _: None  # a daemon thread may use a module that is empty
-    sys.setswitchinterval(60)  # and makes no objects while they are listed
+    threading.excepthook = lambda _: None  # a daemon thread may use an emptied module
+    sys.setswitchinterval(60)  # no thread makes objects during the listing
     _flush(*[each for each in gc.get_objects() if type(each) in WRITERS])
     for module in list(sys.modules.values()):
         if (file := getattr(module, "__file__", None)) and is_users(file):
             vars(module).clear()
     gc.collect()
     _flush(sys.stdout, sys.stderr)
-    ctypes.PyDLL(None).exit(_codes[0])  # C's exit functions are called, while no thread runs Python
+    ctypes.PyDLL(None).exit(_codes[0])  # runs C's exit functions while no thread runs Python
 
 
 def _flush(*files: Any) -> None:
     for file in files:
-        with contextlib.suppress(AttributeError, OSError, ValueError):  # there is none, it is closed, or nobody reads
+        with contextlib.suppress(AttributeError, OSError, ValueError):  # no file, a closed one, or no reader
             file.flush()
 
 

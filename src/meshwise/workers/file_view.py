@@ -1,6 +1,6 @@
 """Redirect the files of a checked program to the check's folder.
 
-The files that the program wrote lie there; all other files stay where they are.
+Files that the program wrote are there; all other files stay in place.
 
 scratch_files.py applies this view to Python's file functions. Code that bypasses it (C++, Rust, other programs) fails
 if it would change a file of the user, where Linux's Landlock restricts the writes of the process (`lock_files`).
@@ -23,17 +23,17 @@ from typing import Any
 
 from meshwise.workers.written_files import CACHES
 
-LINKS = 40  # followed one after the other, as in Linux
+LINKS = 40  # the most links to follow in a row, as in Linux
 TEMPORARY = tempfile.gettempdir()
 """Where the launcher has its folder. Inside a check, programs have another folder for temporary files."""
-IN_MEMORY = ("", ":memory:")  # names that sqlite knows, and that are no files
-_CREATE, _ADD, _RESTRICT = 444, 445, 446  # system calls, of the same number on every processor since 5.0
+IN_MEMORY = ("", ":memory:")  # names of sqlite databases that are not files
+_CREATE, _ADD, _RESTRICT = 444, 445, 446  # system calls; the same numbers on every processor since 5.0
 _VERSION = 1  # LANDLOCK_CREATE_RULESET_VERSION
 _BENEATH = 1  # LANDLOCK_RULE_PATH_BENEATH
 _NO_NEW_PRIVS = 38  # linux/prctl.h
 _RIGHTS = sum(1 << bit for bit in (1, 4, 5, 7, 8, 10, 12, 13, 14))
 """Landlock's bits of the restricted rights: write or truncate files; make, remove or move files, folders and links."""
-_OLDEST = 3  # the version that knows all of them, Linux 6.2
+_OLDEST = 3  # the first version with all of these rights, Linux 6.2
 
 
 def free_folders() -> list[str]:
@@ -60,7 +60,7 @@ class FileView:
     def __init__(self, folder: str, free: Iterable[str] = ()) -> None:
         """free: files and folders, besides `free_folders`, that the program uses as they are."""
         self.files, self._gone, self.temporary = (f"{folder}/{name}" for name in ("files", "gone", "tmp"))
-        for each in (self.files, self._gone, self.temporary):  # the last for sockets too: no function of ours binds
+        for each in (self.files, self._gone, self.temporary):  # `temporary` also for sockets: bind is not redirected
             os.makedirs(each, exist_ok=True)
         self._free = tuple(each + os.sep for each in (*free_folders(), *map(os.path.realpath, free), folder))
 
@@ -128,7 +128,7 @@ class FileView:
         logical = self.logical(path, follow)
         place = "" if logical is None else self.place(logical)
         if logical is None or not (os.path.lexists(place) or os.path.lexists(logical)):
-            return path  # the error names the path that was asked for
+            return path  # the error names the requested path
         return path if place == os.path.abspath(os.fsdecode(path)) else place
 
     def written(self, path: Any, follow: bool = True, keep: bool = False) -> Any:

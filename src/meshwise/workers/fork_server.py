@@ -4,10 +4,10 @@
     Forks(preload).server()  starts it    ->     imports what workers need
     .start(...)              a request    ->     forks; the child becomes the worker
     ForkedWorker.poll()      <-    its process id, later its exit status
-    .call(function)          a request    ->     forks; the child calls it, and leaves what it gives in a file
+    .call(function)          a request    ->     forks; the child calls it, and writes its result to a file
 
 The server forks before any code has used a device or started a thread of torch, as CUDA and OpenMP require
-(tests/every_import.py); a worker that cannot use its device after the fork is started anew, without a fork.
+(tests/every_import.py); a worker that cannot use its device after the fork is restarted without a fork.
 When the launcher dies, the server dies, and with it (PR_SET_PDEATHSIG) every worker.
 """
 
@@ -38,7 +38,7 @@ from meshwise.workers.environment import LISTENER
 from meshwise.workers.stuck import stat_of
 
 PACKET = 1 << 16
-KILL_TIMEOUT = 2.0  # seconds for killed workers to be gone
+KILL_TIMEOUT = 2.0  # seconds for killed workers to end
 CALL = "--call"
 LISTENS = "MESHWISE_FORK_SERVER"
 """The environment variable with the address of a fork server that serves many launches, as in our tests."""
@@ -86,10 +86,10 @@ class Forks:
             self._known.append(facts)
         assert self._line is not None  # the server has begun
         request = {"arguments": arguments, "variables": dict(variables), "folder": str(Path.cwd())}
-        with os.fdopen(os.memfd_create("request"), "r+b") as file:  # an environment may be longer than a packet
+        with os.fdopen(os.memfd_create("request"), "r+b") as file:  # an environment may exceed a packet
             file.write(json.dumps(request).encode())
             file.flush()
-            with contextlib.suppress(OSError):  # a server that has died is seen by `poll`
+            with contextlib.suppress(OSError):  # `poll` detects a dead server
                 socket.send_fds(self._line, [b"%d" % number], [file.fileno(), *files])
         return ForkedWorker(self, facts)
 
@@ -129,9 +129,9 @@ class Forks:
                             continue
                         break
                     packet = b"" if self._line is None else self._line.recv(PACKET)
-            except (OSError, ValueError):  # closed
+            except (OSError, ValueError):  # the connection is closed
                 packet = b""
-            if not packet:  # the kernel has killed the workers of a dead server
+            if not packet:  # the server died, so the kernel has killed its workers
                 died = None if self.process is None else _waited(self.process)
                 facts["status"] = died or -signal.SIGKILL
                 break
@@ -144,7 +144,7 @@ class Forks:
         until = time.monotonic() + KILL_TIMEOUT
         alive = [w for w in workers if w.told() is None] if self._stays else list(workers)
         while self._stays and alive and all(w.pid is not None for w in alive) and time.monotonic() < until:
-            for worker in alive:  # again: one that was only just forked did not lead its group then
+            for worker in alive:  # again: a newly forked worker may not have led its group yet
                 kill_group(worker.pid or 0)
             time.sleep(0.01)
             alive = [w for w in alive if w.told() is None]
@@ -158,7 +158,7 @@ class Forks:
         workers = [self.hear(facts).get("pid") for facts in self._known]
         self._line.close()
         if self.process is not None and (None in workers or _waited(self.process) is None):
-            self.process.kill()  # it imports still, or is stopped: it reads no request and no end
+            self.process.kill()  # still importing, or stopped: it reads neither requests nor the end
             for pid in filter(None, workers):
                 kill_group(pid)
             _waited(self.process)
@@ -195,7 +195,7 @@ def serve(line: socket.socket, work: Callable[[], int], interrupted: Any = signa
     """Run the fork server: for each request, fork a process that calls `work`."""
     for ignored in (*WARNINGS, signal.SIGINT):
         signal.signal(ignored, signal.SIG_IGN)
-    gc.freeze()  # what is imported is no garbage: a worker's collections leave it alone, and its pages shared
+    gc.freeze()  # imported objects stay: workers then never collect them, and their pages stay shared
     children: dict[int, int] = {}
     wakes, wake = os.pipe()
     os.set_blocking(wake, False)
@@ -217,7 +217,7 @@ def serve(line: socket.socket, work: Callable[[], int], interrupted: Any = signa
                 kill_group(pid)
                 os.waitpid(pid, 0)
             return 0
-        if sys.stdout is not None:  # as it is where the launcher was started without one
+        if sys.stdout is not None:  # None if the launcher has no stdout
             sys.stdout.flush()
         pid = os.fork()
         if pid == 0:
@@ -274,7 +274,7 @@ def _tell(line: socket.socket, **told: int) -> None:
 
 def _become(files: list[int]) -> None:
     """Turn this forked process into the worker: set its session, open files, environment and folder."""
-    os.setsid()  # a Ctrl-C goes to the launcher alone, which stops all ranks after one step
+    os.setsid()  # Ctrl-C reaches only the launcher, which stops all ranks after one step
     with os.fdopen(files[0], "rb") as file:
         file.seek(0)
         request: dict[str, Any] = json.load(file)
@@ -287,5 +287,5 @@ def _become(files: list[int]) -> None:
         os.environ[LISTENER] = str(files[3])
     os.chdir(request["folder"])
     sys.argv[1:] = request["arguments"]
-    if "numpy" in sys.modules:  # as in a process of its own; Python's own `random` does so by itself
+    if "numpy" in sys.modules:  # as in a new process; Python's own `random` reseeds itself
         sys.modules["numpy"].random.seed()

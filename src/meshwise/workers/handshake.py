@@ -34,8 +34,8 @@ ASKS, ANSWERS = len(HELLO) + NONCE, len(HELLO) + NONCE + CODE
 MOST = 16 << 20
 """The largest length of a message, in bytes."""
 HEAD, NUMBER = struct.Struct("!I"), struct.Struct("!Q")
-TIMEOUT = 30.0  # seconds for a connection that has proven nothing yet
-PAUSE = 0.01  # seconds to the next look, where no more can be let in now
+TIMEOUT = 30.0  # seconds for a new connection to prove the secret
+PAUSE = 0.01  # seconds until the next attempt to accept, if none is possible now
 
 
 class Unproven(ConnectionError):
@@ -51,7 +51,7 @@ def code(key: bytes, *parts: bytes) -> bytes:
 def proofs(secret: bytes, purpose: str, of_client: bytes, of_server: bytes) -> tuple[bytes, bytes, bytes]:
     """Return the codes by which the server and the client prove that they know the secret, and the key for the codes of
     later messages. of_client, of_server: their nonces."""
-    said = of_client, of_server, purpose.encode()  # the first two are always as long: no two calls join alike
+    said = of_client, of_server, purpose.encode()  # the first two have fixed lengths, so joined bytes are unambiguous
     return code(secret, b"server", *said), code(secret, b"client", *said), code(secret, b"session", *said)
 
 
@@ -94,7 +94,7 @@ class Line:
     def close(self) -> None:
         """Close the connection. A thread that waits for a message wakes up."""
         with contextlib.suppress(OSError):
-            self.connection.shutdown(socket.SHUT_RDWR)  # close alone would not wake that thread
+            self.connection.shutdown(socket.SHUT_RDWR)  # close alone would not wake the thread
         self._bytes.close()
         self.connection.close()
 
@@ -182,7 +182,7 @@ class Doorkeeper:
         while not self._over:
             try:
                 connection, _ = self._server.accept()
-            except OSError:  # it has hung up, this door is closed, or no more files can be open
+            except OSError:  # the client hung up, this server is closed, or too many files are open
                 time.sleep(PAUSE)
                 continue
             self._thread(self._meet, connection)

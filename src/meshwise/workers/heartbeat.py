@@ -1,7 +1,7 @@
 """Publish a rank's step, phase and collectives where its launcher reads them.
 
 They are written to a file that is mapped into memory, like the verbs (verb_log.py). A report, called a beat, writes a
-few words, without a system call. hang.py looks at a rank that reports no more, and asks by a signal for its Python
+few words, without a system call. If a rank stops reporting, hang.py examines it, and asks by a signal for its Python
 stack.
 
     words     of 8 bytes each: first the single values BEATS to TIMED, then the arrays
@@ -29,7 +29,7 @@ STEPS, MOST_STEPS = 8, 256
 GROUPS, MOST_GROUPS = STEPS + MOST_STEPS, 64
 RECENT, MOST_RECENT = GROUPS + 3 * MOST_GROUPS, 64
 WORDS = RECENT + 4 * MOST_RECENT
-WARM = 2  # the first steps of a process are no measure of the others
+WARM = 2  # the first steps are not representative
 LONG = ("evaluate", "checkpoint")
 """Phases between two steps. If one of them ran, the time from one step to the next is not recorded in `Beat.steps`."""
 BETWEEN = ("data", *LONG)
@@ -132,8 +132,8 @@ class Heartbeat:
             self.words = memoryview(mmap.mmap(file.fileno(), 8 * WORDS)).cast("Q")
         self.words[OVERLAPS] = overlaps
         self.names: dict[str, int] = {}
-        self._groups: dict[str, int] = {}  # where each lies in the words
-        self._lock = threading.Lock()  # a sum that overlaps ends in a thread of its own
+        self._groups: dict[str, int] = {}  # the index of each group's words
+        self._lock = threading.Lock()  # an overlapping sum ends in another thread
         self.beats = self._recent = self._step = self._began = self._timed = 0
 
     def phase(self, kind: str) -> None:
@@ -183,7 +183,7 @@ class Heartbeat:
         self.words, self._lock = memoryview(bytearray(8 * WORDS)).cast("Q"), threading.Lock()
 
     def _group(self, text: str) -> int:
-        at = GROUPS + 3 * min(len(self._groups), MOST_GROUPS - 1)  # more groups than that share the last place
+        at = GROUPS + 3 * min(len(self._groups), MOST_GROUPS - 1)  # further groups share the last place
         self.words[at] = self.name(text)
         self._groups[text] = at
         return at
@@ -206,7 +206,7 @@ def begin(folder: Path, rank: int, *, overlaps: bool) -> None:
     """Start to report the progress of this rank to a file in `folder` (see `Heartbeat`)."""
     global beat
     beat = Heartbeat(beat_path(folder, rank), overlaps=overlaps)
-    # Written in the signal's handler, in C: also while other code holds Python's lock.
+    # Written by a signal handler in C, so even while other code holds the GIL.
     faulthandler.register(SIGNAL, stack_path(folder, rank).open("ab"), all_threads=False)
 
 

@@ -56,7 +56,7 @@ class RankContext:
 
 _session: RankContext | None = None
 _made_group = _stands = False
-_store: object = None  # held as long as this process lives
+_store: object = None  # kept for the life of this process
 
 
 def rank_context() -> RankContext:
@@ -136,12 +136,12 @@ def _take_device(world: World) -> World:
     """Make this worker see only its own accelerator, so that `cuda` and `cuda:0` mean this accelerator."""
     given = os.environ.get(VISIBLE)
     if not world.device and world.size > 1:
-        _see_one_gpu(world.local_rank)  # before anything asks the driver, which reads the environment once
+        _see_one_gpu(world.local_rank)  # before the first use of the driver, which reads the environment once
     kind = world.device or ("cuda" if torch.cuda.is_available() else "cpu")
     device = "cuda:0" if kind == "cuda" else kind
     if kind == "cuda" and (world.size > 1 or world.device):
         if world.size > 1 and shown_gpus() > 1:
-            device = f"cuda:{world.local_rank}"  # the driver was asked before meshwise was: all devices stay visible
+            device = f"cuda:{world.local_rank}"  # the driver was used before meshwise: all devices stay visible
             os.environ.pop(VISIBLE, None)
             os.environ |= {} if given is None else {VISIBLE: given}
         torch.cuda.set_device(torch.device(device))
@@ -149,8 +149,8 @@ def _take_device(world: World) -> World:
 
 
 def _see_one_gpu(local_rank: int) -> None:
-    count = torch.cuda.device_count()  # where NVML is, this leaves the driver alone
-    if count < 2:  # none, or one that whoever started this process has chosen
+    count = torch.cuda.device_count()  # with NVML, this does not touch the driver
+    if count < 2:  # no GPU, or one chosen by the parent process
         return
     if local_rank >= count:
         raise UsageError(f"torch finds only {count} GPUs, so local rank {local_rank} has none. Start fewer processes.")
@@ -162,11 +162,11 @@ def enter_process_group(world: World, store: Any = None) -> None:
     """Make the process group, with gloo for CPU tensors and, if there is CUDA, nccl for CUDA tensors."""
     global _made_group
     _refuse_without_rank_0(world)
-    alone = world.local_size == world.size  # on this machine, whose own name often does not resolve
+    alone = world.local_size == world.size  # all on this machine, whose name often does not resolve
     interface = "lo" if alone else interface_towards(os.environ["MASTER_ADDR"])
     if interface is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-    # Stages of a pipeline send in groups of their own, one for each direction: that NCCL orders each is no news.
+    # Pipeline stages send in separate groups, one for each direction, so NCCL's warning about ordering is noise.
     os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
     backend = "cpu:gloo,cuda:nccl" if world.kind == "cuda" else "gloo"
     device = torch.device(world.device) if world.kind == "cuda" else None
@@ -196,10 +196,10 @@ def store_of_ranks() -> Any:
     world = rank_context().world
     _refuse_without_rank_0(world)
     address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun itself serves it
+    agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun serves the store
     serves = world.rank == 0 and not agents
     store = dist.TCPStore(*address, None, serves, wait_for_workers=False, multi_tenant=serves)  # type: ignore[attr-defined]
-    if serves and _store is None:  # it is served as long as this process lives
+    if serves and _store is None:  # served until this process ends
         _store = store
     start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return dist.PrefixStore(f"meshwise/start-{start}", store)  # type: ignore[attr-defined]

@@ -130,7 +130,7 @@ class _Launcher:
                 os.close(write)
                 entry.readers.append(shown(os.fdopen(read, "rb"), name, log, self.listeners.output))
         if listener is not None:
-            listener.close()  # rank 0 has it
+            listener.close()  # rank 0 has its own copy
 
     def _environment(self, rank: int, local_rank: int, port: int, slot: WorkerSlot) -> dict[str, str]:
         visible = ",".join(map(environment.visible, slot.sees or ([] if slot.index is None else [slot.index])))
@@ -195,7 +195,7 @@ class _Launcher:
             self.listeners.message(hang.rank, {"kind": "note", "text": hang.text})
             self._far.say(hang.text)
             for rank in pids if hang.stalls else ():
-                self._channel.send(rank, ASKED)  # on an accelerator it answers
+                self._channel.send(rank, ASKED)  # answered only on an accelerator
         for text in self._far.news():
             self.listeners.message(self.first_rank, {"kind": "note", "text": text})
 
@@ -289,7 +289,7 @@ class _Launcher:
         now = time.monotonic()
         self._halted_at = self._halted_at or now
         waiting = [w for w in self.workers if w.state is State.RUNNING and w.rank not in self._halting]
-        if waiting and now - self._asked > HALT_INTERVAL:  # again: a worker that still starts has not heard it
+        if waiting and now - self._asked > HALT_INTERVAL:  # again: a worker that was starting has missed it
             self._asked = now
             for entry in waiting:
                 self._channel.send(entry.rank, "halt")

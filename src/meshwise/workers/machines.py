@@ -2,7 +2,7 @@
 
 Their launchers meet in the store of the first machine, which leads: it announces each attempt and who takes part.
 Every machine keeps a store and has told the others its address; if the leader is lost, they meet at the next machine.
-A machine that is started again asks machine 0, which has been told who leads. Whether the remaining machines may go on
+A restarted machine asks machine 0, which knows who leads. Whether the remaining machines may go on
 is not decided here: both halves of a split network may get that far.
 """
 
@@ -26,7 +26,7 @@ from meshwise.workers.store import ROUND, SILENCE, Link, Meeting, Store
 
 RENDEZVOUS_TIMEOUT = timedelta(minutes=10)
 REACH_TIMEOUT = 3.0  # seconds to reach another machine's store
-MOVE_TIMEOUT = 3 * SILENCE  # for the machines that are left to come to another store
+MOVE_TIMEOUT = 3 * SILENCE  # for the remaining machines to reach another store
 CALL_EVERY = 3.0  # seconds between two calls to machine 0
 LEAD_TIMEOUT = 60.0  # how long to wait for the leader's decision
 Look = Callable[[], object]
@@ -114,7 +114,7 @@ class Machines:
             return
         try:
             link = self._link((moved["host"], moved["port"]))
-        except OSError:  # it is lost too: the one that leads now will call
+        except OSError:  # it is lost too: the present leader will call
             return
         self.meeting.close()
         self._leader, self.meeting = int(moved["node"]), Meeting(lambda: link, self.me.name)

@@ -17,7 +17,7 @@ from meshwise.workers.rendezvous import is_here, listens_at, secret_at, taken
 from meshwise.workers.secret import SET_ONE, Secret
 from meshwise.workers.store import Link, Meeting, Store
 
-STRANGERS = 20.0  # seconds to look on, where who listens does not know the secret
+STRANGERS = 20.0  # seconds to keep trying while the listener does not know the secret
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +72,7 @@ def joined(address: tuple[str, int], node: int, nnodes: int, local_size: int) ->
         while node != 0:
             try:
                 return Link(address, secret.value, REACH_TIMEOUT)
-            except OSError as error:  # not there yet, or its name is not
+            except OSError as error:  # the machine or its name does not exist yet
                 if time.monotonic() - began > (STRANGERS if isinstance(error, Unproven) else limit):
                     raise
                 time.sleep(0.2)

@@ -2,8 +2,8 @@
 
 The machines number the ranks, compare their settings, and send each other news while the attempt runs.
 
-Each machine tells when a worker failed or a halt was asked for, so that no machine goes on alone. Each is heard from
-several times a second; all others take a silent one for lost. machines.py decides who takes part in the next attempt.
+Each machine reports failed workers and requests to halt, so that no machine goes on alone. Each sends messages
+several times a second; the others treat a silent machine as lost. machines.py decides who joins the next attempt.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from meshwise.workers.heartbeat import Beat, CollectiveCall
 from meshwise.workers.store import Meeting
 
 ELSEWHERE = "on another machine:\n"
-TELL_TIMEOUT = 3.0  # seconds for a failure to be heard by the others, before this machine leaves
-EVERY = 1.0  # seconds between two words on the ranks of a machine
+TELL_TIMEOUT = 3.0  # seconds for the others to learn of a failure before this machine leaves
+EVERY = 1.0  # seconds between reports on the ranks of a machine
 
 
 @dataclass(frozen=True)
@@ -230,7 +230,7 @@ class FarBeats:
                 yield f"machine {node}: {text}"
 
     def _of_others(self, key: str) -> list[tuple[int, Any]]:
-        """Return the index of each other machine, and what it has last told under a key."""
+        """Return the index of each other machine, and its last value of a key."""
         nodes = self._nodes
         return [] if nodes is None else [(m.node, nodes.try_get(f"{key}/{m.node}")) for m in nodes.others]
 

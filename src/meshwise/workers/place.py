@@ -125,11 +125,11 @@ def place_in(environment: Mapping[str, str]) -> Place:
     invalid."""
     inner = of_torchrun(environment)
     if inner is not None and "LOCAL_RANK" not in environment:
-        step = of_slurm(environment)  # a script of `srun` that sets RANK by hand: where it runs is Slurm's
+        step = of_slurm(environment)  # a script under `srun` may set RANK by hand; its machine comes from Slurm
         if step is not None and step.size == inner.size:
             return replace(step, rank=inner.rank, rendezvous=inner.rendezvous)
     if inner is None and ("OMPI_COMM_WORLD_SIZE" in environment or "MPI_LOCALRANKID" in environment):
-        inner = of_mpi(environment)  # mpirun starts its daemons by a step of Slurm, whose variables the ranks inherit
+        inner = of_mpi(environment)  # mpirun starts its daemons in a Slurm step, whose variables the ranks inherit
     found = inner or of_slurm(environment) or of_mpi(environment) or ALONE
     if found.size > 1 and {"MASTER_ADDR", "MASTER_PORT"} <= environment.keys() and found.rendezvous is None:
         return replace(found, rendezvous=(environment["MASTER_ADDR"], int(environment["MASTER_PORT"])))
@@ -213,7 +213,7 @@ def of_slurm(environment: Mapping[str, str], proc: Path = Path("/proc")) -> Plac
     cluster = environment.get("SLURM_CLUSTER_NAME", "")
     return Place(
         "Slurm",
-        # By node, and on a node by the task: SLURM_PROCID is not so under -m cyclic, plane or arbitrary.
+        # Sorted by node, then by task, unlike SLURM_PROCID under -m cyclic, plane or arbitrary.
         rank=sum(tasks[:node]) + local_rank,
         size=sum(tasks),
         node=node,

@@ -35,9 +35,9 @@ from meshwise.workers.place import Place
 from meshwise.workers.secret import SET_ONE, Secret, secret_of
 
 TIMEOUT = 600.0  # seconds for rank 0 to open its door
-PORTS = 8  # that follow from the key
+PORTS = 8  # ports derived from the key
 PATIENCE = 20.0  # seconds after which a rank says what it waits for
-STRANGERS = 60.0  # seconds to look on, where who answers does not know the secret
+STRANGERS = 60.0  # seconds to keep trying while the listener does not know the secret
 REACH, ANSWER = 2.0, 5.0  # seconds for a connection, and for a proof or a message
 PURPOSE = "rendezvous"
 
@@ -126,7 +126,7 @@ def open_door(place: Place, port: int, folder: Path) -> Secret:
         return True
 
     server = _listening(place)
-    with contextlib.suppress(OSError):  # a file that cannot be written: the ports that follow from the key are left
+    with contextlib.suppress(OSError):  # an unwritable file: ranks still try the ports derived from the key
         secret.tell(port=server.getsockname()[1], addresses=_addresses(place))
     atexit.register(secret.remove)
     Doorkeeper(server, secret.value, PURPOSE, answer)
@@ -187,7 +187,7 @@ def _ask(address: str, port: int, secret: bytes, question: bytes) -> dict[str, A
             connection.settimeout(ANSWER)
             line.send(question)
             answer = json.loads(line.receive() or b"{}")
-            line.send(b"heard")  # only then it is no longer waited for
+            line.send(b"heard")  # only then does rank 0 stop waiting for this rank
             return answer if isinstance(answer, dict) else {}
     except Unproven:
         raise

@@ -59,10 +59,10 @@ FUNCTIONS: dict[tuple[str, int], tuple[str, ...]] = {
 """Functions by (the method that maps its path, or replaces it; the index of its path argument)."""
 NEEDED = ("safetensors", "tokenizers")
 """Packages that are imported if they are there. Functions of others count where the program has loaded them."""
-PATHS = ("f", "file", "filename", "path", "database", "source", "where", "dst")  # names of that argument
+PATHS = ("f", "file", "filename", "path", "database", "source", "where", "dst")  # names of the path argument
 NOT_FOLLOWED = ("lstat", "readlink", "mkdir", "symlink")
 CHANGES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
-LISTS = vars(glob).values()  # from Python 3.13 on, pathlib's scandir lies in a class there
+LISTS = vars(glob).values()  # since Python 3.13, a class in glob holds pathlib's scandir
 CLASSES = {owner for owner in (*LISTS, subprocess.Popen) if isinstance(owner, type)}
 """Classes whose functions are replaced, besides those of FUNCTIONS."""
 
@@ -116,7 +116,7 @@ def _replace(functions: dict[int, Function]) -> None:
     known |= {functions[id(each)] for each in known if id(each) in functions}
 
 
-_LEFT = ("posix", "_io", __name__, FileView.__module__)  # imports of modules go through the first two
+_LEFT = ("posix", "_io", __name__, FileView.__module__)  # the import system uses the first two
 
 
 class FileFunctions(FileView):
@@ -168,7 +168,7 @@ class FileFunctions(FileView):
 
         paths = [*given[position : position + 1], *(named[name] for name in PATHS if name in named)]
         again = use == "seen" and any(isinstance(each, str | bytes | os.PathLike) for each in paths)
-        return self.read(call) if again else call()  # a stream is read once
+        return self.read(call) if again else call()  # a stream can be read only once
 
     def _listed(self, original: Function, path: Any = None) -> Any:
         return self.read(functools.partial(self._list, original, "." if path is None else path))
@@ -199,9 +199,9 @@ class FileFunctions(FileView):
             return original(self.seen(path, False), *rest, **named)  # type: ignore[no-any-return]
         mine = self.written(path, False)
         if not os.path.lexists(mine):
-            Path(mine).touch()  # for errors of the system: a user's folder has one here already
+            Path(mine).touch()  # so that the system raises its usual errors; a user's folder has a copy already
         if original.__name__ == "rmdir":
-            self.copy(logical, inside=True)  # it is removed only if it is empty
+            self.copy(logical, inside=True)  # rmdir removes only empty folders
         original(mine, *rest, **named)
         self.hide(logical)
 

@@ -3,9 +3,9 @@
 No other process knows the secret. It comes from the environment, or from a file that the processes share.
 
 The file lies in the folder of the start. The first process there makes the file, with a new secret, so that none waits
-for a file to appear, which NFS shows up to a minute late; rank 0 adds where it is reached. Only an open file that
-belongs to this user and that no other user may read is trusted; a link at its path is not followed. Folders above it
-may be links that others can change; all they can put there of this user's files is an older one of the same name.
+for a file to appear, which NFS shows up to a minute late; rank 0 adds its addresses. Only an open file that belongs
+to this user and that no other user may read is trusted; a link at its path is not followed. Folders above it may be
+links that others can change; the only file of this user that they can put there is an older one of the same name.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from meshwise.spec.errors import UsageError
 
 VARIABLE = "MESHWISE_SECRET"
 """The environment variable for a secret of the user's own. It is needed if the processes share no folder."""
-LEAST = 32  # characters of it
-MAKING_TIMEOUT = 5.0  # seconds for another process to write what it has made
+LEAST = 32  # minimum number of characters
+MAKING_TIMEOUT = 5.0  # seconds for another process to write its new file
 PREFIX = ".meshwise-rendezvous-"
-MOST = 64 << 10  # bytes of the file
+MOST = 64 << 10  # maximum bytes of the file
 SET_ONE = f"give all processes one secret: export {VARIABLE}=$(openssl rand -hex 32)"
 
 
@@ -89,7 +89,7 @@ def _of_file(name: str, path: Path) -> Secret:
                 os.fdopen(_opened(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file,
             ):
                 file.write(json.dumps({"secret": secrets.token_hex(32)}).encode() + b"\n")
-            with contextlib.suppress(FileNotFoundError):  # removed between the two
+            with contextlib.suppress(FileNotFoundError):  # removed after it was made
                 told = _read(path)
                 if re.fullmatch("[0-9a-f]{64}", secret := str(told.get("secret"))):
                     return Secret(_of(bytes.fromhex(secret), name), path, told)
@@ -117,11 +117,11 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _opened(path: Path, flags: int) -> int:
     """Open a file that only this user can access. Raises OSError with the reason if other users can access it."""
-    # A pipe at its place is not waited for.
+    # Do not wait for a pipe at this path.
     descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
     if why := _not_private(os.fstat(descriptor)):
         os.close(descriptor)
-        if flags & os.O_EXCL:  # made just now, on a disk that keeps no owner or no mode
+        if flags & os.O_EXCL:  # just created, on a disk without owners or modes
             path.unlink()
         raise OSError(None, why)
     return descriptor

@@ -1,7 +1,7 @@
 """Save and stop on SIGTERM, SIGUSR1 or SIGUSR2, all ranks together.
 
 The state is saved at the end of the step, however often the signals come, and whether they reach one process of a task
-or all of them. A rank that comes to no further step is ended after a minute. A process that runs alone and outside a
+or all of them. A rank that reaches no further step is ended after a minute. A process that runs alone and outside a
 scheduler is ended by the signals as usual.
 
 A worker of our launcher passes the signals on to the launcher. Under torchrun or srun, or alone, the ranks agree on the
@@ -30,9 +30,9 @@ from meshwise.workers.channel import WorkerChannel
 from meshwise.workers.gate import StepGate, watch_time
 
 STOP = "meshwise/stop"
-ROUND = 0.5  # seconds between two looks into the store
-LINGER = 10 * ROUND  # seconds at most that the first rank waits at its end for the others to have read of it
-PATIENCE = 60.0  # seconds in which a rank that was asked to stop comes to its next step; then the signal ends it
+ROUND = 0.5  # seconds between checks of the store
+LINGER = 10 * ROUND  # the most seconds that the first rank waits at its end for the others to read this
+PATIENCE = 60.0  # seconds for a rank to reach its next step after a request to stop; then the signal ends it
 _over = threading.Event()  # the program of this rank has ended
 _asked: queue.SimpleQueue[int] = queue.SimpleQueue()
 """Signals that arrived. A handler may run at any point, even while a message is sent, so it only puts them here."""
@@ -56,7 +56,7 @@ def agree_to_stop(world: World, gate: StepGate, *, interrupts: bool = False) -> 
     """
     first = not _threads
     if world.size == 1 and not interrupts and not any(name in os.environ for name in OF_SCHEDULERS):
-        return  # a person's process: SIGTERM ends it
+        return  # an interactive process: SIGTERM ends it
     _catch([*WARNINGS, *([signal.SIGINT] if interrupts else [])])
     atexit.register(leave_in_peace)
     if first:
@@ -99,7 +99,7 @@ def _catch(numbers: Sequence[int], interrupting: Callable[[], bool] = lambda: Fa
     def came(number: int, frame: Any) -> None:
         if os.getpid() == owner:
             if number == signal.SIGINT and (number in came_before or interrupting()):
-                raise KeyboardInterrupt  # a person ends it at once
+                raise KeyboardInterrupt  # a second Ctrl-C ends it at once
             came_before.add(number)
             _asked.put(number)
         else:  # in a child that the program has forked
@@ -121,7 +121,7 @@ def _ask(store: Any, world: World, gate: StepGate, number: int) -> None:
         with contextlib.suppress(RuntimeError):  # the first rank, which keeps the store, is gone
             if store.compare_set(STOP, "", mine).decode() == mine:
                 _say(number, gate)
-    if not gate.reached.wait(PATIENCE):  # it may never come to a step again
+    if not gate.reached.wait(PATIENCE):  # it may never reach another step
         what = f"stopped by {stop_text(number)}: rank {world.rank} did not get to a step in {seconds_text(PATIENCE)}"
         print(f"{what} and is ended.", file=sys.stderr, flush=True)
         os._exit(code_of_stop(number))
@@ -136,7 +136,7 @@ def _follow(store: Any, world: World, gate: StepGate) -> None:
             if _found(store, keys, PATIENCE):
                 gate.set_last(max(int(store.get(key)) for key in keys))
                 store.set(f"{STOP}/{world.rank}/read", "")
-                if world.rank == 0:  # it keeps the store: its own end waits until the others have read
+                if world.rank == 0:  # rank 0 keeps the store, so it ends after the others have read it
                     _found(store, [f"{key}/read" for key in keys], LINGER, threading.Event())
 
 

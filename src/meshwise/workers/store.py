@@ -24,9 +24,9 @@ from meshwise.workers.channel import listening
 from meshwise.workers.handshake import Doorkeeper, Line, enter
 
 PURPOSE = "machines"
-ROUND = 0.25  # seconds between two exchanges
-SILENCE = 5.0  # seconds after which a machine that is not heard of is lost
-PROOF_TIMEOUT = 5.0  # seconds for a launcher that is reached to prove the secret: it may be busy
+ROUND = 0.25  # seconds between exchanges
+SILENCE = 5.0  # seconds of silence after which a machine is lost
+PROOF_TIMEOUT = 5.0  # seconds for a launcher, which may be busy, to prove the secret
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Store:
 
     def _serve(self, line: Line) -> None:
         name = ""
-        wrong = (OSError, ValueError, TypeError, KeyError, AttributeError)  # it is gone, or is no launcher
+        wrong = (OSError, ValueError, TypeError, KeyError, AttributeError)  # the peer is gone, or is not a launcher
         with contextlib.suppress(*wrong):
             while message := line.receive():
                 asked = json.loads(message)
@@ -79,7 +79,7 @@ class Store:
                 answer = self.exchange(name, asked["told"], int(asked["since"]))
                 line.send(json.dumps(vars(answer)).encode())
         with self._lock:
-            if name in self._heard:  # its process is gone, or has hung up: nobody waits for it
+            if name in self._heard:  # its process ended or hung up: nobody waits for it
                 self._heard[name] = -math.inf
 
 
@@ -130,7 +130,7 @@ class Meeting:
 
     def set(self, key: str, value: object) -> None:
         """Send a value to the other machines, within ROUND seconds. A value that has not changed is not sent again."""
-        value = json.loads(json.dumps(value))  # here as the others get it
+        value = json.loads(json.dumps(value))  # the same value as the others get
         with self._lock:
             if self._told.get(key) != value:
                 self._told[key] = self._pending[key] = value
@@ -191,7 +191,7 @@ class Meeting:
                     self._is_behind = bool(self._pending)
                 self.heard = time.monotonic()
                 self._wake.wait(ROUND)
-        except (OSError, ValueError, TypeError) as error:  # it closed, or is no store of ours
+        except (OSError, ValueError, TypeError) as error:  # closed, or not a store of ours
             self.error = error
         if isinstance(self.store, Link):
             self.store.close()

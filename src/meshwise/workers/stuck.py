@@ -18,12 +18,12 @@ from meshwise.spec.user_code import is_users, place
 from meshwise.workers.control_groups import read_text
 from meshwise.workers.heartbeat import SIGNAL
 
-WINDOW = 5.0  # seconds between two looks at the CPU time of a process
-SHARE = 0.02  # of a core: one that computes has more with thirty others on two cores; one that polls has less
+WINDOW = 5.0  # seconds between readings of a process's CPU time
+SHARE = 0.02  # share of a core: computing processes use more even as one of thirty on two cores; polling ones use less
 TICKS = os.sysconf("SC_CLK_TCK")
 ANSWER = 0.5  # seconds for a stack to be written
-SETTLED = 0.03  # seconds in which nothing more was written: it is whole
-LOOKS = 5  # at a process in uninterruptible sleep
+SETTLED = 0.03  # seconds without further output: the stack is complete
+LOOKS = 5  # checks of a process in uninterruptible sleep
 MOST_CHILDREN = 8
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 STATES = {
@@ -141,4 +141,4 @@ class Idleness:
 
 
 def _seconds(pid: int) -> float:
-    return sum(map(int, stat_of(pid)[11:13])) / TICKS  # of the program, and of the kernel for it
+    return sum(map(int, stat_of(pid)[11:13])) / TICKS  # user time and system time

@@ -30,7 +30,7 @@ SLOTS = 4096
 LINES = HEADER.size + SLOTS * ENTRY.size
 BATCH = "batch"
 """The name of the call by which a loop asks for its next batch (see `Verb`)."""
-FACTOR, MASK = 1_000_003, (1 << 32) - 1  # of the checksum, which is FNV's of whole words
+FACTOR, MASK = 1_000_003, (1 << 32) - 1  # of the checksum: FNV over whole words
 NOWHERE = (0, 0)
 UNKNOWN: tuple[int, None, int, list[int]] = 0, None, 0, []
 in_progress: set[str] = set()
@@ -107,7 +107,7 @@ class VerbLog:
         self.newest: dict[str, tuple[int, CodeType | None, int, list[int]]] = {}  # by verb: see log_verb
         self._thread = 0
         self._lines: dict[tuple[str, int, int], list[int]] = {}  # [number of the line, crc32 of the verb, calls]
-        self._codes: list[CodeType] = []  # kept, so that no other has the identity of one of them
+        self._codes: list[CodeType] = []  # kept alive, so that their ids are not reused
         self._count = self._checksum = 0
         self._left = NOWHERE
 
@@ -158,10 +158,10 @@ def log_verb(verb: str, *which: int, log: VerbLog | None = None) -> None:
     log, here = log or _log, threading.get_ident()
     if log is None or (log._thread or here) != here:
         return
-    depth, code, lasti, line = log.newest.get(verb, UNKNOWN)  # most often the same line again, at the same depth
+    depth, code, lasti, line = log.newest.get(verb, UNKNOWN)  # usually the same line at the same depth
     try:
         frame = sys._getframe(depth)
-    except ValueError:  # the stack is less deep
+    except ValueError:  # the stack is shallower
         frame = sys._getframe()
     line = line if frame.f_code is code and frame.f_lasti == lasti else log.line(verb, sys._getframe(1))
     line[2] += 1

@@ -93,7 +93,7 @@ def shown(pipe: BinaryIO | Any, stream: str, log: BinaryIO, show: Callable[[str,
     def forward() -> None:
         with pipe, contextlib.suppress(ValueError):
             for line in iter(pipe.readline, b""):
-                with contextlib.suppress(OSError):  # a full disk holds up no worker
+                with contextlib.suppress(OSError):  # a full disk must not block a worker
                     log.write(line)
                     log.flush()
                 text = line.decode(errors="replace")

@@ -42,7 +42,7 @@ from meshwise.workers.written_files import FileWatch
 
 END_TIMEOUT = 2.0
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
-SOCKET_ROOM = 107 - len("/pymp-12345678/listener-12345678")  # bytes that the path of a socket has left for a folder
+SOCKET_ROOM = 107 - len("/pymp-12345678/listener-12345678")  # bytes of a socket's path that are left for a folder
 
 
 def main() -> int:
@@ -52,7 +52,7 @@ def main() -> int:
     die_with_parent()
     bind_to_cores(os.environ.get(CORES, ""))
     threads = threads_in(os.environ)
-    if threads not in (0, torch.get_num_threads()):  # forked from where torch was loaded with another number
+    if threads not in (0, torch.get_num_threads()):  # torch was loaded before the fork, with another number
         torch.set_num_threads(threads)
     session = join.rank_context()
     if session.channel is None:
@@ -87,7 +87,7 @@ def answer(task: Path) -> int:
         tell(error=kind, text=str(error), **{"exit code": error.exit_code})
 
     def tell(**facts: Any) -> None:
-        last_words.end_lines()  # what the launcher says next has a line of its own
+        last_words.end_lines()  # the launcher's next output starts a new line
         answer_of(task).write_text(json.dumps(facts))
 
     with fast_exit.on_exit(lambda call: told(UsageError(fast_exit.OF_COMMAND.format(call=call)))):
@@ -125,7 +125,7 @@ def keep_sockets_in(scratch: Path) -> None:
     if len(str(scratch)) > SOCKET_ROOM:
         return
     before, tempfile.tempdir = tempfile.tempdir, str(scratch)
-    get_temp_dir()  # made once in a process, for it and for its children
+    get_temp_dir()  # made once for a process and its children
     tempfile.tempdir = before
 
 
@@ -159,7 +159,7 @@ def run_task(task: Path, world: World, channel: WorkerChannel) -> int:
     try:
         prepare(task.parent, world, channel)
         paths, pickled = cloudpickle.loads(task.read_bytes())
-        sys.path[:] = paths  # before the function is read: it may come from a module that only the launcher's path has
+        sys.path[:] = paths  # before unpickling: the function's module may be only on the launcher's path
         function, arguments = cloudpickle.loads(pickled)
         _save_result(result_path(task, rank), function(*arguments))
     except SystemExit as exit:
@@ -175,7 +175,7 @@ def run_task(task: Path, world: World, channel: WorkerChannel) -> int:
             add_hint(error)
             channel.send("failed", failure=asdict(failure.by_error(rank, error)))
             return 1
-        _save_result(result_path(task, rank), None)  # a script that was asked to stop, and did
+        _save_result(result_path(task, rank), None)  # a script that stopped on request
     channel.send("done")
     return 0
 
@@ -194,7 +194,7 @@ def _exited(exit: SystemExit, rank: int, channel: WorkerChannel) -> int:
 def _tell_end(rank: int, channel: WorkerChannel, call: str) -> None:
     text = fast_exit.OF_RANK.format(call=call)
     channel.send("failed", failure=asdict(Failure(rank, "raised", text, time=time.time())))
-    time.sleep(END_TIMEOUT)  # the launcher is to read it before it sees that this process has ended
+    time.sleep(END_TIMEOUT)  # lets the launcher read it before it sees that this process ended
 
 
 def _save_result(path: Path, result: Any) -> None:

@@ -48,7 +48,7 @@ class FileWatch:
         it. ignored: folders whose files are never reported."""
         caches = [os.environ[name] for name in CACHES if name in os.environ]
         self._ignored = tuple(os.path.realpath(folder) + os.sep for folder in (*ignored, *caches))
-        self._temporary = os.path.realpath(tempfile.gettempdir()) + os.sep  # asked here: it opens files itself
+        self._temporary = os.path.realpath(tempfile.gettempdir()) + os.sep  # read here: `gettempdir` itself opens files
         self._tell, self._told, self._process = tell, set[str](), os.getpid()
 
     def begin(self) -> None:
@@ -73,7 +73,7 @@ class FileWatch:
     def _written(self, path: str | bytes | os.PathLike[Any]) -> None:
         if os.getpid() != self._process:
             return
-        with contextlib.suppress(Exception):  # whatever happens here is no reason for a program to fail
+        with contextlib.suppress(Exception):  # must never make the program fail
             real = os.path.realpath(os.fsdecode(path))
             if real in self._told or len(self._told) >= MOST or self._is_ignored(real):
                 return
@@ -84,7 +84,7 @@ class FileWatch:
 
     def _place(self, path: str) -> str:
         frame = user_frame()
-        if frame is None and _EVENTS in path:  # opened by a thread of TensorBoard's, for which the program waits
+        if frame is None and _EVENTS in path:  # opened by TensorBoard's thread, while the program waits
             frame = user_frame(sys._current_frames().get(threading.main_thread().ident or 0))
         return "" if frame is None else place(frame.f_code.co_filename, frame.f_lineno)
 
