@@ -21,8 +21,8 @@ from meshwise.transfer.splitmix import GOLDEN, signed
 
 BLOCK_WORDS = 1 << 16
 BLOCK_BYTES = 4 * BLOCK_WORDS
-_AT_ONCE = 16  # blocks a device's products are made of at once: 8 MiB; on the host one, which stays in its cache
-_NOT_ZERO = signed(GOLDEN)  # added to each sum: when reading the sums themselves gives zeros, that is seen
+_AT_ONCE = 16  # blocks that a device multiplies at once: 8 MiB; on the host one, which stays in the cache
+_NOT_ZERO = signed(GOLDEN)  # added to each sum, so that sums corrupted to zero are detected
 
 
 def block_sums(tensor: Tensor) -> list[int]:
@@ -71,9 +71,9 @@ def _keys(device: torch.device) -> Tensor:
 
 
 _ODD = signed(GOLDEN)
-_KEY = 0xD1B54A32D192ED03  # another odd constant, from the same family of hashes
-_CHUNK = 1 << 20  # words that are made at once: 8 MiB
-LARGEST_TERM = 64  # of a sum: with up to 2^17 ranks every partial sum is exact in float32
+_KEY = 0xD1B54A32D192ED03  # another odd constant of this hash family
+_CHUNK = 1 << 20  # words generated at once: 8 MiB
+LARGEST_TERM = 64  # with up to 2^17 ranks, every partial sum is exact in float32
 
 
 def fill(tensor: Tensor, key: int) -> Tensor:

@@ -29,7 +29,7 @@ from meshwise.transfer.comm_log import OPEN, Seconds, Stopwatch, note
 from meshwise.transfer.devices import OPEN_DEVICES, as_device, device_of, empty_like, name_of, open_devices, plainly
 from meshwise.transfer.path import AUTO, STAGED, choose, staged
 
-# This torch knows no two devices between which a path would have to be chosen.
+# This torch has no accelerators, so there is no path to choose.
 _ONE_MEMORY = torch.version.cuda is None and torch.version.hip is None
 
 
@@ -74,9 +74,9 @@ def copy(
     stream: a CUDA stream on which to copy, without waiting. Wait for that stream before you read `dst` or write `src`.
     """
     if path == AUTO and not (verify or OPEN or OPEN_DEVICES or links or stream):
-        try:  # the common case; each look at a tensor costs some 50 ns, and 1 µs where caches are cold
+        try:  # the common case; each tensor attribute costs about 50 ns, or 1 µs with cold caches
             if (
-                dst.numel() == src.numel()  # then what torch would broadcast differs in leading dims of 1 alone
+                dst.numel() == src.numel()  # so broadcasting can only add leading dims of 1
                 and ((dst.is_contiguous() and src.is_contiguous()) or torchs_check_is_sure(dst, src))
                 and (not src.is_complex() or dst.is_complex())
                 and (_ONE_MEMORY or dst.is_cpu or src.is_cpu or dst.device == src.device)
@@ -221,7 +221,7 @@ def _run(dst: Tensor, src: Tensor, way: str, row: tuple[str, str, str, int], opt
 
 def _on_stream(dst: Tensor, src: Tensor, stream: torch.Stream | None, non_blocking: bool) -> Seconds:
     """Copy with torch, which makes the current streams of both devices wait for each other. Time the copy."""
-    owner = src.device if has_streams(src.device) else dst.device  # torch copies between devices on the source's stream
+    owner = src.device if has_streams(src.device) else dst.device  # torch copies on the source's stream
     current = torch.get_device_module(owner).current_stream(owner)
     run = stream or current
     if stream is not None:
@@ -267,7 +267,7 @@ def repeats(tensor: Tensor) -> bool:
     """Check whether elements of the tensor share memory, as in an expanded tensor or overlapping windows."""
     if tensor.is_contiguous() or tensor.numel() < 2:
         return False
-    reach = 0  # the furthest element of the smaller strides so far
+    reach = 0  # the furthest element over the smaller strides
     certain = True
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size == 1:

@@ -132,7 +132,7 @@ def _reduce_slices(
     parts = zip(*(tensor.view(-1).tensor_split(len(flat)) for tensor in flat), strict=True)
     slices = [terms for terms in parts if terms[0].numel()]
     totals = []
-    for owner, (first, *others) in zip(flat, slices, strict=False):  # of fewer elements than devices the last have none
+    for owner, (first, *others) in zip(flat, slices, strict=False):  # the last may have no elements
         place = device_of(owner)
         total = moved_to(first, place, "all-reduce", options, own=True)
         for term in others:
@@ -153,7 +153,7 @@ def _by_nccl(tensors: list[Tensor]) -> bool:
         return False
     if tensors[0].dtype not in _NCCL_DTYPES:
         return False  # torch raises "Unconvertible NCCL type" for the others
-    # One call, many devices: its time is what the first of them saw.
+    # One call for many devices: the first one's time is taken.
     stream = torch.cuda.current_stream(tensors[0].device)
     watch = Stopwatch(tensors[0].device, stream)
     nccl.all_reduce(tensors)
@@ -180,7 +180,7 @@ def _check_several(verb: str, tensors: object) -> None:
 
 @contextmanager
 def _refusing(verb: str) -> Iterator[None]:
-    """Raise a UsageError for what torch refuses in the block."""
+    """Turn errors of torch in the block into a UsageError."""
     try:
         yield
     except (RuntimeError, IndexError) as error:

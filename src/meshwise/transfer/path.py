@@ -66,7 +66,7 @@ def _reaches(link: Link | None, source: str, target: str) -> bool:
     if link is not None and link.peer is not None:
         return link.peer
     ends = [torch.device(source), torch.device(target)]
-    return reads_directly(*ends) if all(map(has_streams, ends)) else True  # virtual devices: all in one memory
+    return reads_directly(*ends) if all(map(has_streams, ends)) else True  # virtual devices share one memory
 
 
 def reads_directly(reader: torch.device, owner: torch.device) -> bool:
@@ -92,7 +92,7 @@ def staged(dst: Tensor, src: Tensor) -> Seconds:
     if src.numel() == 0:
         return 0.0
     dst, src = dst.detach(), src.detach()
-    sent = src.to(dst.dtype) if dst.element_size() < src.element_size() else src  # the fewer bytes travel
+    sent = src.to(dst.dtype) if dst.element_size() < src.element_size() else src  # send the smaller dtype
     sent = sent.resolve_conj().resolve_neg().contiguous()
     whole = dst.is_contiguous() and dst.dtype == sent.dtype and not dst.is_conj() and not dst.is_neg()
     into = dst if whole else torch.empty(sent.shape, dtype=sent.dtype, device=dst.device)
@@ -145,7 +145,7 @@ def _stream_legs(dst: Tensor, src: Tensor) -> Seconds:
         _make_buffers(lane, min(chunk_bytes(src.numel()), src.numel()))
         lane.out.wait_stream(here)  # src is written
         lane.back.wait_stream(there)  # dst is not used any more
-        lane.back.wait_stream(here)  # only for the clock: it starts when both ends are ready
+        lane.back.wait_stream(here)  # only for timing: the clock starts when both ends are ready
         watch = Stopwatch(dst.device, lane.back)
         for which, target, source in _chunks(dst, src):
             buffer = lane.buffers[which][: source.numel()]
@@ -160,7 +160,7 @@ def _stream_legs(dst: Tensor, src: Tensor) -> Seconds:
         seconds = watch.stop(lane.back)
         here.wait_stream(lane.out)
         there.wait_stream(lane.back)
-    # The caching allocator must not hand the memory to others before the side streams are done with it.
+    # The caching allocator must not reuse the memory before the side streams are done with it.
     src.record_stream(lane.out)
     dst.record_stream(lane.back)
     return seconds

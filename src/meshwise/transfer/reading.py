@@ -30,9 +30,9 @@ from meshwise.transfer import collectives, stages
 
 KEY = "meshwise/read"
 ENDED = "ended"
-POLL, SLOWEST = 0.0005, 0.02  # seconds between two looks: at first, and after a while
-TICK = 0.5  # seconds between two looks at where the other ranks are
-MISMATCH = 1 << 40  # added to the counter of a fact by a rank that came with another
+POLL, SLOWEST = 0.0005, 0.02  # seconds between polls: at first, and after a while
+TICK = 0.5  # seconds between checks of the other ranks' positions
+MISMATCH = 1 << 40  # added to a fact's counter by a rank with another fact
 
 SHARDED = (
     "{here}: rank {rank} reads a sharded tensor, and {other}. Each rank has a part of the tensor, so all ranks must "
@@ -40,8 +40,8 @@ SHARDED = (
     "then `if mw.is_main(): print(value)`."
 )
 
-_past = [0]  # reads that all ranks have come to
-_unmet = [False]  # of the whole process: a backward runs in threads of its own
+_past = [0]  # the number of reads that all ranks have reached
+_unmet = [False]  # process-wide: a backward runs in other threads
 
 
 @contextlib.contextmanager
@@ -147,17 +147,17 @@ def _look_out() -> None:
         while dist.is_initialized() and not over.wait(TICK):
             now = dict(collectives.entered)
             if now == before and not said:
-                where = user_place(sys._current_frames().get(main or 0))  # a frame kept here would keep its models
+                where = user_place(sys._current_frames().get(main or 0))  # keeping the frame would keep its models
                 store.set(f"{KEY}/at/{rank}", json.dumps([where, now]))
             said, before = now == before, now
 
     def run() -> None:
-        with contextlib.suppress(RuntimeError, ValueError):  # the group is gone, and the store with it
+        with contextlib.suppress(RuntimeError, ValueError):  # the group and its store are gone
             watch()
 
     def ended() -> None:
         over.set()
-        thread.join()  # one that the interpreter's end finds inside the store ends the process by SIGABRT
+        thread.join()  # if still in the store at interpreter exit, it would abort the process
         with contextlib.suppress(RuntimeError):
             store.set(f"{KEY}/at/{rank}", ENDED)
 

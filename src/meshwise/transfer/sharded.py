@@ -71,7 +71,7 @@ def _gathered(tensors: Sequence[DTensor]) -> Iterator[Tensor]:
         return
     mesh, axis = tensors[0].device_mesh, _sharded_axis(tensors[0])
     assert axis is not None
-    rows = [-(-len(tensor) // mesh.size(axis)) for tensor in tensors]  # as torch.chunk divides
+    rows = [-(-len(tensor) // mesh.size(axis)) for tensor in tensors]  # divided as by torch.chunk
     parts = []
     for tensor, most in zip(tensors, rows, strict=True):
         local = tensor.to_local().detach().to(mesh.device_type)
@@ -112,14 +112,14 @@ def _cut(whole: tuple[int, int], sections: int) -> list[tuple[int, int]]:
 
 def _nth(piece: tuple[int, int], own: int, size: int) -> tuple[int, int]:
     begin, end = piece
-    step = -(-(end - begin) // size)  # as torch.chunk divides
+    step = -(-(end - begin) // size)  # divided as by torch.chunk
     first = min(end, begin + own * step)
     return first, min(end, first + step)
 
 
 def placed(p: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> nn.Parameter:
     """Convert a parameter that is equal on all ranks to a DTensor, and keep its Python attributes. Nothing is sent."""
-    local = sharding.local_of(p.detach())  # of another mesh's DTensor, as all its ranks have it
+    local = sharding.local_of(p.detach())  # this rank's part of another mesh's DTensor
     new = nn.Parameter(distribute_tensor(local, mesh, placements, src_data_rank=None), p.requires_grad)
     new.__dict__.update(p.__dict__)
     return new

@@ -108,7 +108,7 @@ class _Rules(TorchFunctionMode):
             return None if self.maker_is_user else UNDECIDED
         met = list(tensors_in((args[0], args[2:]))) if name in _INDEXING else every
         found: set[int | None] = {get(tensor) for tensor in met if tensor.dim() or get(tensor) is not None}
-        # A 0-d tensor of the host too, where it is written: that must be where the result is.
+        # Include a 0-d host tensor that is written: the result must be on its device.
         found |= {get(tensor) for tensor in tensors_in(written_arguments(func, args, kwargs))}
         found.discard(UNDECIDED)
         if len(found) > 1:
@@ -147,7 +147,7 @@ def _to(func: Any, args: Any, kwargs: Any) -> Any:
     if other is not None:
         asked, kwargs["dtype"] = device_of(other), other.dtype
     if rest and rest[0] is None:
-        rest.pop(0)  # Module.to gives a dtype of None
+        rest.pop(0)  # Module.to passes a dtype of None
     elif rest and isinstance(rest[0], torch.dtype):
         kwargs["dtype"] = rest.pop(0)
     kwargs |= dict(zip(("non_blocking", "copy"), rest, strict=False))
