@@ -35,7 +35,7 @@ def compile_blocks(model: nn.Module, backend: str | None = None) -> list[str]:
     blocks = repeated_blocks(model) or blocks_of(model) or [("", model)]
     for _, block in blocks:
         for part in block.modules():
-            if isinstance(part.forward, functools.partial):  # another technique's: it communicates
+            if isinstance(part.forward, functools.partial):  # wrapped by another technique: it communicates
                 changed: Any = part
                 changed.forward = torch.compiler.disable(part.forward)
         put_forward(block, _Compiled(block.forward, backend or BACKEND))
@@ -50,7 +50,7 @@ class _Compiled:
         self._run = torch.compile(forward, backend=backend)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        split = any(isinstance(each, SplitTensor) for each in (*args, *kwargs.values()))  # which no graph can hold
+        split = any(isinstance(each, SplitTensor) for each in (*args, *kwargs.values()))  # no graph can hold these
         return (self._forward if split else self._run)(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Compiled:

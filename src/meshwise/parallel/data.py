@@ -45,10 +45,10 @@ from meshwise.transfer import collectives
 from meshwise.transfer.reading import agree
 
 _skipped = WeakIdKeyDictionary()  # parameters that a rank may skip
-_made = itertools.count()  # every rank makes its reductions in the same order
+_made = itertools.count()  # all ranks make reductions in the same order
 _GRADIENT = operator.attrgetter("grad")
 _IS_TRAINED = operator.attrgetter("requires_grad")
-LATE_GRACE = 30.0  # seconds in which all ranks must have reached a parameter that is new to the reduction
+LATE_GRACE = 30.0  # seconds for all ranks to reach a parameter that is new to the reduction
 
 
 @dataclass(frozen=True)
@@ -78,9 +78,9 @@ class DataParallel:
         self._loss_carrier = _loss_carrier(self._named[0][1]) if carried else None
         self._bucket_mb = bucket_mb
         self._groups: list[_Group] = []
-        self._grouped = set[int]()  # ids of their parameters
+        self._grouped = set[int]()  # ids of the groups' parameters
         self._trained: list[bool] = []
-        self._calls = self._buckets = 0  # of this backward: reduced so far, and all
+        self._calls = self._buckets = 0  # in this backward: reduced so far, and in all
         self._key = f"meshwise/training/data/{collectives.group_key()}/{next(_made)}"
         self._backwards = 0
         self._factor: Callable[[], Tensor] | None = None
@@ -102,7 +102,7 @@ class DataParallel:
         self._backwards += 1
         before: dict[int, tuple[Tensor, int]] = {}
         trained = list(map(_IS_TRAINED, self._parameters))
-        if trained != self._trained:  # frozen or thawed, by the same program on every rank: start over
+        if trained != self._trained:  # frozen or unfrozen, on every rank alike: start over
             self._trained, self._groups, self._grouped = trained, [], set()
         for p in self._parameters:
             if p.grad is not None:
@@ -258,7 +258,7 @@ class DataParallel:
         store = reducer.default_store()
         keys = [f"{self._key}/unused/{self._backwards}/{name}" for name, _ in missing]
         for key, (_, p) in zip(keys, missing, strict=True):
-            store.add(key, int(id(p) not in before))  # what an earlier backward of the step has left counts
+            store.add(key, int(id(p) not in before))  # gradients of earlier backwards count
         torch.stack([(p * 0).sum().real.float() for _, p in missing]).sum().backward()
 
         def missed_by_all() -> None:
@@ -292,13 +292,13 @@ class DataParallel:
         else:
             everyone, trained = zip(*collectives.gather_objects(([*order, *fresh], self._trained)), strict=True)
             self._check_trained(trained)
-            fresh = list(dict.fromkeys(index for reached in everyone for index in reached))  # in rank 0's order
+            fresh = list(dict.fromkeys(index for reached in everyone for index in reached))  # in the order of rank 0
         fresh, frozen = [i for i in fresh if self._trained[i]], [i for i in fresh if not self._trained[i]]
-        for p in (self._parameters[i] for i in frozen if self.unreduced):  # no backward brings them to a reducer
+        for p in (self._parameters[i] for i in frozen if self.unreduced):  # no backward reaches them
             p.grad = collectives.all_reduce_mean(torch.zeros_like(p) if p.grad is None else p.grad, of="gradients")
         self._grouped |= {id(self._parameters[i]) for i in frozen}
         later = [i for i, (_, p) in enumerate(self._named) if p.requires_grad and p in _skipped and i not in fresh]
-        later = later if fresh and not self._groups else []  # a rank may reach them alone, at another time
+        later = later if fresh and not self._groups else []  # a single rank may reach them later
         if fresh:
             self._groups.append(self._make_group([*fresh, *later]))
             self._grouped |= {id(self._named[i][1]) for i in (*fresh, *later)}

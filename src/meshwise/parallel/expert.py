@@ -242,7 +242,7 @@ def _with_parts(experts: Experts, forward: Callable[..., Any], *given: Any) -> T
     finally:
         parameters_in(module).update(held)
         vars(module).update(counts)
-    if len(given[0]) == 0 and torch.is_grad_enabled():  # its part in the backward of the others
+    if len(given[0]) == 0 and torch.is_grad_enabled():  # take part in the other ranks' backward
         nothing = sum(p.reshape(-1)[:0].sum() for p in local.values() if p is not None and p.requires_grad)
         made = made + (sum(each.sum().to(made) for each in given if isinstance(each, Tensor)) + nothing)
     return made

@@ -50,7 +50,7 @@ class Holding:
         self._live_modules: set[str] = set()
         self._trained: tuple[bool, ...] = ()
         self._shared: list[tuple[str, collectives.Group]] = []
-        self._owned: set[str] = set()  # names of the parameters that count for this rank, where several hold them
+        self._owned: set[str] = set()  # names of the shared parameters that count for this rank
         self.let_go_parts: Callable[[set[str]], list[Any]] | None = None
         """Frees this rank's shards of the named parameters (see `Setup.let_go`). None if parameters are not sharded."""
         self._seen: list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]] = []
@@ -246,7 +246,7 @@ def let_go(optimizer: Optimizer) -> None:
             optimizer.state.pop(p, None)
 
 
-LOOKS = 2  # first forwards of a rank's stages in which values are read
+LOOKS = 2  # the first forwards of a rank's stages whose values are checked
 
 
 class StageWrites:

@@ -28,7 +28,7 @@ from meshwise.torch_compat.fake import failing_quietly
 from meshwise.torch_compat.modules import parameters_in, twin_with
 from meshwise.torch_compat.torch_function import called, on_parts
 
-UNEVEN = 8  # times as long as there are ranks: shorter dims are split evenly or not at all
+UNEVEN = 8  # dims shorter than this times the ranks are split evenly or not at all
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ def _divides(length: int, ranks: int) -> bool:
 
 def _layers(model: nn.Module) -> Iterator[Layer]:
     for name, module in model.named_modules():
-        if parameters_in(module).get("weight") is None:  # one that is computed (a parametrization, a pruned weight)
+        if parameters_in(module).get("weight") is None:  # a computed weight (parametrized or pruned)
             continue
         if isinstance(module, nn.Linear):
             yield Layer(name, module, 0, 1)
@@ -119,7 +119,7 @@ def _layers(model: nn.Module) -> Iterator[Layer]:
         elif isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
             if module.groups == 1 and not module.transposed:
                 yield Layer(name, module, 0, 1)
-        elif type(module).__name__ == "Conv1D" and isinstance(getattr(module, "nf", None), int):  # transformers'
+        elif type(module).__name__ == "Conv1D" and isinstance(getattr(module, "nf", None), int):  # of transformers
             yield Layer(name, module, 1, 0)
 
 
@@ -171,7 +171,7 @@ def _derived(model: nn.Module, layers: list[Layer]) -> set[str]:
         for name, group in groups.items():
             width, last = group[0].in_length, group[-1]
             rows |= {layer.name for layer in group if layer.out_length == width != layer.in_length}
-            around = [layer for layer in inside if layer.name.startswith(f"{name}.")]  # groups within it, too
+            around = [layer for layer in inside if layer.name.startswith(f"{name}.")]  # including nested groups
             if len(around) > 1 and around[-1] is last and around[0].in_length == last.in_length == last.out_length:
                 ends[name] = last.name
         ended = {inner for inner in ends for name in ends if len(groups[name]) == 1 and inner.startswith(f"{name}.")}
@@ -240,13 +240,13 @@ def sections_of(model: nn.Module, name: str, layer: nn.Module, takes: int, gives
     names = [p.name for p in inspect.signature(type(parent).forward).parameters.values() if p.default is p.empty][1:]
     given = [torch.zeros(1, 2, takes, dtype=weight.dtype, device=weight.device), *[None] * (len(names) - 1)]
     sections = 0
-    _watched(weight.new_zeros(gives), slices)  # an error of ours is not taken for one of the module
+    _watched(weight.new_zeros(gives), slices)  # outside of the `try`: our own errors must show
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[]), contextlib.redirect_stdout(None), failing_quietly():
             type(parent).forward(twin, *given[: sum(n not in ("args", "kwargs") for n in names)])
     except _Taken as taken:
         sections = taken.args[0]
-    except Exception:  # whatever a module raises that is given nothing for a mask
+    except Exception:  # a module may raise anything if its mask is None
         pass
     if not sections and len(slices) > 1 and len({end - begin for begin, end in slices}) == 1:
         sections = len(slices)

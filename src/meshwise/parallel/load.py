@@ -71,7 +71,7 @@ class _Stored:
 
     def part(self, like: Tensor, device: torch.device | str) -> Tensor:
         """Read this rank's part of the stored tensor. The result is sharded like `like` and has the dtype of `like`."""
-        with safe_open(self.file, "pt") as opened:  # closed at once: pages of a mapped file count as memory in use
+        with safe_open(self.file, "pt") as opened:  # close it soon: mapped pages count as used memory
             stored = opened.get_slice(self.name) if like.dim() else None
             read = opened.get_tensor(self.name) if stored is None else local_part(like, stored.__getitem__)
             local = torch.empty(read.shape, dtype=like.dtype).copy_(read)
@@ -151,7 +151,7 @@ def _stored(path: Path) -> dict[str, _Stored]:
                 for name in opened.keys():  # noqa: SIM118
                     facts = opened.get_slice(name)
                     found[name] = _Stored(file, name, tuple(facts.get_shape()), DTYPES.get(facts.get_dtype()))
-    except Exception as error:  # safetensors' own error has no other parent
+    except Exception as error:  # safetensors' error derives from Exception
         raise UsageError(f"{path} is not a safetensors checkpoint: {error}.") from None
     return found
 

@@ -1,7 +1,7 @@
-"""Hold what calls of modules may write to, and put it back.
+"""Save the state that module calls may write, and restore it.
 
-That is buffers, attributes, and containers and global names that the program's functions name: the modules' methods,
-and functions that these call by name. What other objects keep is not known.
+This covers buffers, attributes, and the containers and globals that the modules' methods use, or functions that these
+call by name. State in other objects is not covered.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ CONTAINERS = (list, dict, set, deque, defaultdict, Counter, OrderedDict)
 
 
 class ModuleState:
-    """What calls of modules may write to."""
+    """The state that module calls may write."""
 
     def __init__(self, modules: list[nn.Module]) -> None:
         self.modules = modules
@@ -47,7 +47,7 @@ class ModuleState:
                 self._hold(_inside(each))
 
     def now(self) -> list[Any]:
-        """Return the values that a run may have written: buffers, and what else differs from before."""
+        """Return the values that a run may have written: buffers, and other changed values."""
         found: list[Any] = [b for m in self.modules for b in buffers_in(m).values()]
         for module, before in self.attributes:
             for name, value in vars(module).items():
@@ -60,7 +60,7 @@ class ModuleState:
         return [each for each in all_leaves(found) if isinstance(each, VALUES)]
 
     def _changed(self) -> list[tuple[Any, Any]]:
-        """Return the containers that hold other things than before, with copies from before."""
+        """Return the containers whose contents have changed, with copies from before."""
         every = self.containers.values()
         return [(each, before) for each, before in every if [*map(id, _inside(each))] != [*map(id, _inside(before))]]
 

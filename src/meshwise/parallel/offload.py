@@ -32,8 +32,8 @@ from meshwise.torch_compat.fake import is_plain
 from meshwise.torch_compat.modules import put_forward
 from meshwise.torch_compat.reducer import base_of, version
 
-SMALLEST = 1024  # bytes: below, a copy costs more than it frees
-WINDOW = 256 << 20  # bytes that are fetched ahead of their use
+SMALLEST = 1024  # bytes: smaller copies cost more than they free
+WINDOW = 256 << 20  # bytes fetched ahead of use
 
 
 @dataclass(eq=False)

@@ -28,7 +28,7 @@ from meshwise.spec.world import World
 from meshwise.torch_compat.modules import step_without_hooks
 from meshwise.torch_compat.sharding import local_of, with_local
 
-BUCKET = 64 << 20  # bytes of parameters whose state is on the device at once; a larger parameter has a bucket alone
+BUCKET = 64 << 20  # bytes of parameters whose state is on the device at once; a larger parameter gets its own bucket
 
 
 class OffloadedState:
@@ -111,7 +111,7 @@ class OffloadedState:
                     device = local_of(p).device
                     entry[key] = _sent(value)
         if device is not None and device.type != "cpu":
-            torch.accelerator.current_stream(device).synchronize()  # what is read on the host has arrived
+            torch.accelerator.current_stream(device).synchronize()  # wait for copies to the host
 
 
 def _travels(value: Any) -> bool:
@@ -133,7 +133,7 @@ def _fetched(value: Tensor, parameter: Tensor) -> Tensor:
 
 
 def _bind(optimizer: Optimizer, plan: Plan, world: World) -> None:
-    if "optimizer" in plan.offload and "parameters" not in plan.offload:  # those take their state with them
+    if "optimizer" in plan.offload and "parameters" not in plan.offload:  # else their state is there already
         OffloadedState(optimizer)
 
 

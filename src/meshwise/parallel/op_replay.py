@@ -117,7 +117,7 @@ def steps_for(entries: Sequence[Entry], keep: Iterable[int]) -> list[ReplayStep]
             steps.append(ReplayStep(index, entry, rng_only=True))
         elif useful or entry.generator is not None:
             touched = entry.reads | entry.writes | entry.fresh
-            # A storage may be touched later and not live here: it is filled anew then.
+            # A storage that is touched later need not live until then: it is refilled.
             done = tuple(sorted(s for s in touched if s not in later or s not in live))
             steps.append(ReplayStep(index, entry, done=done))
             later |= touched
@@ -153,7 +153,7 @@ def replay(entries: Sequence[Entry], keep: Iterable[int], finished: Finished) ->
                     storage = storages.pop(number, None)
                     if number in keep and last[number] == step.index and storage is not None:
                         finished(number, storage)
-                    del storage  # before the next one is made
+                    del storage  # free it before the next one is made
     finally:
         torch.set_default_dtype(before)
 
@@ -161,7 +161,7 @@ def replay(entries: Sequence[Entry], keep: Iterable[int], finished: Finished) ->
 def _run(call: RecordedOp, storages: dict[int, torch.UntypedStorage], rng_only: bool) -> None:
     def real(value: Any) -> Any:
         if isinstance(value, Tensor):
-            return value.clone()  # what came from outside stays as it is
+            return value.clone()  # keep outside tensors unchanged
         if value.storage not in storages:
             storages[value.storage] = torch.UntypedStorage(value.nbytes, device=value.device)
         return value.of(storages[value.storage])

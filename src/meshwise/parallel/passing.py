@@ -1,8 +1,8 @@
 """Pass hidden states forwards and gradients backwards between pipeline stages.
 
-Sends do not wait. What a forward has sent is kept until its gradients come, and these until the next ones are sent. A
+Sends do not wait. A forward's output is kept until its gradients come, and these until the next ones are sent. A
 rank receives from another rank in the order in which that rank sends, which both know from the schedule, and keeps what
-it does not need yet. Shapes and structure are sent once for each kind of batch. Of a split tensor, each rank sends its
+it does not need yet. Shapes and structure are sent once for each kind of batch. For a split tensor, each rank sends its
 part to the rank at the same position in the other stage, which holds the same part there.
 """
 
@@ -35,9 +35,9 @@ class Pass:
         self.action, (self.lo, self.hi), self.is_last, self._blocks = action, own, is_last, blocks
         self.received: Any = None
         self.carried: list[Any] = []
-        self.forms: dict[int, Any] = {}  # of what blocks up to here give, by number
+        self.forms: dict[int, Any] = {}  # of the outputs of blocks so far, by number
         self.device = torch.device("cpu")
-        self.gradients: list[Tensor | None] = []  # of what was received, as the backward finds them
+        self.gradients: list[Tensor | None] = []  # gradients of received tensors, from the backward
         self.output: Any = None
         self.sent: list[Tensor] = []
         self.left = False
@@ -95,7 +95,7 @@ class Pass:
         if not self.is_last:
             self.forms[number] = form_of(result)
         if number == self.hi - 1:
-            # A copy is sent: code behind the block may write into what it gives, and does so on the next stage too.
+            # Send a copy: later code may write into the block's output, and does so on the next stage too.
             self.output = result if self.is_last else map_tensors(torch.clone, result)
             self.carried = stages.take_along()
             if not self.is_last:
@@ -159,7 +159,7 @@ class Passing:
             self._free_sent(action)
 
     def _free_sent(self, action: Action) -> None:
-        """Free what an action has sent, which the other rank has received by now, or else wait until it has."""
+        """Wait until the other rank has received what an action has sent, and free it."""
         for wait in self._sends.pop(action, ()):
             wait()
 
@@ -195,8 +195,8 @@ class Passing:
     # Backwards.
 
     def begin_backward(self, now: Pass) -> None:
-        """Free what the backward of the microbatch before has sent."""
-        if self._stages == self._pipe.size:  # else the other rank may need more from this one before it receives
+        """Free what the previous microbatch's backward has sent."""
+        if self._stages == self._pipe.size:  # otherwise the other rank may need more before it receives
             self._free_sent(Action(False, now.action.stage, now.action.microbatch - 1))
 
     def receive_backward(self, now: Pass) -> Tensor:
@@ -227,7 +227,7 @@ class Passing:
 
     def _send(self, action: Action, target: int, hidden: Hidden | None, tensors: Sequence[Tensor]) -> None:
         group = self._pipe.towards(self._pipe.rank, target)
-        sends = self._sends.setdefault(action, [])  # after a step that failed, with what it has sent
+        sends = self._sends.setdefault(action, [])  # after a failed step, it has earlier sends
         if hidden is not None:
             key = action.stage, self._keys[action.microbatch]
             known = self._known.get(key)

@@ -40,7 +40,7 @@ def unlike_by_parameters(optimizer: optim.Optimizer) -> str:
 
 
 def unlike_on_parts(optimizer: optim.Optimizer) -> str:
-    """Return why the optimizer may step parameter shards otherwise than whole parameters."""
+    """Return why the optimizer may step parameter shards differently from whole parameters."""
     return "" if is_by_numbers(optimizer) else _unlike(optimizer, _first_rows if rehearsing() else _divided)
 
 
@@ -70,7 +70,7 @@ def _unlike(optimizer: optim.Optimizer, place: Place, every: int = 1) -> str:
                 pairs = [(a.flatten(), full_tensor(b).flatten()) for a, b in zip(whole, other, strict=True)]
                 far = max(float((a[: len(b)] - b).abs().max() / a.abs().max().clamp(min=1)) for a, b in pairs)
             return "" if far <= tolerance else f"its results differ by {far:.0e} in a trial on small matrices"
-        except Exception as error:  # whatever an optimizer of others raises
+        except Exception as error:  # third-party optimizers may raise anything
             why = why or f"a trial on small matrices raised {error!r:.100}"
     return why
 
@@ -83,9 +83,9 @@ def _stepped(optimizer: optim.Optimizer, dtype: torch.dtype, place: Place, every
         return place(torch.randn(_small_shape(stands_for), dtype=dtype), stands_for)
 
     clone, small = _copied(optimizer, draw)
-    if hasattr(clone, "train"):  # a schedule-free one
+    if hasattr(clone, "train"):  # a schedule-free optimizer
         clone.train()
-    # Some begin later, after a number of steps in their settings:
+    # Some optimizers change their step after a number of steps that is one of their settings:
     # Shampoo after 25.
     waits = [v for held in (vars(optimizer), *optimizer.param_groups) for v in held.values() if type(v) is int]
     for number in range(max([STEPS, *(wait + 2 for wait in waits if wait + 2 <= MOST_STEPS)])):
@@ -98,8 +98,8 @@ def _stepped(optimizer: optim.Optimizer, dtype: torch.dtype, place: Place, every
 
 def _copied(optimizer: optim.Optimizer, draw: Callable[[Tensor], Tensor]) -> tuple[Any, dict[nn.Parameter, Tensor]]:
     """Return a copy without state, and its test parameters with those they stand for."""
-    # A trial must be fast:
-    # two stand for all that are alike.
+    # For speed, two parameters
+    # stand for all similar ones.
     clone: Any = object.__new__(type(optimizer))
     memo: dict[int, Any] = {id(optimizer): clone, id(optimizer.state): defaultdict(dict)}
     memo |= {id(hooks): {} for name, hooks in vars(optimizer).items() if is_hooks(name)}

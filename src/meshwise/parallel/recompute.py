@@ -76,7 +76,7 @@ def _recomputed(
     run = _Runs(forward, given, list(keywords))
     same = determinism_of_parts()
     result = checkpoint(run, *tensors, use_reentrant=False, context_fn=contexts, determinism_check=same)
-    # A batch norm's running statistics change without autograd counting it: what may be such is treated as written.
+    # autograd does not count writes to a batch norm's running statistics: treat possible ones as written.
     written += [
         (part, name)
         for (part, name, b), v in zip(buffers, before, strict=True)
@@ -101,7 +101,7 @@ class _Runs:
     def __call__(self, *tensors: Tensor) -> Any:
         again = _copied(self._before, {}) if self._changes and self._first is None else self._before
         rest, self._first = iter(again if self._first is None else self._first), None
-        # What autograd has saved and gives back is a plain tensor.
+        # autograd saves and returns plain tensors.
         given = iter(split_again(tensor, parts) for tensor, parts in zip(tensors, self._parts, strict=True))
         values = [next(given) if is_tensor else next(rest) for is_tensor in self._is_tensor]
         first = len(values) - len(self._names)

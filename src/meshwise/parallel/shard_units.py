@@ -19,8 +19,8 @@ from meshwise.torch_compat.sharding import Group, groups_of, leave_forward, plac
 from meshwise.torch_compat.tree import tensors_in
 from meshwise.transfer import stages
 
-OFTEN = 8  # forwards between two looks for writes: each asks autograd for a count of every parameter
-SMALL = 4096  # elements: below, a collective of its own costs more than keeping the layer's parameters gathered
+OFTEN = 8  # forwards between checks for writes, which ask autograd about every parameter
+SMALL = 4096  # elements: for smaller layers, a collective costs more than keeping parameters gathered
 
 
 def roots_of(model: nn.Module) -> list[nn.Module]:

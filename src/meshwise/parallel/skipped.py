@@ -47,7 +47,7 @@ def may_be_skipped(root: nn.Module, name: str) -> str | None:
 
 
 def _on_the_way(root: nn.Module, name: str) -> Iterator[tuple[Any, str, nn.Module, nn.Module]]:
-    """Yield what calls what on the way to a module: a class, its attribute, the module or list there, and the entry."""
+    """Yield the calls on the way to a module: a class, its attribute, the module or list there, and the entry."""
     owner, path = unwrapped(root), name.split(".")
     while path:
         kind, attribute = type(owner), path.pop(0)
@@ -94,7 +94,7 @@ def _calls(kind: Any, attribute: str) -> list[_Calls]:
 def _parsed(function: Any) -> ast.FunctionDef | None:
     try:
         found = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
-    except (OSError, TypeError, SyntaxError, IndexError):  # written in a prompt, or made by code
+    except (OSError, TypeError, SyntaxError, IndexError):  # typed in a prompt, or generated
         return None
     return found if isinstance(found, ast.FunctionDef) else None
 
@@ -103,10 +103,10 @@ class _Calls:
     """Finds the calls of `self.<attribute>`, or of entries of that list, in a function."""
 
     def __init__(self, function: Any, tree: ast.FunctionDef, attribute: str) -> None:
-        self._entries = {f"self.{attribute}"}  # and names of its entries
+        self._entries = {f"self.{attribute}"}  # and the names of its entries
         self._flags = {each.arg for each in ast.walk(tree.args) if isinstance(each, ast.arg)} - {"self"}
-        self._varying = set[str]()  # names of what differs from rank to rank
-        for node in [*ast.walk(tree)] * 2:  # what the end of a loop assigns is there in its beginning
+        self._varying = set[str]()  # names whose values differ between ranks
+        for node in [*ast.walk(tree)] * 2:  # twice: a loop's end assigns names that its beginning reads
             if isinstance(node, BINDS):
                 self._note_names(node)
         code, left, self.seen, self.where, self.texts = function.__code__, False, False, "", set[str]()
@@ -140,7 +140,7 @@ class _Calls:
         return [] if _is_same(call) else [each for each in [call.func, *call.args] if self._is_entry(each)]
 
     def _varies(self, node: ast.expr) -> bool:
-        """Return whether a value may differ between ranks: not a flag, but what is in an argument."""
+        """Return whether a value may differ between ranks: data in an argument, not a flag."""
         return any(map(self._differs, ast.walk(node)))
 
     def _differs(self, node: ast.AST) -> bool:
@@ -154,7 +154,7 @@ class _Calls:
         return isinstance(node, ast.Call) and not _is_same(node)
 
     def _with_guards(self, node: ast.AST, guarded: bool = False) -> Iterator[tuple[ast.AST, bool]]:
-        """Yield each node with whether a condition that may differ decides over it."""
+        """Yield each node, and whether a condition that may differ guards it."""
         guarded = guarded or any(map(self._varies, self._conditions(node)))
         yield node, guarded
         for child in ast.iter_child_nodes(node):

@@ -47,12 +47,12 @@ class Order(enum.IntEnum):
     """The order in which the functions that were passed to `subscribe` are called before an optimizer's step. After the
     step, they are called in reverse order."""
 
-    GUARD = 1  # first: refuses a step before anybody has changed something for it
+    GUARD = 1  # first: refuses a step before anything has changed for it
     WATCH = 2  # sees the gradients of all parameters before, and the parameters of all ranks after
-    DRAWS = 3  # what an optimizer draws is for parameters, not for a rank's samples
-    PHASE = 4  # around the techniques: what they cost belongs to the optimizer's span
+    DRAWS = 3  # an optimizer draws for parameters, not for a rank's samples
+    PHASE = 4  # around the techniques: their cost belongs to the optimizer's span
     ZERO1 = 5  # before offload, which gets state only for parameters that this rank steps
-    OFFLOAD = 6  # last: it steps all but its last bucket itself
+    OFFLOAD = 6  # last: itself steps all buckets but the last
 
 
 @dataclass(eq=False)
@@ -147,7 +147,7 @@ class _OneOptimizer:
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if id(sys._getframe(1)) in _inner:
             return
-        self.fail(optimizer)  # a step whose error did not leave by `optimizer.step`
+        self.fail(optimizer)  # an error of an earlier step that bypassed `optimizer.step`
         for subscription in list(self.subscriptions):
             self._called.append(subscription)
             if subscription.before is not None:
@@ -177,7 +177,7 @@ _stepping: set[int] = set()
 """The ids of the optimizers whose step has begun and has not ended normally. If an optimizer has state and its id is
 not here, its step cannot be inside another step. The slow search of the call stack (`_is_inner`) is then left out."""
 _need_closures: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()
-_hooks_of: dict[int, weakref.ref[_OneOptimizer]] = {}  # by id; no WeakValueDictionary: its look-up runs Python
+_hooks_of: dict[int, weakref.ref[_OneOptimizer]] = {}  # by id; a WeakValueDictionary would look up in Python
 
 
 @functools.cache

@@ -58,7 +58,7 @@ class Technique:
     bind: Callable[[Optimizer, Plan, World], None] | None = None
 
 
-CARRIED = 1 + 32  # numbers that travel with the gradients: the loss, and what the engine lets travel with it
+CARRIED = 1 + 32  # numbers reduced along with the gradients: the loss, and the engine's own
 TORCH = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 

@@ -66,7 +66,7 @@ def _apply(setup: Setup) -> None:
     rules.prepare()
     whole_mesh = make_mesh(setup.plan, setup.world)
     mesh, axis = whole_mesh[AXIS], MeshAxis.of(whole_mesh, AXIS, sequence=setup.plan.sequence)
-    # packed along dim 0 without shard alone: else both would divide it, which torch has no word for
+    # pack dim 0 only without shard: torch cannot express both splits of it
     cuts = cuts_of(setup.model, mesh.size(), packed=setup.plan.shard == 1)
     known: dict[int, nn.Parameter] = {}
     absent = stages.absent_parameters(setup.model)
@@ -84,7 +84,7 @@ def _apply(setup: Setup) -> None:
     read_whole(mesh, meet)
     look_out()
     setup.plain = functools.partial(_plain, mesh)
-    # each makes its parts itself, in its first run and in its second: `selective` counts what both call
+    # each makes its own parts in both runs: `selective` counts the calls of both
     again = blocks_to_recompute(unwrapped(setup.model)) if setup.plan.recompute == "selective" else []
     for root in called_in(setup.model):
         blocks = {root, *(block for _, block in [*repeated_blocks(root), *again])}
@@ -212,7 +212,7 @@ def _part_of(p: DTensor, axis: Axis) -> Tensor:
     divided, local = division(p.placements[-1]), p.to_local()
     local = local.view_as(local) if local.is_leaf else local
     if divided is None:
-        if local.requires_grad:  # else two parameters that are added may get one gradient, and each changes it
+        if local.requires_grad:  # otherwise two added parameters may share a gradient that each changes
             local.register_hook(Tensor.clone)
         return local
     dim, sections = divided

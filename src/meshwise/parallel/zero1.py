@@ -31,7 +31,7 @@ from meshwise.spec.world import World
 from meshwise.torch_compat.modules import after_method, takes_hooks
 from meshwise.transfer import collectives
 
-BUCKET = 25 << 20  # bytes that are sent in one collective
+BUCKET = 25 << 20  # bytes sent in one collective
 
 
 class DividedOptimizer:
@@ -59,7 +59,7 @@ class DividedOptimizer:
         for p in [p for p in optimizer.state if self._owner.get(id(p), rank) != rank]:
             del optimizer.state[p]
         optimizer.register_load_state_dict_pre_hook(self._own_part)
-        for switch in ("train", "eval"):  # of schedule-free ones, which keep two sets of parameters
+        for switch in ("train", "eval"):  # schedule-free optimizers keep two sets of parameters
             after_method(optimizer, switch, self._send)
         subscribe(Order.ZERO1, self._before, self._after, self._give_back, optimizer=optimizer)
 

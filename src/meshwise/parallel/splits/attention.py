@@ -44,9 +44,9 @@ def _attention(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[st
         raise NoRule
     if not is_split(q) or q.part.repeats > 1 or len(q) != len(k) or k.shape[:-2] != v.shape[:-2]:
         raise NoRule
-    if mask is not None:  # the rows of this rank's queries
+    if mask is not None:  # keep the rows of this rank's queries
         if values.get("is_causal"):
-            raise NoRule  # torch says so
+            raise NoRule  # let torch raise the error
         mask = mask if mask.dim() == dims else gather(mask).reshape((1,) * (dims - mask.dim()) + whole_shape(mask))
         mask = with_parts_of(mask, q.part, dims)
     scale = values.get("scale")
@@ -138,7 +138,7 @@ class _Ring(Function):
                 total[..., rows, :] = total[..., rows, :] * shrink + scores.sum(-1, keepdim=True)
                 result[..., rows, :] = result[..., rows, :] * shrink + scores @ value
                 largest[..., rows, :] = above
-        result = (result / total.masked_fill(total == 0, 1)).to(q.dtype)  # a row that sees nothing gives zeros
+        result = (result / total.masked_fill(total == 0, 1)).to(q.dtype)  # a row without visible keys gives zeros
         log_sum = largest + total.log()
         ctx.save_for_backward(q, k, v, mask, result, log_sum.masked_fill_(total == 0, 0))
         ctx.asked, ctx.columns = asked, columns
@@ -148,7 +148,7 @@ class _Ring(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        saved = ctx.saved_tensors  # for which a block may run again
+        saved = ctx.saved_tensors  # may recompute a block
         with on_parts():
             return (*_ring_backward(saved, ctx.asked, ctx.columns, gradient), None, None, None)
 
@@ -162,7 +162,7 @@ def _ring_backward(saved: Sequence[Tensor], asked: _Asked, columns: SplitPart, g
     widths = [k.shape[-1], v.shape[-1]]
     of_kv = grouped.new_zeros(*k.shape[:2], _longest(columns), sum(widths))
     for keys, values, owner in _round(k, v, columns):
-        of_kv = of_kv if owner == columns.axis.rank else columns.axis.pass_on(of_kv)  # it follows the keys
+        of_kv = of_kv if owner == columns.axis.rank else columns.axis.pass_on(of_kv)  # passed on with the keys
         of_k, of_v = of_kv.split(widths, -1)
         for rows, cols, hidden in _blocks(asked, columns, owner, mask, grouped):
             mine, given = grouped[..., rows, :], gradient[..., rows, :]

@@ -1,4 +1,4 @@
-"""Keep what torch's constructors make of a split tensor divided.
+"""Make torch's constructors return split tensors for split tensors.
 
 `Variable(x)`, `torch.Tensor(x)`, `torch.FloatTensor(x)`, `other.new(x)` and `other.new_tensor(x)` would hold this
 rank's rows as if they were the whole. `other.data = x`, `other.set_(x)` and subclasses of tensors take the whole.
@@ -23,7 +23,7 @@ from meshwise.torch_compat.torch_function import is_asked
 
 @functools.cache
 def watch_constructors() -> None:
-    """Keep what these constructors make of a batch divided, from now on."""
+    """Make these constructors return split tensors for batches, from now on."""
     makes = "_make_subclass"
     places: list[tuple[Any, str, Any]] = [(Variable, "__new__", _detached), (Tensor, "__new__", _alias)]
     places += [(Tensor, makes, functools.partial(_subclassed, getattr(Tensor, makes)))]
@@ -55,7 +55,7 @@ def watch_constructors() -> None:
 
 MADE = "arange range randperm randint eye linspace logspace tril_indices triu_indices"
 TAKEN = "multinomial topk kthvalue narrow roll repeat_interleave"
-"""Functions of torch that read an argument's memory as a number, which of a sum is this rank's part."""
+"""Functions of torch that read an argument's memory as a number, which for a sum is only this rank's part."""
 
 
 def _counted(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -70,8 +70,8 @@ _KINDS = type(torch.FloatTensor)
 
 
 class _Stands(type):
-    """The class of what stands for `torch.FloatTensor` and the like, whose constructors cannot be replaced. torch reads
-    nothing but their names."""
+    """The class of substitutes for `torch.FloatTensor` and the like, whose constructors cannot be replaced. torch reads
+    only their names."""
 
     kind: Any
 

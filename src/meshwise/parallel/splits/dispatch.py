@@ -43,7 +43,7 @@ def _dispatch(func: Func, args: Args, kwargs: Kwargs) -> Any:
         if heard:
             heard[0](name, args, kwargs)
         COUNT[0] += 1
-        if kwargs.get("out") is not None:  # torch passes on its own out=None
+        if kwargs.get("out") is not None:  # torch itself passes out=None
             return _written_out(func, args, dict(kwargs))
         first = args[0] if args else kwargs.get("input")
         if isinstance(first, SplitTensor) and 0 in first.parts:
@@ -71,7 +71,7 @@ def _dispatch(func: Func, args: Args, kwargs: Kwargs) -> Any:
 
 
 def wholes(tree: Any) -> Any:
-    """Return a tree with whole tensors, for code that does not ask a tensor's class. Collective."""
+    """Return a tree with whole tensors, for code that ignores a tensor's class. Collective."""
 
     def whole(leaf: Tensor) -> Tensor:
         with beside_transforms():
@@ -96,7 +96,7 @@ def _refuse_memory(func: Func, args: Args, kwargs: Kwargs) -> Any:
     frame = sys._getframe(1)
     while frame.f_code.co_filename.startswith(OURS) and frame.f_back is not None:
         frame = frame.f_back
-    if f"{os.sep}torch{os.sep}" in frame.f_code.co_filename:  # such as torch.compile, which looks what shares memory
+    if f"{os.sep}torch{os.sep}" in frame.f_code.co_filename:  # such as torch.compile, which checks for shared memory
         return NotImplemented
     raise UsageError(
         f"{user_place()}: x.{called(func)}() would give the memory of this rank's rows alone. Code that reads memory "
@@ -113,4 +113,4 @@ def begin() -> None:
     dispatch_with(_dispatch)
     change_arguments(wholes)
     check_parts_by_default()
-    changed.add("BackwardHookFunction")  # the program's hooks of gradients see those of the whole batch
+    changed.add("BackwardHookFunction")  # the program's hooks get gradients of the whole batch

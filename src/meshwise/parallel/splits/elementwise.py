@@ -40,14 +40,14 @@ def _same_place(func: Func, args: Args, kwargs: Kwargs) -> Any:
     operands = [*args, *kwargs.values()]
     splits = split_in(operands)
     dims = max(each.dim() for each in operands if isinstance(each, Tensor))
-    first = max(splits, key=lambda each: whole_shape(each).numel())  # as on every rank
+    first = max(splits, key=lambda each: whole_shape(each).numel())  # the same choice on every rank
     like = moved(first.part, first.part.dim - first.dim() + dims)
     new = [with_parts_of(each, like, dims) for each in operands]
     return given(func(*new[: len(args)], **dict(zip(kwargs, new[len(args) :], strict=True))), like)
 
 
 def _broadcast(func: Func, args: Args, kwargs: Kwargs) -> Any:
-    """Broadcast tensors, each divided as the largest one."""
+    """Broadcast tensors, each divided like the largest one."""
     shape = list(torch.broadcast_shapes(*map(whole_shape, args)))
     first = max(split_in(args), key=lambda each: whole_shape(each).numel())
     part = moved(first.part, first.part.dim - first.dim() + len(shape))
@@ -77,7 +77,7 @@ def _in_place(func: Func, args: Args, kwargs: Kwargs) -> Any:
 
 def _cast(func: Func, args: Args, kwargs: Kwargs) -> Any:
     made = func(*args, **kwargs)
-    return given(made, args[0].part) if is_split(args[0]) else made  # a plain tensor.to(split one)
+    return given(made, args[0].part) if is_split(args[0]) else made  # not for plain.to(split)
 
 
 def _new(func: Func, args: Args, kwargs: Kwargs) -> Any:

@@ -1,4 +1,4 @@
-"""Call the program's hooks of parameters behind the reduction of their gradients.
+"""Call the program's hooks of parameters after their gradients are reduced.
 
 During a backward a gradient is this rank's part.
 """
@@ -92,6 +92,6 @@ def _take(held: dict[int, Any]) -> dict[int, Any]:
 
 def is_of_program(hook: Any) -> bool:
     """Return whether a hook is the program's own, and neither torch's nor meshwise's."""
-    function = getattr(hook, "func", hook)  # of a partial
+    function = getattr(hook, "func", hook)  # unwrap a partial
     module = getattr(function, "__module__", None) or type(function).__module__
     return not module.startswith(("meshwise.", "torch."))

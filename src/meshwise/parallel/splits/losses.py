@@ -39,7 +39,7 @@ def _as_given(made: Tensor, func: Func, x: Tensor, *rest: Any) -> Tensor:
 def _log_sum(x: SplitTensor) -> tuple[Tensor, Tensor]:
     """Return (below, total) for a softmax along the split dim."""
     part = x.part
-    if x.dtype in HALF:  # as torch, which sums in float32
+    if x.dtype in HALF:  # like torch, sum in float32
         x = split(x.to(torch.float32), part)
     largest = x.detach().amax(part.dim, keepdim=True) if part.own else x.new_full(_one(x, part.dim), -torch.inf)
     with on_parts():

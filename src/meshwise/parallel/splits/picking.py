@@ -59,18 +59,18 @@ def picked(x: SplitTensor, index: Tensor) -> SplitTensor:
     part, axis, dim, ranks = x.part, x.part.axis, x.part.dim, range(x.part.axis.size)
     into = moved(index.part, 0) if is_split(index) else SplitPart(axis, 0, len(index))
     rows, long = gather(index).cpu(), max(part.length, 1)
-    outside = rows.numel() and not -part.length <= rows.min() <= rows.max() < part.length  # torch says so
+    outside = rows.numel() and not -part.length <= rows.min() <= rows.max() < part.length  # let torch raise the error
     if outside or any(each.dim == dim for each in parts_of(x, level_of(part))):
         raise NoRule
     held = [entries(part, rank) for rank in ranks]
-    code = torch.empty(part.length, dtype=torch.int64)  # of each row: which rank holds it, and in which place
+    code = torch.empty(part.length, dtype=torch.int64)  # for each row: the rank that holds it, and its index there
     code[torch.cat(held)] = torch.cat([rank * long + torch.arange(len(held[rank])) for rank in ranks])
     wanted = [code[rows[entries(into, rank)].flatten() % long] for rank in ranks]
     longest = max(1, *(int(torch.bincount(each // long, minlength=1).max()) for each in wanted))
     mine = [each[each // long == axis.rank] % long for each in wanted]
     sent = torch.cat([functional.pad(each, (0, longest - len(each))) for each in mine])
     local = x.movedim(dim, 0)
-    local = local if part.own else torch.cat([local, local.new_zeros(1, *local.shape[1:])])  # sent, but not used
+    local = local if part.own else torch.cat([local, local.new_zeros(1, *local.shape[1:])])  # sent, but unused
     local = local.index_select(0, sent.to(x.device)).unflatten(0, (axis.size, longest))
     got = kept_within(level_of(part), local, through(_Exchange, local, axis)).flatten(0, 1)
     owner = wanted[axis.rank] // long

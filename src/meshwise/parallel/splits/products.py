@@ -46,7 +46,7 @@ def by_letters(
         else:
             parts.append(_divided(operand, own.index(letter), like))
     made = call(*parts)
-    if not made.numel() and not made.requires_grad:  # so that each rank takes part in the backward
+    if not made.numel() and not made.requires_grad:  # makes each rank take part in the backward
         made = sum((each.sum() * 0 for each in parts if isinstance(each, Tensor) and each.requires_grad), made)
     if letter not in result:
         return add_apart(made, axis)
@@ -171,7 +171,7 @@ def _einsum(func: Func, args: Args, kwargs: Kwargs) -> Any:
     if len(operands) == 1 and isinstance(operands[0], Sequence):
         operands = tuple(operands[0])
     text = text.replace(" ", "") if isinstance(text, str) and "." not in text else refuse()
-    if "->" not in text:  # the letters that occur once
+    if "->" not in text:  # the result has the letters that occur once
         text += "->" + "".join(sorted(each for each in set(text) - {","} if text.count(each) == 1))
     inputs, result = text.split("->")
     letters = inputs.split(",")
@@ -215,7 +215,7 @@ def _embedding(func: Func, args: Args, kwargs: Kwargs) -> Any:
         padding = padding if 0 <= padding < part.own else None
     own = ids - part.begin
     elsewhere = (own < 0) | (own >= part.own)
-    if part.own == 0:  # no rows at all
+    if part.own == 0:  # this rank has no rows
         found = weight.new_zeros((*ids.shape, weight.shape[1])) + weight.sum()
     else:
         found = functional.embedding(own.masked_fill(elsewhere, 0), weight, padding)

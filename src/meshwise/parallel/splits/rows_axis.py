@@ -64,7 +64,7 @@ class DataAxis(Axis):
         self._averaged.pop(key, None)
 
     def averages(self, whole: Tensor) -> bool:
-        if id(whole) not in self._averaged and self._sharded and isinstance(whole, nn.Parameter):  # gathered just now
+        if id(whole) not in self._averaged and self._sharded and isinstance(whole, nn.Parameter):  # just gathered
             groups = [group for ref in self._sharded if (module := ref()) is not None for group in groups_of(module)]
             self._note(p for group in groups for _, p in group.wholes())
         return id(whole) in self._averaged
@@ -96,7 +96,7 @@ class DataAxis(Axis):
         log_verb(READ)
 
     def divides(self, whole: Tensor, dim: int) -> None:
-        """Note that a whole tensor is about to be divided. If its rows differ, its maker knows which row is which."""
+        """Note that a whole tensor is about to be divided. If its rows differ, the program knows their order."""
         if self.crossings is not None and not rows_alike(whole, dim):
             self._crosses()
 
@@ -125,7 +125,7 @@ class DataAxis(Axis):
         return bool(collectives.all_reduce(answer, op, self.group, of="answers"))
 
     def meet(self, what: str) -> None:
-        """Wait for nobody: a rank that reads alone is found by its verb log."""
+        """Do not wait: the verb log finds a rank that reads alone."""
 
 
 class ProofAxis(Axis):

@@ -61,7 +61,7 @@ def dispatch(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str,
         with at_level(levels[0]):
             return _on_parts(name, func, args, kwargs)
     with on_parts():
-        if not levels:  # what a rule calls on its parts, which are whole within it
+        if not levels:  # called by a rule on its parts, which are plain there
             return func(*args, **kwargs)
         with at_level(levels[0]):
             return _on_parts(name, func, args, kwargs)
@@ -107,7 +107,7 @@ def _on_the_whole(name: str, func: Callable[..., Any], args: Sequence[Any], kwar
         if not is_split(thing):
             return thing
         if id(thing) not in whole:
-            if name in READS:  # which some ranks may do alone, and wait for ever
+            if name in READS:  # a rank that reads alone would wait forever
                 thing.part.axis.meet(name)
             found = gather(thing)
             whole[id(thing)] = found.clone() if thing is written else found
@@ -124,7 +124,7 @@ def _on_the_whole(name: str, func: Callable[..., Any], args: Sequence[Any], kwar
 
 
 def read_only(name: str, result: Any) -> Any:
-    """Return what a function with this name has read out of a tensor. What is written into an array would be lost."""
+    """Return the result of a reading function, with arrays read-only, since writes into them would be lost."""
     if name in ("numpy", "__array__"):
         result.flags.writeable = False
     return result

@@ -120,7 +120,7 @@ def _squeeze(func: Func, args: Args, kwargs: Kwargs) -> Any:
     ones = [dim for dim, size in enumerate(whole_shape(x)) if size == 1]
     wanted = [dim % x.dim() for dim in numbers(given_dims)] if given_dims else ones
     gone = [dim for dim in wanted if dim in ones]
-    if x.part.dim in gone:  # one row, which one rank has
+    if x.part.dim in gone:  # a single row, held by one rank
         raise NoRule
     return given(x.squeeze(gone), moved(x.part, x.part.dim - sum(dim < x.part.dim for dim in gone)))
 
@@ -174,7 +174,7 @@ def _narrow(func: Func, args: Args, kwargs: Kwargs) -> Any:
 
 def _joined(func: Func, args: Args, kwargs: Kwargs, *, new: bool = False) -> Any:
     """Run `torch.cat` on split tensors, or `torch.stack` if `new`."""
-    empty = torch.Size([0])  # the start of a cache: it adds nothing
+    empty = torch.Size([0])  # an empty cache adds nothing
     tensors = [each for each in args[0] if new or whole_shape(each) != empty]
     first = max((each for each in tensors if is_split(each)), key=lambda each: whole_shape(each).numel())
     dims = first.dim()
@@ -196,7 +196,7 @@ def _in_pieces(func: Func, args: Args, kwargs: Kwargs) -> Any:
     if dim != x.part.dim:
         return along(2, 0)(func, args, kwargs)
     if x.part.repeats == 1 and dim:
-        raise NoRule  # pieces of unequal length on the ranks: gathered once they are cheaper
+        raise NoRule  # pieces of unequal length: gathering once is cheaper
     places_of = torch.empty(x.part.length, device="meta")
     others = {name: value for name, value in kwargs.items() if name not in ("dim", "tensor")}
     sizes = [len(each) for each in getattr(places_of, called(func))(*args[1:2], **others)]

@@ -85,7 +85,7 @@ def _each_place(func: Func, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _gradient(func: Func, args: Args, kwargs: Kwargs) -> Any:
-    """Return the `.grad` of a split tensor, which autograd has added up in the scale of parts."""
+    """Return the `.grad` of a split tensor, which autograd has summed in the scale of parts."""
     with on_parts():
         found = func(args[0])
     if found is None:
@@ -96,7 +96,7 @@ def _gradient(func: Func, args: Args, kwargs: Kwargs) -> Any:
 
 
 def own_gradient(found: Tensor, x: SplitTensor) -> Tensor:
-    """Return a gradient of `x`, which has the scale of parts, as that of a program's tensor."""
+    """Convert a gradient of `x` from the scale of parts to that of the program."""
     with on_parts():
         found = found / x.parts[0].axis.gradient_scale
     return split_again(found, parts_of(x))

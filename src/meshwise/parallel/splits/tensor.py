@@ -190,7 +190,7 @@ def one_stage_on(hidden: Hidden) -> Hidden:
 
 
 def form_of(given: Any) -> Any:
-    """Return what a block gives with a `Form` in place of each tensor."""
+    """Return a block's output with a `Form` in place of each tensor."""
     with on_parts():
         return map_tensors(lambda t: Form(tuple(t.shape), t.dtype, t.requires_grad, parts_of(t)), given)
 
@@ -203,12 +203,12 @@ def forms_in(tree: Any) -> Iterator[Form]:
 
 
 VIEWS = {"select", "chunk", "split", "unbind", "narrow", "tensor_split", "__iter__", "diagonal", "hsplit", "vsplit"}
-KEPT, MOST = 1 << 20, 64  # bytes, up to which a copy is held as long as its batch; copies of a batch that are noted
+KEPT, MOST = 1 << 20, 64  # copies up to these bytes live as long as their batch; at most so many are noted
 BASIC = (int, slice, type(None), type(Ellipsis))
 
 
 def gives_view(name: str, args: Any) -> bool:
-    """Return whether an operator gives a view of its first argument on one device."""
+    """Return whether an operator returns a view of its first argument on one device."""
     if name != "__getitem__":
         return name in VIEWS
     index = args[1] if isinstance(args[1], tuple) else (args[1],)
@@ -216,7 +216,7 @@ def gives_view(name: str, args: Any) -> bool:
 
 
 def note_copies(batch: SplitTensor, made: Any) -> None:
-    """Note the results of such an operator that hold no memory of the batch. Those of a gradient stay one's."""
+    """Note results of such an operator that do not share the batch's memory. Those of a gradient stay marked."""
     with on_parts():
         memory = batch.untyped_storage().data_ptr()
         for each in made if isinstance(made, (tuple, list)) else (made,):

@@ -37,7 +37,7 @@ storage_offset is_contiguous __hash__ requires_grad_ .shape .dtype .device .requ
 _PLAIN = {*PLAIN.split()}
 
 heard: list[Callable[[str, Args, Kwargs], None]] = []
-"""While a step is listened to (training/guards/same_program.py): gets each operator on batches and terms."""
+"""While a step is observed (training/guards/same_program.py): gets each operator on batches and terms."""
 
 
 class Known:
@@ -68,8 +68,8 @@ class Known:
         return self.value
 
     def sent(self, room: int = 2) -> Tensor:
-        """Return this rank's part, and behind it that of the count if there is one, in float32 at least. room: how many
-        numbers the result has, if the host has them at hand."""
+        """Return this rank's part, followed by that of the count if there is one, in float32 or wider. room: the length
+        of the result, if the part is on the CPU."""
         assert self.local is not None
         if self.count is None:
             return self.local
@@ -104,12 +104,12 @@ class Term(Tensor):
 
     @property
     def known(self) -> Known:
-        """What is known of the sum. That of other memory if a tensor with the same memory was written."""
+        """What is known of the sum. Renewed if a tensor with the same memory was written."""
         known, written = self.__dict__["held"]
         if version(self) != written:
             with on_parts():
                 known = self.known = Known(self.axis, self.detach().clone())
-            self.assumed = 0  # in memory is what `_written` has written
+            self.assumed = 0  # `_written` has written the memory
         return known  # type: ignore[no-any-return]
 
     @known.setter
@@ -134,7 +134,7 @@ class Term(Tensor):
         made = NotImplemented if rule is None else rule(func, args, kwargs or {})
         return func(*_sums(args), **_sums(kwargs or {})) if made is NotImplemented else made
 
-    def backward(self, *args: Any, **kwargs: Any) -> None:  # as `__torch_function__` would, in half the time
+    def backward(self, *args: Any, **kwargs: Any) -> None:  # skips `__torch_function__`: half the time
         """See `torch.Tensor.backward`."""
         backward(torch.Tensor.backward, (self, *args), kwargs)
 
@@ -185,7 +185,7 @@ def over_count(local: Tensor, value: Term) -> Tensor:
 
 
 class _Given(torch.autograd.Function):
-    """Gives a sum that is known, with the backward of the sum."""
+    """Returns a known sum, with the backward of the sum."""
 
     @staticmethod
     def forward(ctx: Any, local: Tensor, value: Tensor, scale: int) -> Tensor:
@@ -232,10 +232,10 @@ def _scaled(func: Func, args: Args, kwargs: Kwargs) -> Any:
     divides = "div" in called(func)
     if not isinstance(value, Term) or not _is_number(by):
         return NotImplemented
-    if divides and (value is not args[0] or not value.is_floating_point()):  # of integers: the quotient of the whole
+    if divides and (value is not args[0] or not value.is_floating_point()):  # integers: divide the whole sum
         return NotImplemented
     with on_parts():
-        local, by = func(*args), by.clone() if isinstance(by, Tensor) else by  # which the program may change later
+        local, by = func(*args), by.clone() if isinstance(by, Tensor) else by  # the program may change `by` later
         return term(local, value.axis, Known(value.axis, parent=value.known, by=by, divides=divides), value.assumed)
 
 
@@ -246,7 +246,7 @@ def _kept(func: Func, args: Args, kwargs: Kwargs) -> Any:
         return NotImplemented
     with on_parts():
         local = func(*args, **kwargs)
-        if local.dtype != value.dtype and not local.is_floating_point():  # parts would be rounded apart
+        if local.dtype != value.dtype and not local.is_floating_point():  # parts would be rounded separately
             return NotImplemented
         same = local.numel() == value.numel()
         known = Known(value.axis, parent=value.known, by=-1 if "neg" in called(func) else 1) if same else None
@@ -275,7 +275,7 @@ def _added(func: Func, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _part(thing: Any, axis: Axis) -> Any:
-    """Return this rank's part of a summand. One that is whole is added by rank 0, or by each rank its share."""
+    """Return this rank's part of a summand. A whole one is added by rank 0, or in equal shares by all ranks."""
     if isinstance(thing, Term):
         return settled(thing)
     if isinstance(thing, Tensor):
@@ -290,13 +290,13 @@ def _written(func: Func, args: Args, kwargs: Kwargs) -> Term:
     """Run an in-place operator on a term, and return that term. Only a sum stays unsummed."""
     target: Term = args[0]
     made: Any = _added(_ADD[called(func)], args, kwargs) if called(func) in _ADD else NotImplemented
-    if made is NotImplemented or not torch.can_cast(made.dtype, target.dtype):  # which torch refuses below
+    if made is NotImplemented or not torch.can_cast(made.dtype, target.dtype):  # torch refuses it below
         written, *others = _sums(args)
         func(written, *others, **_sums(kwargs))
         made = term(_part(written, target.axis) + 0, target.axis)
     root = target.known.root
     with on_parts():
-        root.local = None if root.local is None else root.local.clone()  # of which earlier results are known
+        root.local = None if root.local is None else root.local.clone()  # earlier results still need it
         target.copy_(made)
     target.known, target.assumed = made.known, 0
     return target
