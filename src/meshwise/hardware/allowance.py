@@ -64,7 +64,7 @@ def cpu_quota(root: Path = ROOT, own: Path = OWN) -> float | None:
     else:
         files = ("cpu.cfs_quota_us", "cpu.cfs_period_us")
         pairs = [[read_text(group / file) for file in files] for group in groups("cpu", root, own)]
-    # `max` and -1 mean no limit; what cannot be read is none.
+    # `max`, -1 and unreadable values mean no limit.
     limits = [tuple(map(int, pair)) for pair in pairs if len(pair) == 2 and all(word.isdecimal() for word in pair)]
     return min((quota / period for quota, period in limits if quota and period), default=None)
 

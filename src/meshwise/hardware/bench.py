@@ -100,7 +100,7 @@ def bench(
     measured, stopped = Measured(progress), None
     slots = find_devices(parse_devices(default_devices() if devices is None else devices))
     chosen = sizes_for(slots, sizes)
-    keep_busy(device_names(slots))  # of an idle PCIe link the driver tells fewer lanes than it has
+    keep_busy(device_names(slots))  # the driver reports too few lanes for an idle PCIe link
     machine = only_devices(find_machine(), device_names(slots))
     try:
         for part in _parts(slots, what, chosen, seconds, measured):
@@ -130,7 +130,7 @@ def sizes_for(slots: Sequence[WorkerSlot], words: str | None) -> tuple[int, ...]
     sizes, asked, host = read_sizes(words or DEFAULT), words is not None, free_bytes(torch.device("cpu"))
     if slots[0].device == "cpu":
         return fitting(sizes, host // len(slots), BUFFERS, asked)
-    # All-to-one has a buffer of each other device on one of them; pinned buffers are the host's memory.
+    # In all-to-one, one device holds a buffer of each other device; pinned buffers use the host's memory.
     free = min(free_bytes(torch.device(slot.name)) for slot in slots)
     return fitting(fitting(sizes, host, BUFFERS, asked), free, max(BUFFERS, len(slots) + 1), asked)
 
@@ -162,7 +162,7 @@ def bench_hosts(
     progress: Progress = SILENT,
 ) -> Bench | None:
     """Measure the paths between hosts, check every byte, and judge the results."""
-    # One worker on the first accelerator of this host, or on all its cores.
+    # One worker, on this host's first accelerator or on all its cores.
     kind, _ = accelerators()
     slot = find_devices(parse_devices(f"{kind}:0" if has_streams(kind) else "1xcpu"))[0]
     message_sizes, measured, world = sizes_for([slot], sizes), Measured(progress), join().world

@@ -56,7 +56,7 @@ class PartLink:
         }
 
 
-@dataclass(frozen=True, eq=False)  # one of each: the same by identity, so that it can be a key
+@dataclass(frozen=True, eq=False)  # one instance each, compared by identity, to serve as a key
 class CatalogPart:
     """A device that can be bought.
 

@@ -1,7 +1,7 @@
 """Define the tables of a machine file: how each key is read.
 
 A key of a table is the field of the dataclass that the table describes, so that a new field is a new row. An error
-names the file, the table and the key, and says what to write instead. Nothing but UsageError leaves here.
+names the file, the table and the key, and says what to write instead. Only UsageError is raised.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ UNKNOWN = "unknown"
 """The user writes this word in place of a figure to mark it as unknown, even if the catalog has a value."""
 LARGEST = 2**53
 """The largest integer to accept. No machine has larger counts or sizes, and a float would round them."""
-SHORTEST, LONGEST = 1e-12, 1e9  # seconds of one transfer; what is outside is a slip of the unit
+SHORTEST, LONGEST = 1e-12, 1e9  # seconds of one transfer; values outside have a wrong unit
 Table = Mapping[str, Any]
 Read = Callable[[Any, str], Any]
 """`read(value, place)` converts a value of the file. `place` says where the value is, for errors."""
@@ -120,7 +120,7 @@ def amount(unit: str, least: float, most: float) -> Read:
 
     def read(value: Any, where: str) -> Any:
         given = read_quantity(value, unit, where) if isinstance(value, str) else value
-        plain(given, where)  # an integer stays one
+        plain(given, where)  # keep integers
         return given
 
     return read
@@ -180,7 +180,7 @@ FILE: Known = {
     "name": text,
     "measured": text,
     "warnings": list_of(text, 'texts: ["…", "…"]'),
-    "links_as_written": flag,  # of older files, whose links stood in another order; now they stand as written
+    "links_as_written": flag,  # missing in older files, which list links in another order
     "versions": table_of(text),
     "part": table_of(table),
     **dict.fromkeys(("host", "device", "link", "collective"), tables),

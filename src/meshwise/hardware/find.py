@@ -43,7 +43,7 @@ def accelerators() -> tuple[str | None, int]:
     device = torch.accelerator.current_accelerator(check_available=True)
     if device is not None:
         return device.type, torch.accelerator.device_count()
-    # Where plans were rehearsed in this process, torch.accelerator knows the rehearsal's stand-in alone.
+    # After a rehearsal in this process, torch.accelerator knows only the fake device.
     found = next((kind for kind in STREAMED if torch.get_device_module(kind).is_available()), None)
     return found, torch.get_device_module(found).device_count() if found else 0
 

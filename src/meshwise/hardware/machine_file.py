@@ -1,6 +1,6 @@
 """Read a machine from its TOML file.
 
-What the file leaves out comes from the catalog.
+Missing figures come from the catalog.
 
 `[[device]] part = "H100-SXM"`, `count = 8` and nothing else is a whole file. Every key, type and unit is checked, and
 an error names the file, the table and what to write.
@@ -292,12 +292,12 @@ def _timings(timings: Timings) -> dict[str, Any]:
 
 
 def _figures(device: Device) -> dict[str, Any]:
-    """Return the nominal figures; what is left out would be read from the catalog."""
+    """Return the nominal figures; omitted ones would be read from the catalog."""
     return {name: _value(name, getattr(device, name)) for name in FIGURES}
 
 
 def _own_table(device: Device, first: Device) -> dict[str, Any]:
-    """Return the table of a device; figures that are those of `first` stand under its part."""
+    """Return the table of a device; figures equal to those of `first` are under its part."""
     own = _table(device, [name for name in DEVICE if name not in FIGURES])
     same = all(getattr(device, name) == getattr(first, name) for name in FIGURES)
     return own if same else {**own, **_figures(device)}

@@ -32,7 +32,7 @@ UNITS: dict[str, dict[str, Decimal]] = {
 }
 """The units of each kind of quantity, with their factors to the base unit."""
 EXAMPLES = {"bytes": "80 GB", "bytes/s": "450 GB/s", "FLOP/s": "989.5 TFLOP/s", "seconds": "4 µs"}
-_WRITTEN = {  # the units that are written, largest first
+_WRITTEN = {  # units for output, largest first
     "bytes": ("TB", "GB", "MB", "kB", "B"),
     "bytes/s": ("TB/s", "GB/s", "MB/s", "kB/s", "B/s"),
     "FLOP/s": ("TFLOP/s", "GFLOP/s", "MFLOP/s", "kFLOP/s", "FLOP/s"),
@@ -65,7 +65,7 @@ def read_quantity(text: object, kind: str, where: str) -> float:
         value = float(exact * units[found[2]])
     except (ArithmeticError, ValueError):
         raise UsageError(f"{where} = {value_text(text)} must be above zero and finite. {write}") from None
-    if value == float("inf") or (value == 0 and (exact or kind != "seconds")):  # a latency may be nothing
+    if value == float("inf") or (value == 0 and (exact or kind != "seconds")):  # a latency may be 0
         raise UsageError(f"{where} = {value_text(text)} must be above zero and finite. {write}")
     return value
 
@@ -77,7 +77,7 @@ def write_quantity(value: float, kind: str) -> str:
     units = UNITS[kind]
     names = [*_WRITTEN[kind], *(_BINARY_BYTES if kind == "bytes" else ())]
     fitting = [unit for unit in names if exact >= units[unit]] or [_WRITTEN[kind][-1]]
-    largest = {"i" in unit: unit for unit in reversed(fitting)}  # of each family, decimal or binary
+    largest = {"i" in unit: unit for unit in reversed(fitting)}  # of each family: decimal or binary
     texts = [f"{(exact / units[unit]).normalize():f} {unit}" for unit in largest.values()]
     return min(texts, key=len)
 
@@ -86,6 +86,6 @@ def value_text(value: object) -> str:
     """Format a value for an error message. A long text is cut."""
     try:
         text = repr(value)
-    except (ValueError, RecursionError):  # a whole number of thousands of digits
+    except (ValueError, RecursionError):  # an integer with thousands of digits
         return "that value"
     return text if len(text) <= 60 else f"{text[:57]}…"

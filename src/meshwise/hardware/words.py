@@ -2,7 +2,7 @@
 
 The figures are those of the catalog.
 
-Counts come first: hosts × devices per host, or devices of one host. After @ comes what one host can send, one way.
+Counts come first: hosts × devices per host, or devices of one host. After @ comes the one-way bandwidth of a host.
 Parts joined with + are devices of one host; with counts of hosts, or a network, they are hosts. If a name may mean
 several parts, the catalog's first is taken, with a warning. Unknown figures stay unknown, also with a warning.
 """

@@ -19,7 +19,7 @@ from meshwise.hardware.discovery.topology import Accelerator, Between, Found
 
 INSTALL = "pip install nvidia-ml-py"
 VENDOR, NAMELESS = "0x10de", "NVIDIA device"
-# NVML's numbers, as nvml.h has them. Written out: nvidia-ml-py makes a tuple of NVML_P2P_CAPS_INDEX_READ by a comma.
+# NVML's numbers from nvml.h. Not imported: a comma in nvidia-ml-py makes NVML_P2P_CAPS_INDEX_READ a tuple.
 P2P_READ, P2P_WRITE, P2P_NVLINK, P2P_OK = 0, 1, 2, 0
 NVLINK_TO_DEVICE, MOST_NVLINKS = 0, 36
 NVLINK_GENERATIONS = {1: 1, 2: 2, 3: 2, 4: 3, 5: 3, 6: 4, 7: 5, 8: 6}
@@ -86,7 +86,7 @@ def _ask(nvml: _Nvml, sys: Path, sockets: Sockets) -> Found:
 def _device(nvml: _Nvml, handle: Any, sys: Path) -> Accelerator:
     pci = _address(nvml.library.nvmlDeviceGetPciInfo(handle))
     facts = pci_facts(sys, pci)
-    # NVML's most lanes are those of the slot; the card's own stand in /sys alone.
+    # NVML's maximum lanes are the slot's; only /sys has the card's own.
     generation = nvml("DeviceGetGpuMaxPcieLinkGeneration", handle) or facts.most[0]
     lanes = facts.most[1] or nvml("DeviceGetMaxPcieLinkWidth", handle)
     memory = nvml("DeviceGetMemoryInfo", handle)

@@ -27,7 +27,7 @@ def pci_facts(sys: Path, address: str) -> PciFacts:
     """Read what /sys says of the PCI device at an address such as `0000:3b:00.0`."""
     folder = sys / "bus/pci/devices" / address.lower()
     node = read_text(folder / "numa_node")
-    numa = int(node) if node.isdecimal() else None  # -1: the firmware does not say
+    numa = int(node) if node.isdecimal() else None  # -1: unknown to the firmware
     return PciFacts(numa, _link(folder, "current"), _link(folder, "max"))
 
 
@@ -38,7 +38,7 @@ def is_there(sys: Path, address: str) -> bool:
     if not address or not folder.parent.is_dir():
         return True
     try:
-        return (folder / "config").read_bytes()[:4] != b"\xff" * 4  # what a bus reads of a device that fell off it
+        return (folder / "config").read_bytes()[:4] != b"\xff" * 4  # the bus reads ones for a device that fell off
     except FileNotFoundError:
         return folder.is_dir()
     except OSError:

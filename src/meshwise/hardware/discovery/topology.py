@@ -1,6 +1,6 @@
 """Derive the links between one host's accelerators, with warnings.
 
-A link is described as found, beside what the parts at both ends support.
+A link is described as found, along with what the parts at both ends support.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def _device_link(ends: tuple[Accelerator, Accelerator], between: Between) -> Lin
     names = (ends[0].label, ends[1].label)
     if between.links is None:
         return Link(*names, "", peer=between.peer)
-    if between.links == 0:  # over the link of each to the host, of which the slower counts
+    if between.links == 0:  # through the host: the slower host link counts
         links = [_host_link(end) for end in ends]
         slow = min(links, key=lambda link: (link.bandwidth or 0.0, link.generation or 99, link.width or 99))
         return replace(slow, source=names[0], target=names[1], kind="pcie", peer=between.peer, crosses=between.crosses)
@@ -153,7 +153,7 @@ class Between:
 
 @dataclass(frozen=True)
 class Found:
-    """The accelerators, in the order of who reports them."""
+    """The accelerators, in the order in which they are reported."""
 
     accelerators: tuple[Accelerator, ...] = ()
     between: Mapping[tuple[int, int], Between] = field(default_factory=dict)

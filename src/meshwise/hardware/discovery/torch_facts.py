@@ -19,7 +19,7 @@ from meshwise.hardware.find import accelerators
 
 LEAST_WHOLE = 0.85
 """A device is a slice (MIG) if torch reports less than this share of the memory that the driver reports."""
-UNLISTED = -1  # the place of a device that the driver does not list
+UNLISTED = -1  # the index of a device that the driver does not list
 INSTALL = "https://pytorch.org/get-started/locally"
 
 
@@ -37,7 +37,7 @@ def read_torch() -> Found:
             return Found(versions=versions)
         module = torch.get_device_module(kind)
         facts = [module.get_device_properties(index) for index in range(count)]
-    except RuntimeError:  # a driver that is there and does not start
+    except RuntimeError:  # a driver that fails to start
         return Found(versions=versions)
     if numbers := sorted({f"{each.major}.{each.minor}" for each in facts if hasattr(each, "major")}):
         versions["compute capability"] = ", ".join(numbers)

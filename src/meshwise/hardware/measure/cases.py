@@ -156,7 +156,7 @@ def _of_parts(
 
     def write(number: int) -> None:
         for tensor in incoming.values():
-            tensor.zero_()  # what an earlier path left in this memory must not pass for what this one brings
+            tensor.zero_()  # data left by an earlier path must not pass for this one's
         for pair, tensor in outgoing.items():
             fill(tensor, member.key(number, *pair))
 

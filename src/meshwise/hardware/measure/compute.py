@@ -25,7 +25,7 @@ DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, 
 SHAPES = (256, 512, 1024, 2048, 4096, 8192, 16384)
 """Sizes m of square matrix products (m, m, m), ascending. Each is followed by (m, 4m, m), as in a transformer."""
 FLUSH_BYTES = 256 << 20  # larger than the last cache of any device of the catalog
-COPY_BYTES = {"cpu": 256 << 20}  # elsewhere 1 GiB; read and written by the measure of memory: four times the cache
+COPY_BYTES = {"cpu": 256 << 20}  # elsewhere 1 GiB; copied to measure memory: four times the cache
 LAUNCHES = 1000
 
 
@@ -37,7 +37,7 @@ def matmuls(device: torch.device, budget: float, dtypes: tuple[str, ...] | None 
         last = 0.0
         for m, n, k in ((size, size * wide, size) for size in SHAPES for wide in (1, 4)):
             left = end - time.perf_counter()
-            # The next is 2 to 8 times as long, and is called at least 5 times.
+            # The next product takes 2 to 8 times as long, and runs at least 5 times.
             if left < 40 * last or not _fits(device, name, m, n, k):
                 break
             last = _product_seconds(device, name, (m, n, k), min(left / 4, 0.3))
@@ -98,4 +98,4 @@ def _computes(device: torch.device, dtype: torch.dtype) -> bool:
 
 def _fits(device: torch.device, name: str, m: int, n: int, k: int) -> bool:
     size = DTYPES[name].itemsize
-    return (m * k + k * n + m * n) * (size + 4) < free_bytes(device) // 2  # randn is made in fp32
+    return (m * k + k * n + m * n) * (size + 4) < free_bytes(device) // 2  # randn works in fp32

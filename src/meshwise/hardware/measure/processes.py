@@ -1,8 +1,8 @@
 """Measure devices alone, links between pairs of ranks, and collectives.
 
-`measure_alone` and `measure_processes` start a worker a device and get each result as it is done, so that a Ctrl-C or
+`measure_alone` and `measure_processes` start a worker per device and get each result as it is done, so that a Ctrl-C or
 a rank that dies leaves what was measured before. `measure_ranks` is for ranks that are in a process group already, such
-as one a host.
+as one per host.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def measure_ranks(
     paths = paths_between(names, backend_of(member.device), what)
     for number, path in enumerate(paths):
         left = max(end - time.perf_counter(), 0.0) / (len(paths) - number)
-        left = gather_objects(left, group)[0]  # rank 0's clock decides
+        left = gather_objects(left, group)[0]  # use rank 0's clock
         results.append(measure_path(path, member, sizes, left, progress.starts))
         progress.done(results[-1])
     return results
@@ -119,7 +119,7 @@ def measure_hosts(
         names = [f"node{number}" for number in range(len(chosen))]
         device = torch.device(world.device)
         results = measure_ranks(names, sizes, budget, what, progress, device=device, group=group)
-    broadcast_object(None)  # nobody leaves before the others are done
+    broadcast_object(None)  # no rank leaves before the others are done
     return results
 
 

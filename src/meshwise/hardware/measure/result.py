@@ -1,4 +1,4 @@
-"""Hold what is measured, and tell who asked as it comes."""
+"""Hold measurements, and report each one to the caller."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class DeviceResult:
     launch: float | None = None
 
 
-# ---- Told while it is measured ---------------------------------------------------------------------------------------
+# ---- Reported during a bench -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,7 @@ def bench_of(
     collectives = []
     for result in results:
         if result.wrong is not None:
-            continue  # what corrupts data has no speed
+            continue  # a path that corrupts data has no speed
         timings, ends = _rounded(result.timings), (result.source, result.target)
         if result.operation == COPY:
             link = links.get(ends) or _unlisted(machine, *ends)

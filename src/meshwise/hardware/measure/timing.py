@@ -14,11 +14,11 @@ import torch
 from meshwise.spec.devices import has_streams
 from meshwise.torch_compat.driver import hold_stream
 
-WARM_UP = 5  # calls at most; fewer when two in a row differ by less than STABLE
+WARM_UP = 5  # maximum calls; fewer if two in a row differ by less than STABLE
 STABLE = 0.1
 LEAST, MOST = 3, 200  # repeats
-BATCH_SECONDS, MOST_CALLS = 2e-3, 20  # short calls are called in a row until this, as nccl-tests do
-HOST_SECONDS = 1e-5  # of the host for one enqueued call
+BATCH_SECONDS, MOST_CALLS = 2e-3, 20  # short calls are batched up to these limits, as in nccl-tests
+HOST_SECONDS = 1e-5  # the host's time to enqueue a call
 
 
 def alone(*values: float) -> list[float]:

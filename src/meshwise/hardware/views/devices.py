@@ -2,7 +2,7 @@
 
 It also shows versions, limits that will hurt, and what is unknown.
 
-Devices that are alike share a row, and a matrix in which all is alike is one line, so that 128 devices fit as well.
+Devices that are alike share a row, and a uniform matrix is one line, so that 128 devices fit as well.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ def links_text(machine: Machine, width: int) -> list[Text]:
     """Return lines that show the links between devices and between hosts."""
     names = [device.name for device in machine.devices]
     pairs = [link for link in machine.links if {link.source, link.target} <= set(names)]
-    classes = [link for link in machine.links if link.source == link.target == DEVICE]  # only if described, not found
+    classes = [link for link in machine.links if link.source == link.target == DEVICE]  # only in a described machine
     network = _alike([link for link in machine.links if link.source.startswith(NODE)])
     lines = [labelled("links", f"any two devices of a host: {_sentence(link)}") for link in classes]
     return [
