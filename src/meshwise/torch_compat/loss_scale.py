@@ -2,7 +2,7 @@
 
 Logs and charts should show the loss without the scale.
 
-`GradScaler.scale` is wrapped, since nothing public tells the loss. Read in torch 2.13: `amp/grad_scaler.py`,
+`GradScaler.scale` is wrapped, since no public API has the loss. Read in torch 2.13: `amp/grad_scaler.py`,
 whose `scale` returns a new tensor, or the same one if the scaler is disabled.
 """
 
