@@ -28,7 +28,7 @@ from meshwise.transfer.collectives import gather_objects
 from meshwise.transfer.groups import everyone, get_rank
 
 Name = TypeVar("Name", str, tuple[str, str])
-LACKS = float("inf")  # how much a rank differs from the others that lacks what they have
+LACKS = float("inf")  # the difference of a rank that lacks what the others have
 TINY = torch.finfo(torch.float64).tiny
 
 
@@ -81,7 +81,7 @@ def numbers_diverge(kind: str, named: Mapping[str, float], group: Group = None) 
     found = {}
     for name in {name for numbers in ranks for name in numbers}:
         held = [numbers.get(name, LACKS) for numbers in ranks]
-        if len({str(number) for number in held}) > 1:  # what is not a number on every rank is alike
+        if len({str(number) for number in held}) > 1:  # NaN on every rank counts as equal
             found[kind, name] = max(finite(abs(other - held[0]) / max(abs(held[0]), TINY)) for other in held)
     return found
 

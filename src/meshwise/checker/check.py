@@ -131,7 +131,7 @@ def check_options(options: CheckOptions, forks: Forks | None = None) -> Proof | 
         program = _script(Path(script), options, plan, slots, folder) if script else _job(options, slots, folder)
         passes = Passes(_passes(specs, plan, devices), options.steps, options.notify, options.progress)
         traces = partial(_traces, program, forks)
-        apart = slots if slots[0].device == "cpu" else slots[:1]  # where another pass takes no memory of a device
+        apart = slots if slots[0].device == "cpu" else slots[:1]  # where another pass needs no device memory
         ones = traces([(spec, None) for spec in specs], [[slot] for slot in apart], passes)
         one = trace_to_compare(ones[0], program.name)
         drawn = [found.trace.draws if found.trace is not None else {} for found in ones]
@@ -175,7 +175,7 @@ def _plain(
         refuse_unjudged(script.name, records)
         try:
             (one,) = launched(Follow(records), "one", passes)
-        except WorkerFailed as failed:  # it may not run on one device: what is counted is told all the same
+        except WorkerFailed as failed:  # it may not run on one device, but report what was counted
             one = Record(0, refused=f"it fails with {str(failed).splitlines()[-1]}")
         assert one is not None
         once_more = partial(launched, Follow(records), "again", says(["one process again: what differs is measured"]))
@@ -281,7 +281,7 @@ def _in_this_process(program: CheckedProgram, spec: CheckSpec, passes: Passes) -
 
 
 def _job(options: CheckOptions, slots: Sequence[WorkerSlot], folder: Path) -> CheckedProgram:
-    name = _find_job(options).name  # here too: what is wrong is reported before any worker starts
+    name = _find_job(options).name  # here too, to report errors before any worker starts
     plain = replace(options, notify=CheckOptions.notify, progress=CheckOptions.progress)
     return CheckedProgram(name, partial(_trace_job, plain, slots[0].device == "cpu", folder), alone=False)
 

@@ -116,7 +116,7 @@ def compared_outputs(step: int, mine: StepTrace, other: StepTrace, unseen: list[
             facts |= {"parts": which} if summed or (part and near) else {}
             found.append(Difference("module outputs", step, output.module, *size, facts))
     right = not next(numbers("loss", step, {"loss": mine.loss}, {"loss": other.loss})).fault
-    for at in reversed(range(len(found))):  # parts of a sum are right where it is made before the next output
+    for at in reversed(range(len(found))):  # partial sums are right if they are added before the next output
         if found[at].facts.get("parts") == "a sum" and right:
             found[at] = replace(found[at], relative=0.0)
         right = not found[at].fault

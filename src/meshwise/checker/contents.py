@@ -1,7 +1,7 @@
 """Sketch each sample of a batch, to compare what ranks read.
 
 A sketch is a random projection of the sample's values. A sample must have the same values, whichever rank reads it.
-Only tensors with one row for each sample are compared. Rows of different widths cannot be compared, as where each rank
+Only tensors with one row for each sample are compared. Rows of different widths cannot be compared, as when each rank
 pads to the longest of its own samples.
 """
 
@@ -26,7 +26,7 @@ from meshwise.spec.user_code import place_of, user_place
 from meshwise.torch_compat.tree import tensors_in
 
 GENERATORS = (numpy.random.Generator, numpy.random.RandomState, random.Random, torch.Generator)
-DEPTH, MANY = 4, 16  # how deep a generator is looked for in what a data set holds, and in lists of what length
+DEPTH, MANY = 4, 16  # how deep to search a data set for a generator, and in lists of up to which length
 
 
 @dataclass(frozen=True)

@@ -29,11 +29,11 @@ Coupled = dict[tuple[str, str | None, int, Dims, int], str]
 dimensions of the result, number of samples in the batch)."""
 
 
-STATISTIC = -1  # in the place of a dim
+STATISTIC = -1  # in place of a dim
 OVER_ROWS = {"mean", "sum", "logsumexp", "linalg_vector_norm", "amax", "amin", "prod"}
-SPREAD = {"var", "std", "var_mean", "std_mean"}  # of one number too
+SPREAD = {"var", "std", "var_mean", "std_mean"}  # also of a single number
 STATISTICS = SPREAD | {"mean", "sum"}
-CURVED = {"sqrt", "rsqrt", "log", "pow"}  # of a mean over samples: no mean over samples
+CURVED = {"sqrt", "rsqrt", "log", "pow"}  # applied to a mean over samples, the result is not a mean over samples
 ALONG_ROWS = {"topk", "sort", "kthvalue", "median", "max", "min", "roll", "flip"}
 _TOGETHER = OVER_ROWS | SPREAD | CURVED | ALONG_ROWS | {"mm", "index"}
 

@@ -52,7 +52,7 @@ CONTENTS_RULES: tuple[Rule, ...] = (
     says(K.CONTENTS, _other_contents),
 )
 
-# Statistics of a module's own.
+# A module's own statistics.
 
 OF_BATCH = (
     "Compute statistics of the whole batch with mw.mean(x.mean(0), weight=len(x), grad=True). meshwise does this "

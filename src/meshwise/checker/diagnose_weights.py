@@ -20,7 +20,7 @@ from meshwise.spec.words import some
 SAY_SUM = "mw.backward(loss, reduction='sum'), or Job(reduction='sum')"
 OF_SUM = f"is your loss a sum over samples? Say {SAY_SUM}. Else remove what divides it by the number of ranks."
 OF_MEAN = f"is your loss a mean over samples? Leave out {SAY_SUM}, or what multiplies it by the number of ranks."
-NONE = 1e-6  # a weight that is none
+NONE = 1e-6  # smaller weights count as zero
 
 
 def by_numbers(evidence: Evidence) -> Cause | None:

@@ -54,7 +54,7 @@ def module_of(difference: Difference, comparison: Comparison) -> str:
     holds the differing parameter or gradient. Return an empty string if the difference belongs to no single module."""
     if difference.kind in ("module outputs", "modules"):
         return difference.name
-    if difference.kind in ("clipped gradients", "scheduler", "evaluation"):  # clipping is of all gradients at once
+    if difference.kind in ("clipped gradients", "scheduler", "evaluation"):  # clipping covers all gradients at once
         return ""
     owner = owner_of(difference.name.split(" ")[0])
     return owner if owner in comparison.modules else ""

@@ -47,7 +47,7 @@ from meshwise.transfer.reading import wait_for_all
 from meshwise.workers import heartbeat
 from meshwise.workers.verb_log import log_verb
 
-GRACE = 60.0  # seconds in which all ranks must come to the same place of the program, where no launcher looks
+GRACE = 60.0  # seconds for all ranks to reach the same point of the program, if no launcher watches
 
 
 class EngineWatcher:
@@ -71,7 +71,7 @@ class EngineWatcher:
         self._model: nn.Module = nn.Module()
         self._batch: tuple[Rows, list[list[int]]] | None = None
         self._contents: Any = None  # of that batch
-        self._loader: Any = None  # that has given it
+        self._loader: Any = None  # that yielded it
         self.reading = Reading()
         """Which data set, random generator and collate function the batches come from."""
         self._forward: contextlib.ExitStack | None = None
@@ -79,7 +79,7 @@ class EngineWatcher:
         self._waiting: dict[tuple[int, int], tuple[tuple[Rows, list[list[int]]], RowDraws]] = {}
         self.hints = Hints() if draws is None and job is None else None
         """Collects warnings about likely mistakes in a script on one device. None for a job or under a plan."""
-        self._left: dict[str, float] = {}  # by the last step of an optimizer: see `local_sums`
+        self._left: dict[str, float] = {}  # left by an optimizer's last step: see `local_sums`
         self._has_loaded = False  # since then
         self._stepped: tuple[Optimizer | None, StepTrace] | None = None  # the last step, until the next backward
         self._in_step = False
@@ -228,7 +228,7 @@ class EngineWatcher:
     def loss_known(self, loss: Tensor, scale: float = 1.0) -> None:
         """Add a loss to the recorded loss of the current step."""
         if self.tracer is not None:
-            if self._job is not None:  # complete by now: what stages of a pipeline share is added up last
+            if self._job is not None:  # complete by now: sums over pipeline stages come last
                 gradients = gradients_of(self._model)
                 self.tracer.step.gradients = {name: g / scale for name, g in gradients.items()}
             self.tracer.step.loss += float(loss)
@@ -249,7 +249,7 @@ class EngineWatcher:
         self.tracer.step.learning_rates = learning_rates_of(optimizer)
         if self._job is None or self._job.clip_norm is not None:
             self.tracer.step.clipped_gradients = gradients_of(self._model)
-            if not self.tracer.step.gradients:  # every backward was in mw.accumulate(): a window's, known here at last
+            if not self.tracer.step.gradients:  # every backward was in mw.accumulate(): known only now
                 self.tracer.step.gradients = self.tracer.step.clipped_gradients
         under_way = open_exchanges() if self._spec.perturb else []
         if under_way and any(is_nan(g) for g in gradients_of(self._model).values()):
@@ -261,10 +261,10 @@ class EngineWatcher:
         """Record that an optimizer has made its step, and begin the next step."""
         if self.tracer is None:
             return
-        if self._engine.whole is not None and not self.tracer.step.samples:  # but torch.autograd.grad
+        if self._engine.whole is not None and not self.tracer.step.samples:  # only torch.autograd.grad ran
             with self.backward(False):
                 pass
-        if self.found.backwards == 0:  # not in a closure that the step has called either
+        if self.found.backwards == 0:  # nor in a closure that the step has called
             raise UsageError(
                 "optimizer.step() was called before any mw.backward. Write mw.backward(loss) instead of "
                 "loss.backward()."
@@ -329,7 +329,7 @@ class EngineWatcher:
         divided = plan.state_divided and not plan.parameters_divided
         across_ranks.collect_step(state, model, optimizer, divided=divided)
         state.scheduler = scheduler_numbers(scheduler)
-        for kind in ("parameters", "buffers", "optimizer_state"):  # what is the same is kept once
+        for kind in ("parameters", "buffers", "optimizer_state"):  # equal values are kept once
             before = getattr(self.found.trace.steps[-1], kind)
             now = getattr(state, kind).items()
             setattr(state, kind, {n: before[n] if n in before and torch.equal(t, before[n]) else t for n, t in now})

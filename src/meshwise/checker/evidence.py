@@ -22,7 +22,7 @@ from meshwise.checker.trace import StepTrace, Trace
 from meshwise.spec.plan import Plan
 from meshwise.spec.words import some
 
-ROUNDING = 2.0**-6  # of a tensor's length: four times what rounding to bfloat16 makes
+ROUNDING = 2.0**-6  # relative to a tensor's norm: four times bfloat16's rounding error
 
 
 @dataclass(frozen=True)

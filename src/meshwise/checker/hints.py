@@ -110,7 +110,7 @@ class Hints:
             none = all(p.grad is None or not p.grad.any() for p in model.parameters())
             window.zeroed += [self._zeroed] if self._zeroed and none else []
             window.ticked += [self._ticked] if self._ticked else []
-            window.moved |= now != window.parameters  # as a step that looks ahead does
+            window.moved |= now != window.parameters  # like a look-ahead step
         window.backwards, window.parameters = window.backwards + 1, now
         self._zeroed = self._ticked = ""
 
@@ -136,7 +136,7 @@ class Hints:
         elif active and not self._loops:
             self._say(DROPOUT.format(place=where, names=some(active)))
 
-    # The hints themselves.
+    # The hints.
 
     def _say(self, text: str) -> None:
         self._said[text] = None

@@ -68,9 +68,9 @@ class ModelTracer:
         self._seed, self._reference, self._upcast, self._perturb = seed, reference, upcast, perturb
         self._whole = whole
         self._at = 0, -1  # the step that began last, its newest microbatch
-        self._begun = 0  # of those before this step
-        self._forwards = 0  # of microbatches, and of batches that became none
-        self._rows: Rows  # of that microbatch, as its draws
+        self._begun = 0  # microbatches before this step
+        self._forwards = 0  # of microbatches, and of batches without a backward
+        self._rows: Rows  # of that microbatch, like its draws
         self.draws: RowDraws
         """The random draws of the current microbatch."""
         self._calls: dict[str, int] = {}
@@ -81,9 +81,9 @@ class ModelTracer:
         self._open_calls: list[list[int]] = []  # of each: draws before it, draws of the calls inside it
         self._norms_left: dict[str, float] | None = None
         self._in_backward = False
-        self._own: Named | None = None  # of this rank, in the backward that runs now
+        self._own: Named | None = None  # of this rank, in the running backward
         self._of_loss: Any = None  # the hook of the newest loss
-        self._own_factor = 1.0  # what the backward that runs now has multiplied the loss with
+        self._own_factor = 1.0  # the factor that the running backward applied to the loss
         self._hooked = WeakIdKeyDictionary()  # parameters that `_keep_own` is called for
         self.follow(model)
 
@@ -182,8 +182,8 @@ class ModelTracer:
             yield
         self._own, self._in_backward = None, False
         if self._of_loss is not None:
-            self._of_loss.remove()  # a program's tensor with a hook is left alone by what looks at gradients
-        # What runs again and draws the same numbers as at first is the same call, and not noted again.
+            self._of_loss.remove()  # code that inspects gradients skips a program's hooked tensors
+        # A rerun that draws the same numbers is the same call, and not recorded again.
         self.step.rng_mismatch |= len(self.draws.log) > drawn
         self._norms_left = local_norms(self._model)
 

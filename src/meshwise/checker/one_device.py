@@ -100,7 +100,7 @@ def _train(run: _Reference, test: Data | None) -> None:
             step.clipped_gradients = model_state.gradients_of(model) if job.clip_norm is not None else {}
             optimizer.step()
         take_noise(model, run.spec.noise, number)
-        model.zero_grad()  # also of what the optimizer does not hold
+        model.zero_grad()  # also for parameters that the optimizer does not hold
         if scheduler is not None:
             scheduler.step()
         step.optimizer_state = model_state.optimizer_state_of(optimizer, model)

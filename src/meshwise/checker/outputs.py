@@ -33,7 +33,7 @@ def output_difference(one: Output, ranks: Sequence[Output]) -> tuple[float, floa
         sizes = _positions_difference(one.sketches["each"], each)
     if not _all_equal(sizes) and all(rank.shape == one.shape for rank in ranks):  # the same on every rank
         sizes = [rows_difference(one.sketches["whole"], rank.sketches["whole"]) for rank in ranks]
-    return max(sizes) if _all_equal(sizes) else None  # of what differs it is not known whether it is of the samples
+    return max(sizes) if _all_equal(sizes) else None  # if they differ, it is unknown whether rows are samples
 
 
 @dataclass(frozen=True)

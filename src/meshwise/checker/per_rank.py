@@ -1,7 +1,7 @@
 """Find mistakes of the per-rank view in a program's source.
 
 For `meshwise check`. Such mistakes are sums and averages of this rank's samples that the program takes for those of all
-ranks. What is returned, or passed to other functions of the file, may be summed over ranks there, and is left alone.
+ranks. Values that are returned, or passed to other functions of the file, are skipped: they may be summed there.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def _has_sum(node: ast.expr) -> bool:
 
 
 def _own_losses(source: Source) -> Found:
-    """Find losses of this rank that are printed, logged or compared, where the whole one was given back and dropped."""
+    """Find losses of this rank that are printed, logged or compared, where the returned whole loss was dropped."""
     for call in (call for call in source.calls() if source.verb(call) == "backward"):
         if name := _own_loss(source, call):
             divisor = _divisor(call.args[0])
@@ -116,7 +116,7 @@ def _shows(source: Source, node: ast.stmt, name: str) -> bool:
 
 
 def _joins(source: Source, node: ast.AST) -> bool:
-    """Return whether code may reduce values over the ranks, by the names of its functions; or is of one rank."""
+    """Return whether code may reduce values over the ranks, by the names of its functions; or runs on one rank."""
     called = {name_of(each) for each in ast.walk(node) if isinstance(each, ast.Call)}
     if any(word in each.lower() for each in called for word in JOINS) or "rank" in ast.unparse(node).lower():
         return True
@@ -124,7 +124,7 @@ def _joins(source: Source, node: ast.AST) -> bool:
 
 
 def _may_be_joined(source: Source, name: str, behind: tuple[str, ...] = ()) -> bool:
-    """Return whether the user's function may reduce a value over the ranks, or gives it away."""
+    """Return whether the user's function may reduce a value over the ranks, or passes it on."""
     for node in (node for node in inside(source.scope) if not isinstance(node, ast.For) or reads(node.iter, name)):
         if isinstance(node, ast.Global | ast.Nonlocal) and name in node.names:
             return True
@@ -213,7 +213,7 @@ def reads(node: ast.AST, name: str) -> bool:
 
 
 def whole_of(node: ast.expr) -> str:
-    """Return the name of which an expression is a part: `x` for `x[0]`, `x.shape` and `x[0].shape[1]`."""
+    """Return the name at the root of an expression: `x` for `x[0]`, `x.shape` and `x[0].shape[1]`."""
     while isinstance(node, ast.Subscript | ast.Attribute):
         node = node.value
     return getattr(node, "id", "")

@@ -1,11 +1,11 @@
 """Find evaluation loops that never reduce across ranks.
 
-Each rank of a program by rank then has the figures of its samples only, which differ from those of one device.
+Each rank of a per-rank program then has results for its own samples only, unlike one device.
 
 An evaluation is a loop over a distributed loader that has no backward and runs a distributed model in its first batch.
-It is told when it is certain that no `mw.sum`, `mw.mean` or `mw.gather_samples` comes, which may stand after the loop
-as well: at the next loop at another place, or the end of the program. Not told are loops whose results the program
-reduces itself by torch.distributed, loops before a training (they may prepare it), loops that are left after one batch,
+It is reported once no `mw.sum`, `mw.mean` or `mw.gather_samples` can follow, which may come after the loop as well: at
+the next loop at another place, or the end of the program. Not reported are loops whose results the program reduces by
+torch.distributed, loops before a training (they may prepare it), loops that are left after one batch,
 and `update_bn`. Models that use torch.compile get no hook: their loops run a model if gradients are off or a model is
 in evaluation mode.
 """
@@ -71,7 +71,7 @@ class UnsummedLoops:
             loop.unhook = register_module_forward_hook(partial(_ran, loop, modules)).remove
 
     def loop_ends(self, read: LoopRead) -> None:
-        """Keep a loop that was an evaluation, until a sum may come no more."""
+        """Keep a loop that was an evaluation, until no sum can follow."""
         if (loop := self._open.pop(read, None)) is None:
             return
         loop.unhook()

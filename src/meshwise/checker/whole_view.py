@@ -1,4 +1,4 @@
-"""Find this rank's rows of what a program sees whole.
+"""Find this rank's rows of values that a program sees whole.
 
 A check then joins the rows of all ranks, as for a program that sees its rank's rows.
 """
@@ -81,5 +81,5 @@ def part_of(tensor: Tensor, samples: int) -> Tensor:
         with on_parts():
             local = tensor.detach().as_subclass(Tensor)
         return gather(split_again(local, parts_of(tensor, above=0)))
-    with part.axis.unheard():  # a look from outside is no mixing of rows
+    with part.axis.unheard():  # reading from outside does not mix rows
         return gather(tensor.detach())

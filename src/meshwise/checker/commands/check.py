@@ -53,7 +53,7 @@ def check(
         options = replace(options, arguments=context.args, notify=notify, progress=progress)
         try:
             proof = checker.check.check_options(options, forks)
-        except MeshwiseError as error:  # no verdict is 2, as of diff: 1 and 4 are verdicts
+        except MeshwiseError as error:  # 2 means no verdict, as in diff; 1 and 4 are verdicts
             error.exit_code = USAGE if error.exit_code < AGAIN else error.exit_code
             raise
     if as_json:
@@ -73,5 +73,5 @@ def _progress_shown(job: str) -> Iterator[tuple[Callable[[str], None], Callable[
     def line(text: str) -> None:
         console.print(f"{job}  {text}", style="dim", markup=False, highlight=False, soft_wrap=True)
 
-    with console.status("checking") as status:  # which draws nothing elsewhere than on a terminal
+    with console.status("checking") as status:  # draws only on a terminal
         yield line, status.update

@@ -126,7 +126,7 @@ def schedule(ranks: Sequence[Record], one: Record, pairs: Sequence[tuple[Step, S
         return
     horizons = many.horizon, one.horizon
     if many.length and many.horizon / ticks[0] * one.length == one.horizon / ticks[1] * many.length:
-        return  # it ends at the same part of the training: of max_steps, however many epochs these are
+        return  # it ends at the same fraction of the training, as with max_steps
     paces = [t * _whole_steps(n, h / t) for t, n, h in zip(ticks, lengths, horizons, strict=True)]  # ticks of an epoch
     epochs = [h / pace for h, pace in zip(horizons, paces, strict=True)]
     if abs(paces[0] * one.horizon / many.horizon - paces[1]) > max(len(ranks), 0.1 * paces[1]):  # a batch may be uneven

@@ -80,7 +80,7 @@ def _by_parts(plain: Callable[..., Tensor], rows: Mapping[int, list[int]]) -> Ca
         *rest: Any,
         **named: Any,
     ) -> Tensor:
-        nonlocal inside  # a mode of torch's functions comes here again, by this name
+        nonlocal inside  # a torch function mode calls this again, by this name
         parts = _parts(len(input), rows) if training and not inside else []
         found, before, inside = list[Tensor](), inside, True
         try:

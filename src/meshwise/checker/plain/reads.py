@@ -36,7 +36,7 @@ LATER_STEPS = 2
 class _Loop:
     """A running loop over a loader."""
 
-    iterator: Any  # kept, so that no other has its id
+    iterator: Any  # kept alive, so that its id stays unique
     read: Pass
     batches: list[list[list[int]]]
     made_before: int
@@ -53,8 +53,8 @@ class Reads:
         self.has_cut = False
         """Whether some loop may have got fewer batches than its loader has."""
         self._steps, self._seed, self._follow, self._passes = steps, seed, follow, passes
-        self._loaders: dict[int, tuple[Any, int]] = {}  # by id of what gives the indices: that, and the loader's number
-        self._lengths: dict[int, int] = {}  # of loops that one process reads as the ranks do, by id like these
+        self._loaders: dict[int, tuple[Any, int]] = {}  # by id of the index source: the source, and the loader's number
+        self._lengths: dict[int, int] = {}  # by the same ids, for loops that one process reads as the ranks do
         self._made_at: dict[int, str] = {}
         self._loops: dict[int, _Loop] = {}  # by id of the iterator
         self._made = self._batches_of_step = self._batches_since = 0
@@ -127,7 +127,7 @@ class Reads:
             batches = [[picked[index] for index in batch] for batch in drawn]
             samples, content = frozenset(picked), self._content(data, picked)
         order = [index for batch in batches for index in batch]
-        inner = getattr(sampler, "batch_sampler", None)  # accelerate's is around that of the loader that it was given
+        inner = getattr(sampler, "batch_sampler", None)  # accelerate's wraps that of the original loader
         made = (self._made_at.get(id(each), "") for each in (inner, sampler))
         places = tuple(dict.fromkeys(place for place in (user_place(), *made) if place))
         now = Pass(number, len(earlier), places, samples, batches, order != sorted(order), content, endless=endless)
@@ -167,7 +167,7 @@ class Reads:
             def gather(*arguments: Any, **named: Any) -> Any:
                 if self.now is not None:
                     self.now.padded_away = True
-                if self._follow is not None:  # it counts on batches of one process's own size
+                if self._follow is not None:  # it expects batches of one process's own size
                     return arguments[1] if len(arguments) > 1 else named["input_data"]
                 return plain(*arguments, **named)
 

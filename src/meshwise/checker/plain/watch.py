@@ -61,7 +61,7 @@ def watch_plain(script: Callable[[], object], steps: int, seed: int, follow: Fol
             if end.code not in (None, 0):
                 raise
         except StopIteration:
-            if not watcher.reads.has_cut:  # of a script that calls next() as often as there are batches
+            if not watcher.reads.has_cut:  # of a script that calls next() once per batch
                 raise
     return watcher.ended()
 
@@ -86,7 +86,7 @@ class _Watcher:
         self._used: dict[int, float] = {}  # by layer
         self._parallel: list[DistributedDataParallel] = []
         self._ends: list[Callable[[], None]] = []
-        self._next = Step()  # what the backwards since the last step have left
+        self._next = Step()  # the backwards since the last step
         self._backward_at = ""
 
     def ended(self) -> Record:

@@ -153,7 +153,7 @@ class _Watcher:
     def _touch(self, tensor: torch.Tensor, writes: bool, operator: str) -> Touch | None:
         """Describe how an operator reads or writes the memory of `tensor`."""
         storage = tensor.untyped_storage()
-        on_cuda = tensor.device.type == "cuda" and storage.device.type == "cuda"  # a fake tensor lies nowhere
+        on_cuda = tensor.device.type == "cuda" and storage.device.type == "cuda"  # a fake tensor has no memory
         if not on_cuda and not self._is_pinned(tensor):
             return None
         start, item = storage.data_ptr(), tensor.element_size()
@@ -174,7 +174,7 @@ class _Watcher:
             storage = tensor.untyped_storage()
             lo, hi = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
             if not any(lo < end and start < hi for start, end in self._pinned.values()):
-                self._checker.forget(lo, hi - lo)  # torch gives pinned memory again when the copies are done with it
+                self._checker.forget(lo, hi - lo)  # torch reuses pinned memory when its copies are done
             self._pinned.set(tensor, (lo, hi))
         return pinned
 
