@@ -125,7 +125,7 @@ class _Heap:
         if self.cap is not None and self.reserved + whole > self.cap:
             return None
         self.reserved += whole
-        self.next_address += whole + BLOCK  # segments are no neighbours
+        self.next_address += whole + BLOCK  # segments are not adjacent
         return _Block(whole, self.next_address - whole, stream, small)
 
     def _give_back(self) -> None:
@@ -155,7 +155,7 @@ def replay(works: Sequence[Work], cap: int | None = None, first: Sequence[int] =
     allocated = reserved = 0
     for event in _events(works, first):
         if isinstance(event, Free):
-            if (block := blocks.pop(event.storage, None)) is not None:  # those of the host are not here
+            if (block := blocks.pop(event.storage, None)) is not None:  # host blocks are not included
                 heap.give(block)
             continue
         if event.on_host or event.size == 0 or event.storage in blocks:

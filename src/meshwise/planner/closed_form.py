@@ -156,7 +156,7 @@ class ClosedForm:
         part = self._model.parameters / (plan.tensor * stages * plan.expert)
         hidden = self._hidden * rows / plan.context
         one = self._block(plan, rows)
-        passed = blocks * (stages - 1) * hidden / self._memory_rate  # blocks of stages before give a shape
+        passed = blocks * (stages - 1) * hidden / self._memory_rate  # blocks of earlier stages only pass on a shape
         forward = blocks * one.forward + one.outside / 3 + passed
         backward = blocks * one.backward + one.outside * 2 / 3 + (count > 1) * ADDED * part / self._memory_rate
         gather, reduce = self._gather(plan, part, blocks), self._reduce(plan, part, blocks)
@@ -170,7 +170,7 @@ class ClosedForm:
             return count * forward + (count - 1) * back + max(both, again) + alone
         turns = count + (stages - 1) / CHUNKS.get(plan.schedule, 1)
         send = self._one("send", hidden, 2, plan.context * plan.tensor)
-        if plan.shard == plan.tensor == 1:  # a stage sends what it gives back when its gradients are reduced
+        if plan.shard == plan.tensor == 1:  # a stage sends its input's gradient after reducing its own
             reduce = stages * (both - back)
         return turns * (forward + back + send) + reduce + alone
 
@@ -220,7 +220,7 @@ class ClosedForm:
             fixed = max(2 * few * (self._each(one, name) - self._each(two, name)), 0.0)
             whole = self._each(one, name) - fixed / few
             rest = self._between(whole, self._each(split, name) - fixed / few / parts**2, part)
-            gathered = name == "kept" and plan.shard > 1 and plan.tensor == 1  # let go with the weights
+            gathered = name == "kept" and plan.shard > 1 and plan.tensor == 1  # freed with the weights
             return fixed * part * (not gathered) + rest * rows
 
         forward, backward, sent, kept = at("forward"), at("backward"), 0.0, at("kept")
@@ -237,7 +237,7 @@ class ClosedForm:
             backward += rows * (more[0] * part if plan.sequence else self._between(more[0], more[-1], part))
             whole, divided = (self._each(again[place][0], "kept") for place in (0, -1))
             kept = rows * self._between(whole, divided, part)
-            if plan.sequence:  # but for what the block is given, gathered
+            if plan.sequence:  # except the block's input, gathered
                 kept = rows * (self._hidden + (whole - self._hidden) * part)
         elif plan.recompute != "none":
             backward, kept = backward + forward, self._hidden * rows * (part if plan.sequence else 1)

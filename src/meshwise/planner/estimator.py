@@ -86,7 +86,7 @@ def rehearser(
         try:
             try:
                 step = simulate(steps, prices, interval=interval, merged=short)
-            except NotExtrapolable:  # it matters for times that microbatches are left out
+            except NotExtrapolable:  # left-out microbatches affect only times
                 steps = [each.step for each in traced(plan, "launches")]
                 step = simulate(steps, prices, interval=interval, merged=short)
         except ValueError as error:  # the ranks that were traced wait for each other
@@ -137,7 +137,7 @@ def memory_of(traced: Trace, prices: Prices, cap: int | None) -> MemoryEstimate:
     capacity = device.memory if cap is None else min(cap, device.memory or cap)
     peak = max((memory_curve(work).peak for work in works), key=lambda peak: peak.bytes)
     host = max(memory_curve(work, on_host=True).peak.bytes for work in works)
-    if traced.step.kind == "cpu":  # a process beside others: what it takes besides tensors is not counted
+    if traced.step.kind == "cpu":  # its memory besides tensors is not counted
         spread, reserved = FIGURES["allocated"].spread, peak.bytes
         total = Range(reserved, reserved / spread, reserved * spread)
     else:

@@ -131,7 +131,7 @@ class _Longer:
         self.start = self.next = 0
 
     def sections(self) -> list[list[Any]]:
-        """Return what the first step holds, its events, and the same two of a later step."""
+        """Return the memory held before the first step, its events, and the same two of a later step."""
         found: list[list[Any]] = []
         for event in self._events():
             if event is None:
@@ -203,7 +203,7 @@ class _Longer:
         places = range(piece.at, piece.at + piece.length)
         ways = [(place, self.long.events[place], *self._ways(piece, place)) for place in places]
         for copy in range(self.times):
-            outer = copy in (0, self.times - 1)  # those between refer to what lies between
+            outer = copy in (0, self.times - 1)  # copies in between refer to events in between
             for place, event, refers, number in ways:
                 own = [start + copy * slope for start, slope in refers]
                 at = None if number is None else number.start + copy * number.slope

@@ -140,7 +140,7 @@ def _widened(found: Sequence[tuple[int, int]], long: Sequence[int]) -> list[Inse
         behind[2] = max(behind[2], before[3])
     pieces, shift = [], 0
     for place, length, first, end in stretches:
-        if end < place + length:  # the next one begins in the midst of it
+        if end < place + length:  # the next one begins inside it
             raise NotExtrapolable(f"two runs of repeated events overlap at event {place} of the trace")
         at = max(first + (end - length - first) // 2, end - 2 * length)
         pieces.append(Insertion(at, length, first, end, shift))

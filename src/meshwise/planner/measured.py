@@ -87,7 +87,7 @@ class OperatorTimes:
         works, known = list(works), {**self._seconds, **self.ended}
         waiting = [operation for operation in _most_first(works) if operation.call not in known]
         if waiting and budget:
-            timing.timed("", 1)  # its start is none of the budget
+            timing.timed("", 1)  # its start is outside the budget
         end = time.perf_counter() + budget
         found: dict[str, float] = {}
         inside: dict[str, Sequence[int]] = {}

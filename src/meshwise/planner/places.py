@@ -70,7 +70,7 @@ class Places(Recorder):
         if _until and _until[-1][1]() > _until[-1][0]:
             raise OutOfTime
         self._name = name
-        self._inside = self._last = ""  # also where a stage has left its forward in the midst of a block
+        self._inside = self._last = ""  # also if a stage left its forward inside a block
         if phase == "optimizer":
             self._starts, self._blocks = [], []
 
@@ -82,10 +82,10 @@ class Places(Recorder):
         return self._block(), self._microbatch() if staged is None else staged[1]
 
     def _block(self) -> str:
-        if self._inside or self.phase == "forward":  # in a backward: it is computed once more
+        if self._inside or self.phase == "forward":  # in a backward: recomputed
             return self._inside
         node = node_under_way()
-        if node is not None and node <= next_node():  # those that add gradients up have the highest number
+        if node is not None and node <= next_node():  # nodes that accumulate gradients have the highest number
             at = bisect_right(self._starts, node) - 1
             self._last = self._blocks[at] if at >= 0 else ""
         return self._last

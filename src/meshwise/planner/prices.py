@@ -83,7 +83,7 @@ class Prices:
 
     def of(self, what: What, rank: int) -> Priced | None:
         """Return the estimated time of an operator, collective or copy on a rank, without the time that it waits."""
-        key = self._alike[rank], id(what)  # the same object again: what is alike is one object in a trace
+        key = self._alike[rank], id(what)  # by identity: equal calls are one object in a trace
         found = self._objects.get(key)
         if found is None:
             alike = self._alike[rank], what

@@ -85,7 +85,7 @@ class Record:
         if self.phase in ("forward", "backward") and _tells_values(func, args):
             self.reads_values = True
         out = run()
-        if out is NotImplemented:  # of a DTensor: its own operators on its part come next
+        if out is NotImplemented:  # of a DTensor: operators on its local part follow
             return out
         given = [out] if isinstance(out, Tensor) else list(tensors_in(out))
         for tensor in given:
@@ -259,7 +259,7 @@ def _collective(moved: Moved) -> CollectiveOperation | None:
 
 
 def _tells_values(func: Any, args: tuple[Any, ...]) -> bool:
-    """Return whether an operator passes values to the program that another batch may have otherwise."""
+    """Return whether an operator passes values to the program that may differ for another batch."""
     name = operator_name(func)
     if name == "index":
         return any(tensor.dtype == torch.bool and may_differ(tensor) for tensor in tensors_in(args[1:]))

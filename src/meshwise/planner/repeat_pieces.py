@@ -57,7 +57,7 @@ class Last(NamedTuple):
 
 
 class Left(NamedTuple):
-    """A launch of the action before, or what it has left allocated: number `back` from the last of such a `kind`.
+    """A launch of the previous action, or an allocation that it left: number `back` from the last of such a `kind`.
     place: the same in the traced step."""
 
     kind: Hashable
@@ -190,7 +190,7 @@ def _sends(launch: Launch) -> bool:
 
 
 def _left(entries: Sequence[Entry], allocated: Iterable[int]) -> dict[Hashable, list[int]]:
-    """By kind, the launches among the entries of a piece, and those that have allocated what is still there."""
+    """Return, by kind, the launches in a piece, and its allocations that are still in use."""
     found: dict[Hashable, list[int]] = defaultdict(list)
     for at in (*allocated, *(at for at, entry in enumerate(entries) if isinstance(entry.event, Launch))):
         found[kind_of(entries[at].event)].append(at)
@@ -198,7 +198,7 @@ def _left(entries: Sequence[Entry], allocated: Iterable[int]) -> dict[Hashable, 
 
 
 def _of_piece(pieces: Pieces, piece: Piece, place: Place) -> Place | Left:
-    """What an event of a piece refers to, if this is a launch or an allocation at `place`."""
+    """Return the reference of an event in a piece to the launch or allocation at `place`."""
     if pieces.before.get(piece) != place.piece or place.piece.number == piece.number:
         return place
     kind = kind_of(pieces.entries[place.piece][place.at].event)
@@ -207,7 +207,7 @@ def _of_piece(pieces: Pieces, piece: Piece, place: Place) -> Place | Left:
 
 
 def sort_of(action: Piece | None, count: int) -> tuple[str, int]:
-    """Forward or backward, and whether it is of the first microbatch, the second, one between, or the last."""
+    """Return forward or backward, and which microbatch: the first, the second, one between, or the last."""
     if action is None:
         return "", 0
     return action.name, action.number if action.number < 2 else 3 if action.number == count - 1 else 2

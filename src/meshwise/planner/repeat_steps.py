@@ -109,7 +109,7 @@ class Composing:
                 yield Piece(section, name, number)
 
     def _like(self, piece: Piece) -> Piece:
-        """The piece of the shorter trace that a piece of the longer one is like."""
+        """The piece of the shorter trace that corresponds to a piece of the longer one."""
         number, short, count = piece.number, self._pieces.count, self._counts[piece.section]
         numbers = range(2, short - 1) if 2 <= number < count - 1 else (number if number < 2 else short - 1,)
         found = [like for n in numbers if (like := piece._replace(number=n)) in self._pieces.entries]
@@ -126,7 +126,7 @@ class Composing:
         return before and Piece(piece.section, "forward" if before[0] else "backward", before[1])
 
     def _of(self, piece: Piece, like: Piece, ref: Place | Last | Left, led: dict[Piece, Piece]) -> Target:
-        """Where a reference of the shorter trace leads, for this piece of the longer trace."""
+        """The target of a reference of the shorter trace, for this piece of the longer trace."""
         if isinstance(ref, Left):
             before = self._action_before(piece)
             if before is not None and before.name == ref.place.piece.name:
@@ -162,7 +162,7 @@ class Composing:
         return ref._replace(number=number)
 
     def _write_rest(self, piece: Piece) -> None:
-        """Write what belongs to no microbatch, but may visit all of them."""
+        """Write events that belong to no microbatch, but may visit all of them."""
         entries, at = self._pieces.entries[piece], 0
         while at < len(entries):
             if self._launches_alone and not isinstance(entries[at].event, Launch):
@@ -186,7 +186,7 @@ class Composing:
             at += length
 
     def _of_rest(self, ref: Place | Last | Left, refers: Sequence[Place | Last | Left]) -> Iterator[Target]:
-        """Where a reference leads, from outside of the microbatches."""
+        """The targets of a reference from outside of the microbatches."""
         if isinstance(ref, Left):
             ref = ref.place
         if isinstance(ref, Last) or ref.piece.name == REST:
@@ -195,7 +195,7 @@ class Composing:
         name, number, last = ref.piece.name, ref.piece.number, self._counts[ref.piece.section] - 1
         if number == 2 and not any(isinstance(each, Place) and each.piece[1:] == (name, 1) for each in refers):
             raise NotExtrapolable(f"an event refers to the {name} of microbatch {number} alone")
-        # Number 2 of the shorter trace stands for all between the second and the last; those beside it for none.
+        # Number 2 of the shorter trace stands for all between the second and the last; its neighbors for none.
         like = {0: (0,), 1: (1,), 2: range(2, last), self._pieces.count - 1: (last,)}
         for other in like.get(number, ()):
             if other not in self._left_out or name not in ACTIONS:

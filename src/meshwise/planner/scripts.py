@@ -139,7 +139,7 @@ class _Loop(Places):
         elif over == "backward" and self._stepping:
             phase = "optimizer"
         if over == "backward":
-            self._record.backward_ends()  # more batches of the step may follow, or who reads a gradient
+            self._record.backward_ends()  # more batches of the step, or a read of gradients, may follow
             self._waits = self._engine.world.size > 1 and not self._engine.reduce
             if self._waits and self._engine.plan.shard > 1:
                 self._engine.notify(WHOLE)
@@ -148,7 +148,7 @@ class _Loop(Places):
     def begin_step(self, step: int) -> None:
         """Begin a step when its batch is read. Raises RehearsalEnds if enough steps have been recorded."""
         super().begin_step(step)
-        self._record.allocated_since(self._asked if self._known else 0, "input")  # at first all that it has: its data
+        self._record.allocated_since(self._asked if self._known else 0, "input")  # at first everything: its data
         self._look()
         by_hand = self._trained and not self._engine.phases.optimizers  # its steps are batches
         self._stepped = self._stepped or by_hand

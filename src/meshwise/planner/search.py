@@ -173,8 +173,8 @@ class _Searching:
         self._first: tuple[tuple[Plan, Guess], ...] = ()
         self.estimates: dict[Plan, Estimate] = {}
         self._refused: dict[Plan, str] = {}
-        self._cannot: set[Plan] = set()  # of those, what `parallel` refused
-        self.too_large: list[Plan] = []  # and what the bound of memory did
+        self._cannot: set[Plan] = set()  # plans that `parallel` refused
+        self.too_large: list[Plan] = []  # plans that the memory bound refused
 
     @property
     def late(self) -> bool:
@@ -250,7 +250,7 @@ class _Searching:
         except PlanError as error:
             self._refused[plan] = str(error)
             self._cannot.add(plan)
-        except UsageError as error:  # of the program, whatever the plan: said at once
+        except UsageError as error:  # of the program, under any plan: reported at once
             if not self.estimates:
                 raise
             self._refused[plan] = str(error)

@@ -82,8 +82,8 @@ Actions = Callable[[int], list[Order]]  # the actions of a stage in a step of so
 FEW_STAGES = 4
 """How many stages are traced: the first, two of those between to see that they do the same, and the last."""
 FEW_COPIES = 2
-"""How many of the copies that the axis `data` makes are in the mesh of such a trace, so that the plans of all sizes of
-`data` share it."""
+"""How many replicas on the axis `data` the mesh of such a trace has, so that plans of any size of `data`
+share it."""
 
 
 @dataclass(frozen=True)
@@ -100,13 +100,13 @@ class Stages:
 
     @property
     def begun(self) -> int | None:
-        """Of how few microbatches the first two stages do what they do in the plan, if it has hardly more microbatches
-        than stages: their last forward follows a forward, or is the first that follows a backward. Else None."""
+        """The fewest microbatches with which the first two stages act as in the plan, if it has hardly more
+        microbatches than stages: their last forward follows a forward, or is the first after a backward. Else None."""
         return FEW_STAGES + self.plan.accumulate - self.plan.pipeline if fills_once(self.plan) else None
 
     @property
     def sort(self) -> Plan:
-        """The same but for sizes, which do not tell stages from each other: the degree of an axis, and microbatches."""
+        """The same without sizes, which do not distinguish stages: the degree of an axis, and microbatches."""
         axes = {axis: min(getattr(self.few, axis), 2) for axis in AXES if axis != "pipeline"}
         return with_few(self.few, **axes, accumulate=1)
 
@@ -125,7 +125,7 @@ class Stages:
         return 0 if stage == 0 else 2 if stage == self.plan.pipeline - 1 else 1
 
     def move(self, rank: int, stage: int, axis: GrowthAxis) -> Move:
-        """Return what moves an event of a traced rank to a stage of the real pipeline that does the same."""
+        """Return a function that moves an event of a traced rank to a stage of the real pipeline that does the same."""
         traced = self._stage(rank)
         by = (stage - traced) * self.blocks
 
@@ -156,7 +156,7 @@ class Stages:
         return found if trace.launches_alone else self._with_absent(found)
 
     def _with_absent(self, trace: Trace) -> Trace:
-        """Add the single elements that parameters of blocks on further stages leave in memory."""
+        """Add the single elements that parameters of blocks on other stages leave in memory."""
         more, absent = (self.plan.pipeline - FEW_STAGES) * self.blocks, (FEW_STAGES - 1) * self.blocks
         if not more:
             return trace
@@ -192,7 +192,7 @@ class Stages:
         return [rank + many * copy for copy in range(self.plan.data) for rank in found]
 
     def _of_copy(self, old: CollectiveOperation, traced: int, stage: int) -> Iterable[int]:
-        """The same for a collective of one of the copies that the axis `data` makes."""
+        """The same for a collective of one replica on the axis `data`."""
         stages = {self._stage(rank) for rank in old.ranks}
         if stages == {traced}:
             return self._at(old.ranks, stage)

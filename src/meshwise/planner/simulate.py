@@ -4,7 +4,7 @@ The errors of prices that depend on the same factor (computing, memory, communic
 correlated. The errors of different factors are independent. So the step is simulated again with each factor at both
 ends of its interval, and the differences are added as squares.
 
-If microbatches follow each other evenly, those that the step leaves out take as long as those beside them.
+If microbatches follow each other evenly, those that the step leaves out take as long as their neighbors.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def all_that_join(costs: Sequence[Cost], ends: Mapping[str, str]) -> Iterator[Se
 
 def launched_in_time(costs: Sequence[Cost], ends: Mapping[str, str]) -> Iterator[Sequence[Cost]]:
     """Yield rows of operators of which the host launches each before the one before it can have ended."""
-    first, ahead = 0, 0.0  # how long the device still has to do when the host launches
+    first, ahead = 0, 0.0  # how much work the device still has when the host launches
     for place, cost in enumerate(costs):
         ahead -= _at(cost.host, ends)
         if place and (ahead < 0 or not cost.joins or costs[place - 1].blocks):

@@ -152,7 +152,7 @@ SERVE = "from meshwise.planner.timing import serve; serve()"
 def timed(call: str, threads: int, others: int = 0) -> tuple[float | None, Sequence[int], str]:
     """Time an operator call in another process, on `threads` threads, while `others` threads repeat the same call."""
     child = _child()
-    if child.poll() is not None:  # at rest, by someone else
+    if child.poll() is not None:  # ended from outside while idle
         _child.cache_clear()
         child = _child()
     assert child.stdin is not None and child.stdout is not None
@@ -223,7 +223,7 @@ def _at_once(call: str, others: int) -> Iterator[None]:
     over = threading.Event()
 
     def work() -> None:
-        with torch.no_grad(), contextlib.suppress(Exception):  # what it raises, the one that is timed raises too
+        with torch.no_grad(), contextlib.suppress(Exception):  # the timed call raises the same error
             operator = made(call)
             while not over.is_set():
                 operator()

@@ -60,7 +60,7 @@ STEPS = 2
 
 
 Extent = Literal["whole", "brief", "launches"]
-"""What of a step is asked for: all of it; without microbatches that repeat (see `Work.left_out`) and without the memory
+"""What to trace of a step: all of it; without microbatches that repeat (see `Work.left_out`) and without the memory
 of stages that need no more than another; or the launches alone."""
 
 
@@ -222,7 +222,7 @@ def _steps(
     parts: list[Microbatch] = []
     ahead: Any = None  # on a GPU the next microbatch is copied while this one is used
     for number, given in enumerate(batches):
-        held, _ = record.cut()  # with the batch of the step before, which goes when this one is read
+        held, _ = record.cut()  # with the previous step's batch, freed when this one is read
         first = [ahead] if ahead is not None else []
         moved = list(first)
         for batch, _ in given[len(first) :]:

@@ -55,8 +55,8 @@ KEPT = 6
 """How many traces of few stages are kept for plans that share them. A plan needs two, or four if it fills its
 pipeline once."""
 AROUND = 2
-"""If microbatches of a pipeline are left out, as many run as it has stages, LEAST before, and these, so that two on
-each side of those that are left out follow each other as evenly as they do."""
+"""If microbatches of a pipeline are left out, this many run in addition to its stages and LEAST, so that two on each
+side of the gap follow each other as evenly as those left out."""
 FEW_MICROBATCHES = 3
 """How many microbatches are traced without a pipeline, to extrapolate to all microbatches."""
 
@@ -94,7 +94,7 @@ class Tracer:
         self.job = replace(job, data=functools.cache(job.data), loader_workers=0)
         self.batch_size = job.batch_size
         self._kept: dict[Hashable, list[Trace]] = {}
-        self._alike: set[Hashable] = set()  # plans whose third stage did what the second does, but for their sizes
+        self._alike: set[Hashable] = set()  # plans, without sizes, whose third stage did what the second does
 
     def __call__(self, plan: Plan, kind: str, speeds: Sequence[Hashable] = (), extent: Extent = "whole") -> list[Trace]:
         """Trace the job's step under a plan."""
@@ -168,7 +168,7 @@ class Tracer:
     @functools.cached_property
     def stretch(self) -> Stretch | None:
         """The longest sequence of equal blocks of the model, or None."""
-        with contextlib.suppress(MeshwiseError):  # as the trace of the whole model will say
+        with contextlib.suppress(MeshwiseError):  # the trace of the whole model reports it
             return self.model.stretch
         return None
 
@@ -186,7 +186,7 @@ class Tracer:
         if stretch is not None:
             depth = depth_of(asked.plan, stretch if blocks is None else stretch.beginning(blocks), blocks is not None)
         if stretch is not None and depth is not None:
-            with contextlib.suppress(MeshwiseError, NotExtrapolable):  # what the whole model says is what counts
+            with contextlib.suppress(MeshwiseError, NotExtrapolable):  # the result of the whole model counts
                 least = depth.few * depth.stages
                 short, long = self._traced(asked, least), self._traced(asked, least + depth.stages, False)
                 axis, buckets = blocks_axis(stretch), "optimizer" in asked.plan.offload
@@ -261,7 +261,7 @@ def microbatches_of(plan: Plan) -> int | None:
     alike = not plan.shares and (plan.pipeline == 1 or plan.schedule not in CHUNKS)
     if plan.pipeline > 1 and plan.shard > 1 and plan.schedule != "gpipe":
         few += min(plan.pipeline, FEW_STAGES) - 1
-        # What fills its pipeline once has few stages traced once more, see `Stages.begun`, or else all.
+        # A plan that fills its pipeline once traces few stages once more (see `Stages.begun`), or all.
         alike = alike and (not fills_once(plan) or plan.accumulate >= plan.pipeline > FEW_STAGES)
     return few if alike and plan.accumulate * plan.pipeline > _few_parts(plan, few) else None
 
@@ -274,5 +274,5 @@ def parts_traced(plan: Plan) -> int:
 
 
 def _few_parts(plan: Plan, few: int) -> int:
-    """The same for `few` microbatches and one more. In a pipeline, the latter is traced at the fewest blocks alone."""
+    """The same for `few` microbatches and one more. In a pipeline, the latter is traced only with the fewest blocks."""
     return 2 * few + 1 if plan.pipeline == 1 else (3 * few + 1) * min(plan.pipeline, FEW_STAGES) // 2

@@ -106,15 +106,15 @@ def fake_world(rank: int, size: int) -> Iterator[None]:
             patch.object(dist, "broadcast_object_list", lambda box, **others: None),
             patch.object(_fsdp_param, "_chunk_with_empty", _Chunks),
             patch.object(_sharding_prop, "detect_fake_mode", lambda *inputs: fake.plain_mode()),
-            patch.object(DeviceMesh, "__deepcopy__", lambda mesh, memo: mesh, create=True),  # of a model's DTensors
+            patch.object(DeviceMesh, "__deepcopy__", lambda mesh, memo: mesh, create=True),  # for a model's DTensors
             patch.multiple(DeviceMesh, **{name: _on_real(name) for name in _MESH_METHODS if hasattr(DeviceMesh, name)}),
         ):
             try:
                 yield
             finally:
                 dist.destroy_process_group()
-                # Meshes of two ranks are equal where their layout is: what DTensor keeps for one has the groups of the
-                # other, under names that the next world may have given to other groups.
+                # Meshes of two ranks are equal if their layouts are: DTensor's caches for one hold the groups of the
+                # other, under names that the next world may give to other groups.
                 _clear_sharding_prop_cache()
     finally:
         sys.excepthook = hook  # torch's names a rank in each line of a traceback
