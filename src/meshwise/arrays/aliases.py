@@ -46,7 +46,7 @@ def strides_of(x: Array) -> Strides:
 def shown(x: Array) -> Alias:
     """Return the `Alias` of `x`, which describes how `x` shares memory with other arrays."""
     if x.alias is not None and x.alias.source is not None:
-        fetched(x)  # after which it may have what it shows for its own
+        fetched(x)  # after this, it may own its memory
     if x.alias is None:
         if any(map(_repeats, x.parts)):  # elements without memory of their own
             x.parts = tuple(part.clone(memory_format=torch.contiguous_format) for part in x.parts)

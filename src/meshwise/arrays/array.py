@@ -51,7 +51,7 @@ class Array:
 
     @shape.setter
     def shape(self, wanted: Any) -> None:
-        before = Array.__new__(Array)  # what shows this memory goes on to show it
+        before = Array.__new__(Array)  # views of this memory stay valid
         before._become(self)
         found = before.reshape(wanted)
         if found.alias is None and before.alias is not None:
@@ -72,7 +72,7 @@ class Array:
     def __reduce__(self) -> Any:
         if self.alias is None:
             return Array, (self.parts, self.sharding, self._shape, self._dtype, self.space)
-        own = tuple(part.clone(memory_format=torch.contiguous_format) for part in self.parts)  # not all that they show
+        own = tuple(part.clone(memory_format=torch.contiguous_format) for part in self.parts)  # not their whole storage
         return (
             Array,
             (own, self.sharding, self._shape, self._dtype, self.space),

@@ -141,7 +141,7 @@ def _together(one: torch.dtype, other: torch.dtype) -> torch.dtype | None:
         dtype = promoted(one, other)
         try:
             found = dtype if torch.promote_types(one, other) is dtype else None
-        except RuntimeError:  # of uint16, uint32 and uint64 torch knows none
+        except RuntimeError:  # torch does not promote uint16, uint32 or uint64
             found = None
         return _TOGETHER.setdefault((one, other), found)
 
@@ -225,7 +225,7 @@ def _by_parts(op: Op) -> Op:
     def of_parts(a: Tensor, b: Tensor) -> Tensor:
         if a.dim() and b.dim():
             return torch.view_as_complex(op(torch.view_as_real(a), torch.view_as_real(b)))
-        return torch.complex(op(a.real, b.real), op(a.imag, b.imag))  # a number of the host
+        return torch.complex(op(a.real, b.real), op(a.imag, b.imag))  # one is a host number
 
     return of_parts
 

@@ -83,7 +83,7 @@ def explain(operation: Callable[[], Any]) -> Explanation:
             layout = {name: where(x) for name, x in arrays.items()}
             try:
                 found = sum(move.bytes for move in _moved(operation))
-            except Exception:  # a placement in which it cannot be done is none
+            except Exception:  # a placement that fails is no candidate
                 continue
             if found < now:
                 held = sum(part.nbytes for x in arrays.values() for part in x.parts)

@@ -189,7 +189,7 @@ def fetch(x: Array, asked: Asked) -> Array:
         for t in range(len(placed.places)):
             if routes.counts[t][s]:
                 where = _local(x, asked, s, routes.requests[t, s])
-                # index_select takes one index only, five times as fast as what takes several
+                # index_select takes only one index, but is five times as fast
                 rows[t, s] = turned.index_select(0, where[0]) if len(where) == 1 else turned[where]
     pieces = [
         Move(place, placed.places[t], (t, s), (routes.counts[t][s], *tail), x.dtype, rows.get((t, s)))
@@ -248,7 +248,7 @@ def _local(x: Array, asked: Asked, part: int, numbers: Tensor) -> tuple[Tensor, 
 
 def last_of_each(numbers: Tensor, size: int) -> Tensor:
     """Return for each number the last position at which an equal number occurs."""
-    if size <= 8 * len(numbers):  # then a table of all numbers costs less than sorting those that are there
+    if size <= 8 * len(numbers):  # then a table of all numbers is cheaper than sorting the given ones
         last = torch.zeros(size, dtype=torch.int64, device=numbers.device)
         at = torch.arange(len(numbers), device=numbers.device)
         return last.scatter_reduce_(0, numbers, at, "amax")[numbers]

@@ -191,7 +191,7 @@ def pick(x: Array, dims: tuple[int, ...], indices: Sequence[Array | Tensor]) -> 
     for number, part in enumerate(x.parts):
         where = tuple(each.parts[number].to(torch.int64) for each in there)
         entries = part.permute(*dims, *rest)[where]
-        parts.append(entries if shape else entries.clone())  # of indices without dims torch makes a view
+        parts.append(entries if shape else entries.clone())  # torch makes a view for indices without dims
     placed = x.sharding
     if placed.dim is not None:
         placed = placed.along(len(shape) + rest.index(placed.dim))
@@ -207,7 +207,7 @@ def masked(x: Array, dim: int, mask: Array | Tensor) -> Array:
             if bool(mask)
             else cut(arranged(x, [None, *range(len(x.shape))]), [range(0), *map(range, x.shape)])
         )
-    assert isinstance(mask, Array)  # of the host are those without dims alone
+    assert isinstance(mask, Array)  # only masks without dims are on the host
     inside = x.sharding.dim is not None and dim <= x.sharding.dim < dim + depth
     if inside and math.prod(x.shape[dim : x.sharding.dim]) != 1:
         x = reshard(x, first_divided(x.shape, x.sharding.places, dim), OPERATION)

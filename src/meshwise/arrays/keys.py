@@ -1,8 +1,8 @@
 """Read an index key such as `x[1:, None, mask]`, like NumPy.
 
 A slice or an integer indexes one dim. Index arrays and masks are advanced indices: the dims of their common broadcast
-shape replace the dims that they index. The new dims stand at the position of the first advanced index if all advanced
-indices stand side by side in the key, else in front.
+shape replace the dims that they index. The new dims are at the position of the first advanced index if all advanced
+indices are adjacent in the key, else in front.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def read_key(given: Any, shape: Shape) -> Key:
         given = (given,)
     try:
         return _read_basic(tuple([_BASIC[type(each)](each) for each in given]), shape)
-    except (KeyError, TypeError):  # arrays, or what an index of NumPy or of ours stands for
+    except (KeyError, TypeError):  # arrays, or index objects of NumPy or ours
         return _read([_item(each) for each in given], shape)
 
 

@@ -1,6 +1,6 @@
 """Run a function of tensors on each part of an array.
 
-Use it for what the namespace has no function for.
+Use it if the namespace lacks a function.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def map_shards(
         several = isinstance(made, tuple)
         lead = 0 if dim is None else _ahead(x, at, before, wrap)
         found = [_cut(one, dim, own, part, lead) for one in (made if several else (made,))]
-        # What is given back as it was given is an array's own tensor: the result needs another.
+        # A tensor that is returned unchanged belongs to an array: the result needs another.
         results.append([one.clone() if any(one is each for each in inputs) else one for one in found])
     arrays = _joined(x, results, placed)
     return tuple(arrays) if several or len(arrays) > 1 else arrays[0]

@@ -1,6 +1,6 @@
 """Move an array's bytes between devices; nothing else does.
 
-It exchanges pieces, lays an array out anew, or combines parts.
+It exchanges pieces, changes an array's layout, or combines parts.
 
 Operations ask for a sharding; interval arithmetic finds what has to move, and each piece is a row of the open
 `mw.comm_log`. Over ranks, every rank makes the same list of pieces, so that sender and receiver agree.

@@ -1,6 +1,6 @@
 """Reduce arrays, ignoring NaN: `xp.nansum`, `xp.nanmean`.
 
-Each device leaves nan out of what it holds; the reductions that these functions call move what they always move.
+Each device ignores NaN in its part; the reductions that these functions call move their usual data.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Compute norms, diagonals, traces and cross products.
 
-Each device computes with what it holds; only partial results move.
+Each device computes with its own part; only partial results move.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 They are interpolation, differences, covariances and bins.
 
-They are made of the standard's functions, and move what those move. `interp` sends its table to each device that has
+They are composed of the standard's functions, and move the same data. `interp` sends its table to each device that has
 values; `convolve` sends the shorter array to each device that has a part of the longer one, and to each part the
 entries behind it.
 """
@@ -102,7 +102,7 @@ def correlate(a: Any, v: Any, /, mode: str = "valid") -> Any:
     a = as_array("correlate", a)
     xp = a.__array_namespace__()
     v = xp.asarray(v)
-    if a.shape < v.shape:  # as NumPy turns it
+    if a.shape < v.shape:  # NumPy swaps them too
         return xp.flip(xp.conj(correlate(v, a, mode)))
     return convolve(a, xp.flip(xp.conj(v)), mode)
 

@@ -35,7 +35,7 @@ from meshwise.arrays.moves import Move, combined, elements_moved, exchange, resh
 from meshwise.arrays.reductions import as_array
 from meshwise.arrays.sharding import Shape, Sharding, evenly, sharding
 
-BLOCKS_FROM = 64 << 20  # bytes of an operand from which it comes in blocks where it is needed whole
+BLOCKS_FROM = 64 << 20  # bytes from which an operand that is needed whole is sent in blocks
 UNMULTIPLIED = {
     torch.uint16,
     torch.uint32,

@@ -1,6 +1,6 @@
 """Assemble an array along one dim from runs of others.
 
-concat, roll, tile, pad and halo do so.
+Used by concat, roll, tile, pad and halo.
 
 A run is a series of entries of one array. Each device wants an interval of the result's entries, and holds an interval
 of the entries of a run. Where these intervals overlap, entries are sent. Only the entries that a device wants and does

@@ -1,6 +1,6 @@
 """Describe where an array's elements lie: whole, or split by dim.
 
-A `Layout` is what a user writes before the shape is known; `Layout.of` makes the `Sharding` of an array from it.
+A user writes a `Layout` before the shape is known; `Layout.of` makes the `Sharding` of an array from it.
 """
 
 from __future__ import annotations

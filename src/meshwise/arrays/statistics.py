@@ -88,7 +88,7 @@ def real_of_nan(part: Tensor) -> Tensor:
 def _spread(part: Tensor, axes: tuple[int, ...], keepdims: bool) -> tuple[Tensor, Tensor]:
     """Return the mean of a part over axes, and the sum of squared distances from this mean, in the part's dtype."""
     if not axes:
-        return part, (part - part).abs()  # nan of nan
+        return part, (part - part).abs()  # NaN stays NaN
     centre = part.mean(axes, keepdim=True)
     apart = part - centre
     squares = (apart.abs().square() if apart.is_complex() else apart.mul_(apart)).sum(axes, keepdim=keepdims)
@@ -112,7 +112,7 @@ def _argument(name: str, pick: Callable[..., Tensor], best: Callable[..., Tensor
         refuse_none(name, x, axes)
         if x.dtype in COMPLEXES:
             raise TypeError(f"{name} cannot compare complex numbers ({x.dtype}). Write abs(x) or xp.real(x).")
-        if x.dtype in UNSIGNED:  # for the wide ones torch has no argmax
+        if x.dtype in UNSIGNED:  # torch lacks argmax for the wide ones
             keys = tuple(comparable(part, x.dtype) for part in x.parts)
             x = Array(keys, x.sharding, x.shape, comparable(torch.zeros(0), x.dtype).dtype, x.space)
         shape, dim = reduced_shape(x.shape, axes, keepdims), x.sharding.dim
