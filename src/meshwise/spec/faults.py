@@ -13,7 +13,7 @@ KINDS = {
     "lost": "the process is killed, and its device is gone for the rest of the run, or for back=2 attempts",
     "raise": "an exception is raised",
     "exit": "the process ends with exit code 1, without a message",
-    "hang": "the rank sleeps for ever",
+    "hang": "the rank sleeps forever",
     "stop": "the process is stopped (SIGSTOP)",
     "slow": "the phase takes the given time longer, in this step and all later steps: slow 20ms:rank=1,step=5",
     "oom": "the device is out of memory",

@@ -18,19 +18,19 @@ from meshwise.spec.dtypes import Dtypes, dtypes_of
 from meshwise.spec.errors import PlanError, check_known, nearest
 
 SCHEDULES = {
-    "1f1b": "one forward and one backward in turn: a stage keeps activations of as many microbatches as stages follow",
+    "1f1b": "one forward and one backward in turn: a stage keeps activations of a microbatch for each later stage",
     "gpipe": "all forwards, then all backwards: simple, and keeps the activations of every microbatch",
     "interleaved": "1f1b with two stages per rank: about half the idle time, and more messages",
 }
 RECOMPUTES = {
-    "none": "what the backward needs is kept",
-    "full": "each block keeps its input alone and runs again in the backward",
-    "selective": "each block keeps its input and what is expensive (matrix products, attention); the rest runs again",
+    "none": "all activations are kept for the backward",
+    "full": "each block keeps only its input and runs again in the backward",
+    "selective": "each block keeps its input and expensive results (matrix products, attention); the rest runs again",
 }
 OFFLOADS = {
     "optimizer": "the optimizer's state is kept in the host's memory",
     "parameters": "this rank's part of the parameters is kept in the host's memory",
-    "activations": "what the backward needs waits in the host's memory",
+    "activations": "activations wait in the host's memory for the backward",
 }
 
 BATCH_NORMS = {

@@ -14,7 +14,7 @@ from typing import Any
 from meshwise.spec.errors import PlanError
 from meshwise.spec.plan_file import PREDICTED
 
-COMMENT = "# What meshwise plan predicted of it; the report of a run shows it beside what was measured."
+COMMENT = "# The prediction of meshwise plan; a run's report compares it with the measurement."
 
 
 @dataclass(frozen=True)
