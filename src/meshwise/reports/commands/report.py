@@ -34,7 +34,7 @@ def report(
     other: Annotated[str | None, typer.Argument(metavar="RUN2", help="a run to compare it with")] = None,
     views: ViewOptions = ViewOptions(),  # type: ignore[valid-type]  # noqa: B008
     to: Annotated[str | None, typer.Option(metavar="DIR", help="where files are written; default: RUN")] = None,
-    live: Annotated[bool, typer.Option("--live", help="follow a running one")] = False,
+    live: Annotated[bool, typer.Option("--live", help="follow the run while it runs")] = False,
     steps: Annotated[str | None, typer.Option(metavar="A:B", help="show these steps span by span")] = None,
 ) -> None:
     """Say what limited a run, and show where its time and memory went. With two runs, compare them.
