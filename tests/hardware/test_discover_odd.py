@@ -137,7 +137,7 @@ def test_a_card_of_generation_4_in_a_slot_of_generation_3_is_told(tmp_path: Path
 
 def test_without_torch_the_environment_hides_nothing_and_that_is_said(tmp_path: Path) -> None:
     machine = machine_of(MACHINES["a100_pcie"](tmp_path), {"CUDA_VISIBLE_DEVICES": "6,1"})
-    assert len(machine.devices) == 8 and said(machine, "CUDA_VISIBLE_DEVICES", "are not looked at")
+    assert len(machine.devices) == 8 and said(machine, "CUDA_VISIBLE_DEVICES", "are ignored")
 
 
 def test_parts_that_differ_may_be_numbered_otherwise_by_cuda() -> None:

@@ -219,8 +219,8 @@ def _ends(text: str, names: set[str], place: str) -> list[tuple[str, str]]:
 
 
 HEADER = """\
-# A machine, as meshwise measured or described it. May be edited: every figure has its unit, a figure that is left out
-# is the catalog's, "unknown" is a figure that nobody knows. `meshwise bench --save` writes such files.
+# A machine, measured or described by meshwise. May be edited: every figure has its unit, omitted figures come from the
+# catalog, and "unknown" marks an unknown figure. `meshwise bench --save` writes such files.
 """
 INSTALL = "pip install meshwise[machine]"
 UNITS = {

@@ -17,7 +17,7 @@ app = typer.Typer(add_completion=False)
 @app.command()
 def devices(
     machine: Annotated[
-        str | None, typer.Argument(help="8xH100, 2x8xA100-80GB@200Gb or a machine file; default: what is here")
+        str | None, typer.Argument(help="8xH100, 2x8xA100-80GB@200Gb or a machine file; default: this machine")
     ] = None,
     no_torch: Annotated[
         bool, typer.Option("--no-torch", help="do not wait for torch: NVML and the system's own files")

@@ -25,7 +25,7 @@ from meshwise.spec.machine import HOST, Device, Host, Link, Machine
 
 WITHOUT_TORCH = (
     "Without torch, this list has all devices, in the order of PCI addresses. CUDA_VISIBLE_DEVICES and the order of "
-    "CUDA, fastest device first, are not looked at. Leave out --no-torch to see what programs see."
+    "CUDA, fastest device first, are ignored. Leave out --no-torch to see what programs see."
 )
 
 
