@@ -25,9 +25,9 @@ class NodeOptions:
     """The options about the machines of a run: how many there are, the index of this one, and how to reach machine
     0."""
 
-    nnodes: Annotated[int, OfThisStart("machines that take part")] = 1
-    node_rank: Annotated[int, OfThisStart("which of them this is, from 0")] = 0
-    rdzv: Annotated[str | None, OfThisStart("where machine 0 is reached by the others", metavar="HOST:PORT")] = None
+    nnodes: Annotated[int, OfThisStart("number of machines")] = 1
+    node_rank: Annotated[int, OfThisStart("index of this machine, from 0")] = 0
+    rdzv: Annotated[str | None, OfThisStart("where the others reach machine 0", metavar="HOST:PORT")] = None
 
     def __post_init__(self) -> None:
         if self.nnodes < 1:
