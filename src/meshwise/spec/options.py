@@ -28,7 +28,7 @@ R = TypeVar("R")
 
 @dataclass(frozen=True)
 class Option:
-    """The description of one field of an options dataclass. It stands in the field's `Annotated` type.
+    """The description of one field of an options dataclass. It is part of the field's `Annotated` type.
 
     The command line and the help are made from it.
     name: the name of the option. None uses the field's name with dashes.
