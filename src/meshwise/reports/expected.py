@@ -2,7 +2,7 @@
 
 The kind of time that differs most from the prediction is named. The time of a step on one device is estimated. The
 upper estimate is the work of all ranks, one after the other: one device waits for no other rank, and larger batches do
-not compute slower. Work that all ranks do alike counts once: the optimizer's step, if every rank steps all parameters.
+not compute slower. Work that all ranks repeat counts once: the optimizer's step, if every rank steps all parameters.
 The lower estimate is the work of one rank, since one device has that rank's samples, and more.
 
 Measured against the truth in docs/internals/measurements.md; tested in tests/reports/test_reconcile.py and
