@@ -2,7 +2,7 @@
 
 It also shows versions, limits that will hurt, and what is unknown.
 
-Devices that are alike share a row, and a uniform matrix is one line, so that 128 devices fit as well.
+Equal devices share a row, and a uniform matrix is one line, so that 128 devices fit as well.
 """
 
 from __future__ import annotations
