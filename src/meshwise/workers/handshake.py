@@ -13,7 +13,7 @@ Not covered: the messages are not encrypted. Anybody may ask a server for its pr
 it, so a secret is 32 random bytes, or as hard to guess.
 
 Each connection to a server has a thread of its own and TIMEOUT seconds to prove the secret, so silent connections keep
-no real one out while files can be opened.
+real ones out only if no more files can be opened.
 """
 
 from __future__ import annotations

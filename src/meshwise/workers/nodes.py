@@ -244,7 +244,7 @@ def _plain(far: RemoteBeat) -> dict[str, Any]:
 
 
 def _read(told: Mapping[str, Any], at: float) -> RemoteBeat:
-    """Return the state of a rank that another machine has told at the time `at`, with times on this machine's clock."""
+    """Return the state of a rank that another machine reported at time `at`, with times on this machine's clock."""
     if not told:
         return RemoteBeat()
     since = time.monotonic() - at

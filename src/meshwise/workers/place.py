@@ -6,7 +6,7 @@ its variables is taken.
 A batch script of Slurm has SLURM_PROCID and SLURM_NTASKS too, although it is one process. Only a step has the variables
 SLURM_STEP_*, but a batch script that was submitted from inside a step inherits those of that step. A process's step is
 known from its control group; without one, the step's variables are believed if they agree with those that Slurm sets
-anew for every task and batch script.
+again for every task and batch script.
 """
 
 from __future__ import annotations

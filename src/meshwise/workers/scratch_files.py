@@ -92,7 +92,7 @@ def replaced(functions: FileFunctions, temporary: str | None) -> Iterator[None]:
 
 
 def _owned() -> Iterator[tuple[Any, str, str, int]]:
-    """Yield (owner, name, use, position) of each function of FUNCTIONS that is there."""
+    """Yield (owner, name, use, position) of each function of FUNCTIONS that exists."""
     for (use, position), paths in FUNCTIONS.items():
         for owner, _, name in (path.rpartition(".") for path in paths):
             if owner.partition(".")[0] in (*NEEDED, *sys.modules):

@@ -2,7 +2,7 @@
 
 No other process knows the secret. It comes from the environment, or from a file that the processes share.
 
-The file lies in the folder of the start. The first process there makes the file, with a new secret, so that none waits
+The file is in the folder of the start. The first process there makes the file, with a new secret, so that none waits
 for a file to appear, which NFS shows up to a minute late; rank 0 adds its addresses. Only an open file that belongs
 to this user and that no other user may read is trusted; a link at its path is not followed. Folders above it may be
 links that others can change; the only file of this user that they can put there is an older one of the same name.
