@@ -1,4 +1,4 @@
-"""Run elementwise operators on parts that are split alike."""
+"""Run elementwise operators on parts that are split the same way."""
 
 from __future__ import annotations
 

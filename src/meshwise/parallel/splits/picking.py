@@ -1,6 +1,6 @@
 """Pick rows of split tensors by index or mask, or write them.
 
-Rows that a mask picks stay on the rank that holds them. Rows that an index picks are divided anew: each rank receives
+Rows that a mask picks stay on the rank that holds them. Rows that an index picks are redistributed: each rank receives
 the rows of its part of the index. Indices and masks themselves are small, so they are gathered.
 """
 
@@ -125,7 +125,7 @@ def _at(x: SplitTensor, items: Sequence[Any]) -> int:
 
 
 def _getitem(func: Func, args: Args, kwargs: Kwargs) -> Any:
-    """Index a tensor by tensors of integers and masks, of which any may be split."""
+    """Index a tensor by tensors of integers and masks, any of which may be split."""
     x, items = args[0], _listed(*args[:2])
     tensors = [n for n, each in enumerate(items) if isinstance(each, Tensor)]
     if not tensors or tensors[-1] - tensors[0] >= len(tensors):
@@ -160,7 +160,7 @@ def _by_pairs(x: SplitTensor, items: Sequence[Any]) -> tuple[SplitTensor, tuple[
 
 
 def _looked_up(x: Tensor, items: list[Any], tensors: Sequence[int]) -> Any:
-    """Index a whole tensor by tensors of which one is split: each rank looks up the rows of its part."""
+    """Index a whole tensor by tensors, one of them split: each rank looks up the rows of its part."""
     first, found = tensors[0], [items[n] for n in tensors]
     like = split_in(found)[0]
     if any(map(_is_mask, found)):
