@@ -58,10 +58,10 @@ def together() -> Iterator[None]:
 
 
 def meet(what: str, sentence: str = SHARDED) -> None:
-    """Wait until every rank has come to the same source line, in order to read `what` there.
+    """Wait until every rank has reached the same source line, in order to read `what` there.
 
     In a pipeline, only ranks with the same stages as this rank are waited for. Raises UsageError if a rank reads
-    something else, or will certainly not come to this line.
+    something else, or will certainly not reach this line.
     sentence: the text of the error, with the fields `here`, `rank` and `other`.
     """
     pipe, rank = stages.pipe(), _own()
