@@ -3,7 +3,7 @@
 DDP's reducer in C++, `fully_shard` and the program itself may all begin collectives. Each of them calls one operator of
 the namespace `c10d` (such as `c10d::allreduce_`). A kernel of ours wraps these at the dispatch key `BackendSelect`,
 which every call passes, also in inference mode and from C++. The kernel changes no argument and no result. If one of
-the operators is missing, `watch` raises AttributeError and wraps nothing. By `async_op` they say whether the caller
+the operators is missing, `watch` raises AttributeError and wraps nothing. Their `async_op` says whether the caller
 waits at once; sends, receives and the functional ones (`_c10d_functional`) never do, but on fake tensors torch waits
 for functional ones at once. Read in torch 2.11, 2.13 and 2.15: `Ops.cpp` and `Functional.cpp` of
 `csrc/distributed/c10d`.

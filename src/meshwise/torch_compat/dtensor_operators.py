@@ -2,7 +2,7 @@
 
 DTensor accepts tensors of one mesh only in a `_foreach_` or fused operator and in a loss scaler's check: it is called
 once for each mesh. And it expands the sharding strategies of each tensor in such a list on its own, in milliseconds a
-tensor, although the parameters of alike blocks have the same ones, also on the meshes of other ranks.
+tensor, although the parameters of equal blocks have the same ones, also on the meshes of other ranks.
 
 Both hooks are private. Read in torch 2.13: `distributed/tensor/_dispatch.py`, `_ops/utils.py`, `_dtensor_spec.py`,
 `_op_schema.py`. Strategies of another version are left as they are.
