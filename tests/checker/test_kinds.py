@@ -268,8 +268,8 @@ def test_what_is_used_before_its_exchange_has_ended_is_named_with_the_exchange(w
     lines = [
         f"train.py:{n}" for n, each in enumerate(text.splitlines(), 1) if "all_reduce" in each or "total.mean()" in each
     ]
-    assert f"nobody had waited for all_reduce at {lines[0]} when " in proved.cause.evidence
-    assert f" at {lines[1]} computed with what it writes" in proved.cause.evidence
+    assert f"the program had not waited for all_reduce at {lines[0]} when " in proved.cause.evidence
+    assert f" at {lines[1]} computed with its output" in proved.cause.evidence
 
 
 # --- resumes
@@ -279,7 +279,7 @@ def test_moments_that_are_missing_after_a_resume_are_told(pool: Any) -> None:
     lost = MADE_OVER.replace("    optimizer.load_state_dict", "    if not several:\n        optimizer.load_state_dict")
     kind, step, cause, why = found(RESUMED[0], ("    # epoch ends\n", lost), pool=pool)
     assert (kind, step, cause) == ("optimizer state", 2, "state after a resume")
-    assert "(exp_avg, exp_avg_sq) starts anew in step 2" in why and "optimizer.load_state_dict was not called" in why
+    assert "(exp_avg, exp_avg_sq) is reset in step 2" in why and "optimizer.load_state_dict was not called" in why
     momentum = (
         "AdamW(model.parameters(), lr=0.01)\nscheduler",
         "SGD(model.parameters(), lr=0.01, momentum=0.9)\nscheduler",

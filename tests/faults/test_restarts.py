@@ -105,7 +105,7 @@ def test_faults_belong_to_an_attempt_and_those_that_did_not_happen_are_said(tmp_
     assert restarts.due() == (faults[1],) and "seconds_to_detect" not in restarts.facts(failed(), 5)
     restarts.close(said.append)
     assert said == [
-        "--fault kill:rank=1,step=2,phase=forward,attempt=2 did not happen: rank 1 did not come to forward of "
+        "--fault kill:rank=1,step=2,phase=forward,attempt=2 did not happen: rank 1 did not reach forward of "
         "step 2 in that attempt.",
         "--fault kill:rank=1,step=3,phase=forward,attempt=3 did not happen: there were 2 attempts.",
     ]

@@ -47,7 +47,7 @@ class CauseKind(Enum):
     OPTIMIZER_STEP = "optimizer step", "the optimizer makes another update from the same gradients"
     EVALUATION = "evaluation", "the metrics differ although parameters and samples are the same"
     UNDISTRIBUTED = "loader without mw.distribute", "every rank reads the whole loader, so mw.sum repeats its samples"
-    MISSING_SUM = "evaluation without mw.sum", "what a loop counts covers each rank's own samples only"
+    MISSING_SUM = "evaluation without mw.sum", "a loop's counts cover only each rank's own samples"
 
     def __init__(self, title: str, meaning: str) -> None:
         self.title, self.meaning = title, meaning

@@ -178,7 +178,7 @@ def _plain(
         except WorkerFailed as failed:  # it may not run on one device, but report what was counted
             one = Record(0, refused=f"it fails with {str(failed).splitlines()[-1]}")
         assert one is not None
-        once_more = partial(launched, Follow(records), "again", says(["one process again: what differs is measured"]))
+        once_more = partial(launched, Follow(records), "again", says(["one process again, to measure differences"]))
         return judge(script.name, devices, records, one, once_more)
 
 

@@ -108,7 +108,7 @@ def began_anew(evidence: Evidence) -> str:
     moments = sorted({n.rpartition(" ")[2] for n in plan.optimizer_state} - {"step"})
     of = some(list(dict.fromkeys(n.rpartition(" ")[0] for n in fresh)))
     return (
-        f"the optimizer's state of {of} ({some(moments)}) starts anew in step {step}, but continues on one device: "
+        f"the optimizer's state of {of} ({some(moments)}) is reset in step {step}, but continues on one device: "
         "optimizer.load_state_dict was not called, or a new optimizer was made."
     )
 

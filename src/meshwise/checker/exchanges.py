@@ -123,7 +123,7 @@ def noting_nan(found: list[str], perturbed: bool) -> AbstractContextManager[Any]
 
 def say_nan(found: list[str], what: str, under_way: list[str]) -> None:
     """Append to `found` a sentence that names the exchanges in flight when a value was NaN."""
-    found.append(f"nobody had waited for {some(under_way)} when {what} what it writes")
+    found.append(f"the program had not waited for {some(under_way)} when {what} its output")
 
 
 def is_nan(tensor: Tensor) -> bool:

@@ -228,7 +228,7 @@ class Restarts:
     def _why_not(self, fault: Fault) -> str:
         if fault.attempt > self.attempt:
             return f"there {'was' if self.attempt == 1 else 'were'} {plural(self.attempt, 'attempt')}"
-        return f"rank {fault.rank} did not come to {fault.phase} of step {fault.step} in that attempt"
+        return f"rank {fault.rank} did not reach {fault.phase} of step {fault.step} in that attempt"
 
     def happened(self) -> list[Mapping[str, Any]]:
         """Return the records of injected faults that have happened in the run."""

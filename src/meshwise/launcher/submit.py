@@ -36,18 +36,18 @@ DECIDED = (*("--nodes", "-N", "--time", "-t", "--ntasks", "-n", "--ntasks-per-no
 class SubmitOptions:
     """The options of `meshwise submit` for the cluster."""
 
-    nodes: Annotated[str, Option("how many nodes: 4, or 2-8 for what the queue gives", metavar="N|N-M")] = "1"
+    nodes: Annotated[str, Option("number of nodes: 4, or 2-8 as the queue allows", metavar="N|N-M")] = "1"
     time: Annotated[str | None, Option("time limit of an attempt: 4h, 30min; default: the partition's")] = None
-    machine: Annotated[str | None, Option("one node, for the rehearsal: 8xH100; default: the site's")] = None
+    machine: Annotated[str | None, Option("one node, for the estimate: 8xH100; default: the site's")] = None
     site: Annotated[
         str | None,
         Option(
-            "defaults of the cluster; default: site.toml here, beside the job, or in your configuration folder",
+            "defaults of the cluster; default: site.toml here, next to the job, or in your configuration folder",
             metavar="FILE",
         ),
     ] = None
     dry_run: Annotated[bool, Option("print the script, and send nothing", name="--dry-run")] = False
-    anyway: Annotated[bool, Option("send it though the rehearsal speaks against it", name="--anyway")] = False
+    anyway: Annotated[bool, Option("send it even if the estimate advises against it", name="--anyway")] = False
 
     def __post_init__(self) -> None:
         nodes_of(self.nodes)

@@ -35,22 +35,22 @@ class PlanOptions:
     job: Annotated[Job | str, JOB]
     _: KW_ONLY
     machine: Annotated[
-        Machine | str | Path | None, Option("8xH100, 2x8xA100-80GB@200Gb, 4xcpu, a machine file; default: what is here")
+        Machine | str | Path | None, Option("8xH100, 2x8xA100-80GB@200Gb, 4xcpu, a machine file; default: this machine")
     ] = None
     devices: Annotated[str | None, Option("how many of its devices: 8, or 1..16; default: 1 and all")] = None
     fits: Annotated[
         Plan | str | Path | None,
-        Option("judge this plan alone: exit code 0 when it fits, 1 when not", metavar="FILE"),
+        Option("judge only this plan: exit code 0 if it fits, 1 if not", metavar="FILE"),
     ] = None
     within: Annotated[str | None, Option("memory that a step may take of a device: 24GiB")] = None
-    explain: Annotated[bool, Option("what the step of the first plan is made of", name="--explain")] = False
+    explain: Annotated[bool, Option("explain the step of the first plan", name="--explain")] = False
     memory: Annotated[
-        bool, Option("what the memory of one plan goes to: on one device, of --set or of --fits", name="--memory")
+        bool, Option("break down the memory of one plan: on one device, of --set or of --fits", name="--memory")
     ] = False
     steps: Annotated[int | None, Option("optimizer steps of the training; default: those of the job's epochs")] = None
     batch_size: Annotated[int | None, OfJobs("samples of the global batch, over all devices")] = None
     settings: Annotated[tuple[str, ...], OfThePlan("a field that every plan has: precision=bf16")] = ()
-    allow: Annotated[tuple[str, ...], Option("what may change the numbers: precision, microbatch")] = ()
+    allow: Annotated[tuple[str, ...], Option("changes of the numbers to allow: precision, microbatch")] = ()
     seconds: Annotated[float, Option("CPU-seconds budget for the search")] = SECONDS
     args: Annotated[Mapping[str, Plain] | tuple[str, ...], ARGUMENT] = ()
     seed: Annotated[int | None, OfJobs("seed of the start values, the data order and the draws")] = None

@@ -134,7 +134,7 @@ def test_gradients_of_divided_parameters_are_returned_once(plan: str, pool: Any,
     for got in pool(2).run(planned, file):
         assert_equal(got, run(by_hand))
     if "shard" in plan:
-        with pytest.raises(CaseFailed, match="takes parameters alone, and no create_graph"):
+        with pytest.raises(CaseFailed, match="accepts only parameters, and no create_graph"):
             pool(2).run(planned, file, True)
 
 

@@ -33,8 +33,8 @@ app = typer.Typer(add_completion=False)
 def logs(
     run: Annotated[str | None, NAME] = None,
     folder: Annotated[str, FOLDER] = "runs",
-    rank: Annotated[list[int], typer.Option(help="this rank alone; may be repeated")] = [],  # noqa: B006
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="go on until the run is over")] = False,
+    rank: Annotated[list[int], typer.Option(help="only this rank; may be repeated")] = [],  # noqa: B006
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="follow until the run ends")] = False,
 ) -> None:
     """Show what the ranks of a run printed, in all its attempts. Without a name, the newest run is shown.
 

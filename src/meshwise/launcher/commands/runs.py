@@ -19,7 +19,7 @@ from meshwise.records.run_list import RunEntry, find_run, run_entry, run_list
 from meshwise.spec.errors import UsageError
 from meshwise.terminal.completion import runs_here
 
-FOLDER = typer.Option("--in", metavar="DIR", help="the folder in which the runs lie")
+FOLDER = typer.Option("--in", metavar="DIR", help="the folder that holds the runs")
 NAME = typer.Argument(metavar="NAME", help="a run's name, a part of it, or its folder", autocompletion=runs_here)
 app = typer.Typer(name="runs", add_completion=False)
 

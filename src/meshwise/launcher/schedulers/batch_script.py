@@ -68,7 +68,7 @@ def _options(job: BatchJob, *, elastic: bool) -> list[str]:
     named = {"partition": site.partition, "account": site.account, "qos": site.qos, "mem": site.memory}
     lines = [f"--job-name={_word(job.name)}", f"--nodes={job.nodes}"]
     # Given a number of tasks, Slurm takes the fewest nodes of a range, so only the step has one.
-    lines += ["--no-kill  # a lost node does not end it: it goes on with those that are left"] if elastic else []
+    lines += ["--no-kill  # a lost node does not end it: it continues on the others"] if elastic else []
     lines += [] if elastic else ["--ntasks-per-node=1  # meshwise starts the workers of a node itself"]
     if job.gpus and site.gpus != "none":
         kind = f"{site.gpu_type}:" if site.gpu_type else ""

@@ -144,7 +144,7 @@ def memory_lines(found: MemoryParts, width: int) -> list[Text]:
     lines += [Text(), *columns_lines(largest_columns(found), width, left=("at the peak", "made by"))]
     if found.outside:
         told = ", ".join(f"{name} {bytes_text(size)}" for name, size in found.outside.items())
-        lines += [Text(), Text(f"Memory beside tensors: {told}.")]
+        lines += [Text(), Text(f"Memory besides tensors:  {told}.")]
     if found.host:
         told = ", ".join(f"{name} {bytes_text(size)}" for name, size in found.host.items())
         lines.append(Text(f"In the host's memory: {told}."))

@@ -72,7 +72,7 @@ def _memory(first: Rehearsed) -> dict[str, Any]:
     parts = memory_parts(before, after, first.prices.machine.devices[rank])
     outside = ", ".join(f"{name} {bytes_text(size)}" for name, size in parts.outside.items())
     told = [f"Tensors of rank {rank}, at most {bytes_text(parts.peak.bytes)}{' in its first step' * parts.first}."]
-    told += [f"Memory beside tensors: {outside}."] if outside else []
+    told += [f"Memory besides tensors:  {outside}."] if outside else []
     return {
         "axis": "operators and collectives of the step" if first.step is None else "ms",
         "at": _times(curve, first.step, rank)[rows].tolist(),

@@ -31,7 +31,7 @@ from meshwise.transfer import collectives
 
 NOT_OURS = (
     "optimizer.step() found gradients that mw.backward did not make since the last step: they were used already, or "
-    "are of each rank alone. Write mw.backward(loss) instead of loss.backward() before each step."
+    "cover only this rank. Write mw.backward(loss) instead of loss.backward() before each step."
 )
 
 

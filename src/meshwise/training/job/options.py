@@ -65,7 +65,7 @@ class RunOptions(NodeOptions):
         OfJobs("a loss or gradient that is not finite: stop, skip the step, back: leave the batch out", metavar="WHAT"),
     ] = STOP
     resume: Annotated[
-        str | Path | None, OfThisStart("go on with a stopped run: its folder", metavar="RUN", scripts=False)
+        str | Path | None, OfThisStart("continue the stopped run in this folder", metavar="RUN", scripts=False)
     ] = None
     plan: Annotated[
         Plan | PlanText | str | Path | None, Option("a plan file, or auto; default: replicas", metavar="FILE")
@@ -76,18 +76,16 @@ class RunOptions(NodeOptions):
         int | str | None,
         Option("save the state every 500 steps, or 10min; default: in the background, every minute", metavar="N|TIME"),
     ] = None
-    keep: Annotated[int | None, Option(f"states that are kept; default: {KEEP}")] = None
+    keep: Annotated[int | None, Option(f"how many states to keep; default: {KEEP}")] = None
     time_limit: Annotated[
         str | None, OfThisStart("save and stop this long after the command began, exit code 85: 90s, 4h")
     ] = None
-    restarts: Annotated[
-        int | None, Option(f"how often it is started again after a fault of a machine; default: {RESTARTS}")
-    ] = None
+    restarts: Annotated[int | None, Option(f"how often to restart after a machine fault; default: {RESTARTS}")] = None
     hang_limit: Annotated[
         str | None, OfThisStart("how long a rank may make no progress before the run is ended: 10min; default: 60s")
     ] = None
     on_failure: Annotated[
-        str | None, OfThisStart("a shell command for each failure, with its sentence in the environment")
+        str | None, OfThisStart("a shell command for each failure, with its message in the environment")
     ] = None
     fault: Annotated[
         tuple[str, ...],
@@ -95,12 +93,12 @@ class RunOptions(NodeOptions):
     ] = ()
     log: Annotated[
         tuple[str, ...],
-        Option("where else numbers go: tensorboard, wandb, mlflow; all on this machine", metavar="TRACKER"),
+        Option("trackers to send numbers to: tensorboard, wandb, mlflow; all on this machine", metavar="TRACKER"),
     ] = ()
     out: Annotated[str | Path, OfThisStart("where run folders are made")] = "runs"
     folder: Annotated[
         str | Path | None,
-        OfThisStart("the run's own folder: begins in it, or goes on with the run there", metavar="DIR"),
+        OfThisStart("the run's own folder: begins or continues the run in it", metavar="DIR"),
     ] = None
 
     @property

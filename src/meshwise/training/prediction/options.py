@@ -46,7 +46,7 @@ class PredictOptions:
     args: Annotated[Mapping[str, Plain] | tuple[str, ...], ARGUMENT] = ()
     seed: Annotated[int | None, Option("seed of the start values and the random draws")] = None
     train: Annotated[bool, Option("predict the job's training set, in its own order", name="--train")] = False
-    overwrite: Annotated[bool, Option("start over, and overwrite what is there", name="--overwrite")] = False
+    overwrite: Annotated[bool, Option("start over, and overwrite earlier output", name="--overwrite")] = False
     predict: Callable[[Any, Any], Any] | None = None
     collate: Callable[[list[Any]], Any] | None = None
 

@@ -31,9 +31,7 @@ from meshwise.workers.environment import RUN_FOLDER
 from meshwise.workers.scratch import made_folder, own
 from meshwise.workers.scratch_files import replaced
 
-ALONE = (
-    "a rank does not see {folder}: what it writes stays private. Set MESHWISE_RUN to a folder that all machines share."
-)
+ALONE = "a rank does not see {folder}, so its files stay private. Set MESHWISE_RUN to a folder that all machines share."
 EARLY = "wandb.init came before mw.distribute, so every rank records a run. Call it after mw.distribute."
 _begun, _met, _free, _views = count(), count(), list[str](), list[Any]()
 

@@ -39,7 +39,7 @@ from meshwise.workers.scratch_files import FileFunctions, Function
 
 PATIENCE = 60.0  # seconds in which rank 0 must begin what another rank asks for
 SAVES, RUNS = (torch.save, safetensors.torch.save_file), (subprocess.run, subprocess.call, os.system)
-NEVER = "{here}: rank 0, last seen at {last}, has not come to {there}. Make that call on every rank alike, or on none."
+NEVER = "{here}: rank 0, last seen at {last}, has not reached {there}. Make that call on every rank alike, or on none."
 IN_LOADER = "{here}: a loader's worker writes {path}, of rank 0's samples only. Write it before, or by num_workers=0."
 STARTS = "{here}: every rank starts this program. Use subprocess.run, which only rank 0 does, or start it earlier."
 

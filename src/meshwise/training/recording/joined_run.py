@@ -153,7 +153,7 @@ def _failure(rank: int, error: BaseException) -> Failure | None:
 
 def _gone(ranks: list[int], size: int) -> Failure:
     left = f"{ranks_text(ranks)} of {size} disappeared"
-    text = f"{left}: killed, or lost with the machine. See what the scheduler's log says."
+    text = f"{left}: killed, or lost with the machine. See the scheduler's log."
     return Failure(ranks[0], "lost", text, plain=True, time=time.time())
 
 

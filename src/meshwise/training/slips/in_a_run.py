@@ -21,7 +21,7 @@ DIVIDED = (
     "batch size of all ranks together. Write batch_size={whole}."
 )
 RESUMED = (
-    "{place}: the loop resumes with batch {batch} of its epoch, so its counters and sums begin anew there. Count with "
+    "{place}: the loop resumes with batch {batch} of its epoch, so its counters and sums restart there. Count with "
     "enumerate(loader, loader.start), and keep sums in a dict that is passed to mw.checkpoint(…, extra=state)."
 )
 UNREAD = (

@@ -190,7 +190,7 @@ class Backwards:
         held = [p for ref in self._parameters if (p := ref()) is not None]
         if create_graph or any(all(x is not p for p in held) for x in asked):
             raise UsageError(
-                "torch.autograd.grad of divided parameters takes parameters alone, and no create_graph: a rank holds "
+                "torch.autograd.grad of divided parameters accepts only parameters, and no create_graph: a rank holds "
                 "its part of them. Run this script without shard and tensor."
             )
         kept = [(p, p.grad) for p in held]

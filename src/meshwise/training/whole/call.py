@@ -287,7 +287,7 @@ class Call:
         if before != self._versions():
             raise UsageError(
                 f"{type(self.module).__name__} no longer computes what it did when it was proven to keep the rows of a "
-                f"batch apart: {why}. It has written to its buffers, so the call cannot run anew. Use one device, or "
+                f"batch apart: {why}. It has written to its buffers, so the call cannot run again. Use one device, or "
                 'mw.distribute(…, view="rank").'
             )
 
