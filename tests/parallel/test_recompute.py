@@ -269,3 +269,19 @@ def test_a_gradient_penalty_is_that_without_recompute() -> None:
     assert len(found[0]) == len(found[1]) > 0
     for a, b in zip(*found, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+
+
+def test_a_second_run_begins_with_the_buffers_and_the_parameters_of_the_first() -> None:
+    def slopes(recompute: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(4, 5)), nn.Tanh(), nn.Linear(5, 1))
+        if recompute:
+            recompute_blocks(model, "full")
+        x, held = torch.randn(6, 4), dict(model.named_parameters())
+        model(x).square().mean().backward()
+        lent = {name: (p * 2).detach().requires_grad_() for name, p in held.items()}  # by functional_call
+        loss = torch.func.functional_call(model, lent, (x,)).square().mean()
+        return [p.grad for p in held.values() if p.grad is not None] + [*torch.autograd.grad(loss, [*lent.values()])]
+
+    for one, other in zip(slopes(True), slopes(False), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)

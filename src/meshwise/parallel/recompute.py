@@ -37,6 +37,8 @@ COMPUTE_INTENSIVE_OPS = ("mm", "addmm", "bmm", "baddbmm", "linear", "convolution
 """Operators with results that `selective` keeps: matrix products, convolutions, and all kinds of attention."""
 
 Contexts = tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]]
+Written = tuple[nn.Module, str, Tensor | None]
+"""A buffer that a forward has written, and what it held before. None for a batch norm, which does not read it."""
 
 
 def recompute_blocks(model: nn.Module, recompute: str | Sequence[str]) -> list[str]:
@@ -65,11 +67,12 @@ def _recomputed(
     block: nn.Module, forward: Callable[..., Any], selective: bool, /, *arguments: Any, **keywords: Any
 ) -> Any:
     """Run a block's forward, under a checkpoint if gradients are enabled."""
-    if not torch.is_grad_enabled():
+    lent = any(not isinstance(p, nn.Parameter) for p in block.parameters())  # by functional_call, until it ends
+    if lent or not torch.is_grad_enabled():
         return forward(*arguments, **keywords)
     buffers = [(part, name, b) for part in block.modules() for name, b in part.named_buffers(recurse=False)]
-    before = [version(b) for _, _, b in buffers]
-    written: list[tuple[nn.Module, str]] = []
+    before = [(version(b), None if hasattr(part, "running_mean") else b.clone()) for part, _, b in buffers]
+    written: list[Written] = []
     contexts = functools.partial(_contexts, type(block).__name__, selective, written)
     given = [*arguments, *keywords.values()]
     tensors = [value for value in given if isinstance(value, Tensor)]
@@ -78,9 +81,9 @@ def _recomputed(
     result = checkpoint(run, *tensors, use_reentrant=False, context_fn=contexts, determinism_check=same)
     # autograd does not count writes to a batch norm's running statistics: treat possible ones as written.
     written += [
-        (part, name)
-        for (part, name, b), v in zip(buffers, before, strict=True)
-        if version(b) != v or (part.training and b.is_floating_point())
+        (part, name, start)
+        for (part, name, b), (v, start) in zip(buffers, before, strict=True)
+        if version(b) != v or (start is None and part.training and b.is_floating_point())
     ]
     return result
 
@@ -146,7 +149,7 @@ def _is_plain_object(value: Any) -> bool:
     )
 
 
-def _contexts(kind: str, selective: bool, written: Sequence[tuple[nn.Module, str]]) -> Contexts:
+def _contexts(kind: str, selective: bool, written: Sequence[Written]) -> Contexts:
     """Return the context manager for the normal forward of a block, and the context manager for its recomputation in
     the backward."""
     again: contextlib.AbstractContextManager[Any]
@@ -170,17 +173,15 @@ class _Anew:
 
 
 @contextlib.contextmanager
-def _again(
-    kind: str, inner: contextlib.AbstractContextManager[Any], written: Sequence[tuple[nn.Module, str]]
-) -> Iterator[None]:
+def _again(kind: str, inner: contextlib.AbstractContextManager[Any], written: Sequence[Written]) -> Iterator[None]:
     """Enter `inner`, and let a recomputation in the backward write to copies of the buffers in `written`."""
     kept: list[tuple[dict[str, Tensor | None], str, Tensor]] = []
-    for part, name in written:
+    for part, name, start in written:
         buffers = buffers_in(part)
         buffer = buffers[name]
         assert buffer is not None
         kept.append((buffers, name, buffer))
-        buffers[name] = buffer.clone()
+        buffers[name] = (buffer if start is None else start).clone()
     try:
         with inner:
             yield
