@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from meshwise.parallel.splits.tensor import SplitTensor
 from meshwise.parallel.splits.term import Term
@@ -28,6 +29,10 @@ COLLECTIVES = """all_reduce all_gather all_gather_into_tensor all_gather_object 
 reduce_scatter reduce_scatter_tensor all_to_all all_to_all_single"""
 WHY = 'With view="whole" every number, loss and gradient of the program is that of the whole batch on each rank'
 TWICE = "{place}: torch.distributed.{name} of the program. {why}: what it joins over {size} ranks counts {size} times."
+KEPT = (
+    "{kind} keeps torch.distributed.{name}. {why}: its sum counts {size} times. Build the model without it, such as "
+    "with sync_codebook=False, or before torch.distributed begins."
+)
 SIZED = "{place}: asks for the number of ranks. {why}: do not multiply or divide by {size} what one device does not."
 
 
@@ -36,9 +41,17 @@ class OwnCollectives:
 
     def __init__(self, engine: Engine, sized: list[str]) -> None:
         self._engine, self._sized = engine, sized
+        self._theirs = {id(getattr(dist, name)): name for name in COLLECTIVES.split()}
         for name in (*COLLECTIVES.split(), "get_world_size"):
             engine.ends.callback(put([dist], name, functools.partial(_said, name, engine)))
         engine.ends.callback(put([dist], "is_initialized", _alone))
+
+    def check(self, model: nn.Module) -> None:
+        """Raise UsageError if a module keeps a collective, to call it with what is whole here."""
+        for module in model.modules():
+            for name in (self._theirs[id(each)] for each in vars(module).values() if id(each) in self._theirs):
+                kept = KEPT.format(kind=type(module).__name__, name=name, why=WHY, size=self._engine.world.size)
+                raise UsageError(kept)
 
     def backward_begins(self, *_: Any) -> None:
         while self._sized:

@@ -100,13 +100,15 @@ class WholeView:
             every = collectives.everyone()  # the ranks of one model too
             engine.ends.callback(once.begin(collectives.get_rank(every), collectives.world_size(every)))
         _begin(engine, self.backwards, alone=False)
-        engine.events.listen(OwnCollectives(engine, sized), only=("backward_begins",))
+        self._collectives = OwnCollectives(engine, sized)
+        engine.events.listen(self._collectives, only=("backward_begins",))
         if engine.watcher is None:  # a check compares what the ranks compute, and names the module
             engine.events.listen(SameProgram(engine), only=("backward_begins",))
 
     def add_models(self, models: Iterable[nn.Module]) -> None:
         """Divide the calls of these models. Their plan is applied already."""
         for model in models:
+            self._collectives.check(model)
             self.axis.average(model)
             self.backwards.add(list(model.parameters()))
             self.divide(model)
