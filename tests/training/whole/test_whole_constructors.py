@@ -15,6 +15,7 @@ import torch
 from torch.autograd import Variable
 from torch.nn import functional as F
 
+from meshwise.spec.errors import UsageError
 from meshwise.torch_compat.beside_dispatch import replace
 from tests.training.whole.running import apart, run, whole
 from tests.training.whole.shared import Distribute, step, usual, weights
@@ -156,3 +157,18 @@ def test_a_function_is_replaced_in_all_modules_that_hold_it(monkeypatch: pytest.
     monkeypatch.setitem(sys.modules, "holder", holder)
     replace({id(made): "ours"})
     assert holder.make == "ours" and holder.other != "ours"
+
+
+def keeps_a_sum_over_ranks(distribute: Distribute) -> str:
+    model = torch.nn.Linear(2, 2)
+    model.join = torch.distributed.all_reduce  # type: ignore[assignment]
+    try:
+        distribute(model)
+    except UsageError as error:
+        return str(error)
+    return ""
+
+
+def test_a_model_that_keeps_a_collective_is_refused(pool: Any) -> None:
+    for said in pool(2).run(whole, keeps_a_sum_over_ranks):
+        assert said.startswith("Linear keeps torch.distributed.all_reduce. ") and "its sum counts 2 times" in said
