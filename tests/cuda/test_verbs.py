@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -56,7 +57,7 @@ def test_devices_names_what_was_asked_for(meshwise: Run, fake: Run) -> None:
 @pytest.mark.evidence(VERBS)
 def test_bench_finds_every_byte_where_it_belongs(meshwise: Run) -> None:
     said = " ".join(meshwise("bench", "--devices", "2xcuda", "--sizes", "64K", "--seconds", "0.2").stdout.split())
-    assert "20 of 20 paths delivered the bytes they were given" in said
+    assert re.search(r"(\d+) of \1 paths delivered the bytes they were given", said)
     assert "nccl" in said and "cuda:0 → cuda:1" in said
 
 

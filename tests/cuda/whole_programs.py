@@ -22,9 +22,8 @@ def begun(
 ) -> Any:
     """A model, an optimizer of one kernel, and a loader that pins its batches."""
     optimizer = torch.optim.AdamW(model.to(device).parameters(), 0.02, fused=True)
-    return distribute(
-        model, optimizer, DataLoader(data, size, shuffle=True, pin_memory=device == "cuda", **how), *more, view="rank"
-    )
+    loader = DataLoader(data, size, shuffle=True, pin_memory=device == "cuda", **how)
+    return distribute(model, optimizer, loader, *more)
 
 
 def kept(model: nn.Module) -> list[Tensor]:

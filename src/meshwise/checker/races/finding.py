@@ -20,7 +20,7 @@ from meshwise.checker.races.order import HOST, Lane
 from meshwise.spec.user_code import OURS, is_users, place
 
 MOST_FRAMES = 100
-LEFT_OUT = (f"{OURS}races", f"{OURS}compat", f"{OURS}equivalence")
+LEFT_OUT = (f"{OURS}checker/races", f"{OURS}torch_compat", f"{OURS}checker")
 MODES = {"__torch_function__", "_handled"}
 """Functions through which meshwise runs each operator. A `Stack` leaves out the lines of meshwise inside them."""
 LIBRARIES = ("/site-packages/", "/dist-packages/")

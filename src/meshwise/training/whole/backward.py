@@ -139,7 +139,7 @@ class Backwards:
         assert means is not None
         root.set(means if sent.dim() == 1 else means.reshape(sent.shape), size)
         if waits:
-            self._divide(loss.assumed / (root.total or 1), kept)
+            self._divide(loss.assumed / (root.total if isinstance(root.total, Tensor) else root.total or 1), kept)
         return value_of(loss)
 
     def _gradients(self) -> list[tuple[nn.Parameter, Tensor]]:
