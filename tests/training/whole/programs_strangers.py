@@ -154,3 +154,13 @@ def rows_written_into_empty_memory(distribute: Distribute) -> list[float]:
         (slope,) = torch.autograd.grad((kept * w).square().sum(), w)
         left += [*slope.tolist()]
     return left
+
+
+def rows_of_a_batch_as_data(distribute: Distribute) -> list[float]:
+    """A teacher's answers, which are rows of a batch, are the targets of a data set."""
+    model = torch.nn.Linear(4, 2)
+    model, loader = distribute(model, DataLoader(torch.randn(10, 4, generator=torch.Generator().manual_seed(1)), 10))
+    with torch.no_grad():
+        x, answers = next((x, model(x)) for x in loader)
+    taught = distribute(DataLoader(TensorDataset(x, answers), 4, shuffle=True))
+    return [number for a, b in taught for number in (a.sum().item(), b.square().sum().item())]

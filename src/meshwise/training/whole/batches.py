@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, default_collate
 from meshwise.parallel.splits.axis import SplitPart
 from meshwise.parallel.splits.crossing import gather, scatter
 from meshwise.parallel.splits.rows_axis import DataAxis
-from meshwise.parallel.splits.tensor import split
+from meshwise.parallel.splits.tensor import SplitTensor, split
 from meshwise.parallel.splits.term import Term, heard, resolved
 from meshwise.torch_compat.reducer import version
 from meshwise.torch_compat.torch_function import on_parts
@@ -24,7 +24,7 @@ from meshwise.training.data.order import BatchSlice
 
 def reads_own_rows(loader: DataLoader[Any]) -> bool:
     """Return whether each rank can read its rows of a batch alone."""
-    if loader.collate_fn is not default_collate or loader.batch_sampler is None or _draws_alone(loader.dataset):
+    if loader.collate_fn is not default_collate or loader.batch_sampler is None or _is_alike(loader.dataset):
         return False
     before = [handle.state() for handle in GLOBAL]
     try:
@@ -37,15 +37,15 @@ def reads_own_rows(loader: DataLoader[Any]) -> bool:
     return all(isinstance(leaf, (Tensor, int, float)) or hasattr(leaf, "__array__") for leaf in all_leaves(sample))
 
 
-GENERATORS = (torch.Generator, numpy.random.Generator, numpy.random.RandomState, random.Random)
+ALIKE = (torch.Generator, numpy.random.Generator, numpy.random.RandomState, random.Random, SplitTensor)
 
 
-def _draws_alone(thing: Any, depth: int = 4) -> bool:
-    """Return whether a data set holds a random generator of its own, which draws for the rows in their order."""
-    if isinstance(thing, GENERATORS):
+def _is_alike(thing: Any, depth: int = 4) -> bool:
+    """Return whether every rank must read all rows: a data set holds a generator of its own, or divided rows."""
+    if isinstance(thing, ALIKE):
         return True
     inner = list(thing[:16]) if isinstance(thing, (list, tuple)) else list(getattr(thing, "__dict__", {}).values())
-    return depth > 0 and not isinstance(thing, (Tensor, type)) and any(_draws_alone(each, depth - 1) for each in inner)
+    return depth > 0 and not isinstance(thing, (Tensor, type)) and any(_is_alike(each, depth - 1) for each in inner)
 
 
 def whole_batch(batch: Any, own: BatchSlice, axis: DataAxis, *, read_own: bool) -> Any:
@@ -59,6 +59,7 @@ def whole_batch(batch: Any, own: BatchSlice, axis: DataAxis, *, read_own: bool) 
             return split(rows, SplitPart(axis, 0, own.micro))
         if leaf.dim() == 0 or leaf.shape[0] != own.total:
             return leaf
+        leaf = gather(leaf) if isinstance(leaf, SplitTensor) else leaf
         return scatter(leaf, SplitPart(axis, 0, own.total))
 
     return map_tensors(divided, batch)
