@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Subset, WeightedRandomSampler
@@ -55,7 +54,7 @@ def placed(verdict: str, name: str, program: Callable[..., Any]) -> None:
 
 
 def several() -> bool:
-    return dist.is_initialized() and mw.world_size() > 1
+    return mw.world_size() > 1
 
 
 class Stream(IterableDataset[Any]):
@@ -118,7 +117,7 @@ of_parts("refused", "wrapped_in_ddp", ddp)
 of_parts("refused", "wrapped_in_data_parallel", lambda: (nn.DataParallel(mlp()), *parts()[1:]))
 of_parts("refused", "optimizer_of_another_model", of_another_model)
 of_parts(
-    "said",
+    "right",
     "distributed_sampler_left",
     lambda: parts(shuffle=False, sampler=DistributedSampler(rows(24), 1, 0), data=rows(24)),
 )
