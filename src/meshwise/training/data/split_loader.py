@@ -76,6 +76,8 @@ def split_loader(loader: DataLoader[Any], seed: int, world: World, streams: str)
     if type(loader.batch_sampler) is not BatchSampler or loader.batch_size is None:
         return _foreign(loader, seed, world)
     samples = len(loader.dataset)  # type: ignore[arg-type]
+    if isinstance(sampler, DistributedSampler) and sampler.num_replicas == 1:
+        return _foreign(loader, seed, world)  # a script for one device
     if isinstance(sampler, DistributedSampler) and sampler.shuffle:  # meshwise itself divides by rank
         return _ordered(loader, seed, world, lambda draws, epoch: epoch_order(sampler.seed, epoch, samples))
     if isinstance(sampler, DistributedSampler) or type(sampler) is SequentialSampler:
