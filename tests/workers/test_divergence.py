@@ -173,7 +173,6 @@ def loop(folder: Path, rank: int, batches: int) -> None:
         verb_log.end()
 
 
-@pytest.mark.slow  # after some tests of training in the same process, the loop that was left is not noted
 def test_a_program_notes_its_verbs_and_the_loop_that_it_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for rank, batches in enumerate((2, 4)):
         monkeypatch.setattr(distributed_loader, "_loaders", itertools.count(1))  # each rank is a process of its own

@@ -32,7 +32,7 @@ BATCH = "batch"
 """The name of the call by which a loop asks for its next batch (see `Verb`)."""
 FACTOR, MASK = 1_000_003, (1 << 32) - 1  # of the checksum: FNV over whole words
 NOWHERE = (0, 0)
-UNKNOWN: tuple[int, None, int, list[int]] = 0, None, 0, []
+UNKNOWN: tuple[int, None, int, list[int]] = 1, None, 0, []
 in_progress: set[str] = set()
 """What this rank is in the middle of, such as an epoch. If it exited now, the other ranks would wait for it."""
 
@@ -162,7 +162,7 @@ def log_verb(verb: str, *which: int, log: VerbLog | None = None) -> None:
     try:
         frame = sys._getframe(depth)
     except ValueError:  # the stack is shallower
-        frame = sys._getframe()
+        frame, code = sys._getframe(1), None  # not this frame, which would hold itself and what its callers hold
     line = line if frame.f_code is code and frame.f_lasti == lasti else log.line(verb, sys._getframe(1))
     line[2] += 1
     checksum = log._checksum * FACTOR + line[1]
