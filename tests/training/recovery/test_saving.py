@@ -17,7 +17,7 @@ from meshwise.spec.saves import Saves
 from meshwise.spec.world import World
 from meshwise.training.recovery import saving, writing
 from meshwise.training.recovery.loading import load, whole
-from meshwise.training.recovery.saving import Saver
+from meshwise.training.recovery.saving import BACKGROUND, Saver
 
 
 def state(step: int) -> dict[str, Any]:
@@ -142,3 +142,13 @@ def test_what_a_run_left_behind_goes_first(tmp_path: Path) -> None:
     save(saver, 2)
     saver.settle()
     assert names(tmp_path) == ["step-00000001.1", "step-00000002.2"]
+
+
+@pytest.mark.parametrize("settings", [{}, {"keep": 3}, {"steps": 9}])
+def test_states_of_the_background_go_once_another_stands(tmp_path: Path, settings: dict[str, int]) -> None:
+    saver = Saver(tmp_path, World(), pytest.fail, saves=Saves(**settings))
+    for step, background in ((1, False), (2, True), (3, True), (4, False)):
+        saver.save(lambda step=step: state(step), {"step": step, BACKGROUND: background}, wait=True)
+        saver.settle()
+    kept = {"keep": [1, 4], "steps": [3, 4]}.get(next(iter(settings), ""), [4])
+    assert [saved.step for saved in checkpoints_in(tmp_path)] == kept

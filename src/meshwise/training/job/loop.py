@@ -40,7 +40,7 @@ from meshwise.training.recording.recording import Recording
 from meshwise.training.recovery.clock import SaveClock
 from meshwise.training.recovery.loading import load
 from meshwise.training.recovery.resume_changes import honour, made_with
-from meshwise.training.recovery.saving import Saver
+from meshwise.training.recovery.saving import BACKGROUND, Saver
 from meshwise.training.recovery.state import RunState, tree_of, unpack
 from meshwise.training.recovery.weights import save_weights
 from meshwise.training.tracking.metrics_log import LIVE_EVERY, MetricsLog, Send
@@ -243,7 +243,7 @@ def _train_epoch(run: JobRun) -> bool:
             log.live_due = now + LIVE_EVERY
             _send_progress(run, "progress", in_epoch, steps)
         if state.step >= run.clock.look and run.clock.is_due(state.step):
-            _save(run)
+            _save(run, background=run.options.saves.in_background)
         if state.step % run.replicas.every == 0:
             run.replicas.compare(state)
     log.sync()
@@ -282,7 +282,7 @@ def _send_progress(run: JobRun, kind: str, in_epoch: int, steps: int) -> None:
     run.log.send(kind, **facts, loss=run.log.last_loss, **speed)
 
 
-def _save(run: JobRun, *, wait: bool = False) -> None:
+def _save(run: JobRun, *, wait: bool = False, background: bool = False) -> None:
     """Save the state."""
     state, began = run.state, time.monotonic()
     run.log.sync()  # the records must reach the step a restart resumes from
@@ -291,7 +291,7 @@ def _save(run: JobRun, *, wait: bool = False) -> None:
         run.not_finite.refuse_spoiled(state.step)
     if run.saver is not None:
         facts = {name: getattr(state, name) for name in ("step", "epoch", "index", "seed")}
-        facts["plan"] = str(run.plan)
+        facts |= {"plan": str(run.plan), BACKGROUND: background}
         run.saver.save(partial(tree_of, state), facts, wait=wait, began=began)
 
 
@@ -300,7 +300,8 @@ def _finish(run: JobRun) -> None:
     saver = run.saver
     if saver is not None:
         saver.settle()
-        if run.state.step not in (saver.saved, run.began["step"] if run.options.resume is not None else -1):
+        newest = -1 if run.options.saves.in_background else saver.saved  # saved once more, in place of background saves
+        if run.state.step not in (newest, run.began["step"] if run.options.resume is not None else -1):
             _save(run, wait=True)
     if run.folder is not None and not run.stopped:
         save_weights(run.state.model, run.folder / names.WEIGHTS)

@@ -26,7 +26,7 @@ from meshwise.records.claims import newest, room_of
 from meshwise.records.files import make_folder
 from meshwise.reports.recorder import current
 from meshwise.spec.devices import has_streams
-from meshwise.spec.errors import SaveError
+from meshwise.spec.errors import CheckpointError, SaveError
 from meshwise.spec.saves import Saves
 from meshwise.spec.world import World
 from meshwise.torch_compat.reducer import own_connection_to_store
@@ -45,6 +45,8 @@ OVER = (
     "a later attempt of this run began while this attempt was frozen or cut off from the network. This attempt ends "
     "now. Nothing that it has written since then is used."
 )
+BACKGROUND = "background"
+"""The fact in a manifest that says that the state was saved by default, in the middle of the training."""
 PATIENCE = 10.0  # seconds from its beginning that a save may take before the next one is left out
 
 
@@ -224,7 +226,9 @@ class Saver:
         if writing.rank == 0 and (writing.room is not None or not newest(files.claims_folder(self.folder))):
             found = self._known()
             left = files.abandoned_by([c for c in found if c.attempt < writing.facts["attempt"]], self._resumed)
-            files.prune(self.folder, keep=self._saves.keep, abandoned=left, room=writing.room)
+            old = [] if writing.facts.get(BACKGROUND) or not self._saves.in_background else in_background(found[:-1])
+            keep = min(self._saves.keep, len(found) - len(old))
+            files.prune(self.folder, keep=keep, abandoned=[*old, *left], room=writing.room)
 
     def _settle(self, patience: float | None) -> None:
         """Wait for the save that is being written."""
@@ -252,6 +256,13 @@ class Saver:
         """Tell the user a line of text, once for all ranks."""
         if self._world.rank == 0:
             self._say(text)
+
+
+def in_background(found: Sequence[Checkpoint]) -> list[Path]:
+    """Return those checkpoints that were saved by default, in the middle of the training."""
+    with contextlib.suppress(CheckpointError):
+        return [saved.path for saved in found if files.read_manifest(saved).facts.get(BACKGROUND)]
+    return []
 
 
 def _buffer_of(deal: Deal, rank: int, *, pinned: bool) -> tuple[bytes, Tensor, list[Copied]]:

@@ -27,7 +27,7 @@ from meshwise.training.process.session import default_engine, tell
 from meshwise.training.recovery.clock import SaveClock
 from meshwise.training.recovery.finite_state import not_finite_here, not_finite_in, not_finite_names
 from meshwise.training.recovery.loading import has_checkpoint, load
-from meshwise.training.recovery.saving import Saver
+from meshwise.training.recovery.saving import BACKGROUND, Saver
 from meshwise.training.script import saved_loop
 from meshwise.training.script.distributed_loader import DistributedLoader
 from meshwise.training.script.saved_loop import Loaders, LoopParts, Things
@@ -167,9 +167,9 @@ class LoopState:
         self._step, self._clean, self._drawn = self._step + 1, True, saved_loop.random_of(self._engine)
         self._counted = self._engine.program.backwards
         if self._clock.is_due(self._step):
-            self.save()
+            self.save(background=self._saves.in_background)
 
-    def save(self) -> None:
+    def save(self, *, background: bool = False) -> None:
         """Save the state now, between two steps. Collective. Raise LossError, and save nothing, if the state is not
         finite."""
         if self._saver is None:
@@ -178,7 +178,7 @@ class LoopState:
         self._check(self._saver, *self._not_finite())
         epoch, index = (0, 0) if self._loader is None else self._loader.place
         facts = {"step": self._step, "epoch": epoch, "index": index, "plan": str(self._engine.plan)}
-        if self._saver.save(self._tree, facts, began=began):
+        if self._saver.save(self._tree, facts | {BACKGROUND: background}, began=began):
             self._last = self._step
             self._engine.notify(saved_loop.says_beside(self._parts))
 
@@ -216,7 +216,7 @@ class LoopState:
             return
         self._due |= self._count() and self._clock.is_due(self._step)
         if self._due and self._clean and not loader.at_end:
-            self.save()
+            self.save(background=self._saves.in_background)
 
     def epoch_ends(self, loader: DistributedLoader, *, early: bool) -> None:
         """Record that `loader` has no further batch in this epoch. early: whether the program has left the loop before
