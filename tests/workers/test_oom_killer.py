@@ -128,4 +128,4 @@ def test_a_job_goes_on_with_less_where_the_killer_ended_a_worker(small_group: Pa
     done = run_in(small_group, f"{tmp_path / 'hungry.py'}:job", "--devices", "2xcpu", "--out", str(tmp_path / "runs"))
     said = done.stdout + done.stderr
     assert done.returncode == 0 and "killed by the kernel's out-of-memory killer" in said, said
-    assert "with accumulate=2: microbatches of half the size, and the same numbers." in said, said
+    assert "with recompute=full: blocks run again in the backward, and the same numbers." in said, said
