@@ -119,7 +119,7 @@ def test_other_profilers_see_the_phases_while_they_run(recorder: Recorder) -> No
     with torch.profiler.profile() as profile, recorder.span("forward"):
         torch.ones(2) + 1
     names = {event.key for event in profile.key_averages()}
-    assert "meshwise.forward" in names and "meshwise.training.data" not in names
+    assert "meshwise.forward" in names and "meshwise.data" not in names
 
 
 def test_a_process_has_one_recorder() -> None:

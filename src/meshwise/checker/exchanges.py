@@ -10,11 +10,9 @@ import os
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
@@ -23,9 +21,9 @@ from meshwise.spec.user_code import is_users, place, user_place
 from meshwise.spec.words import some
 from meshwise.torch_compat.dispatch import gives_view, intercept_operators, operator_name
 from meshwise.torch_compat.perturbed import open_exchanges
+from meshwise.torch_compat.program_calls import TORCH
 from meshwise.torch_compat.tree import tensors_in
 
-TORCH = str(Path(torch.__file__).parent) + os.sep
 DISTRIBUTED = TORCH + "distributed" + os.sep
 NAMESPACES = ("c10d", "_c10d_functional")
 SUMS = ("allreduce", "all_reduce", "reduce_scatter", "reduce")

@@ -81,7 +81,7 @@ class DataParallel:
         self._grouped = set[int]()  # ids of the groups' parameters
         self._trained: list[bool] = []
         self._calls = self._buckets = 0  # in this backward: reduced so far, and in all
-        self._key = f"meshwise/training/data/{collectives.group_key()}/{next(_made)}"
+        self._key = f"meshwise/data/{collectives.group_key()}/{next(_made)}"
         self._backwards = 0
         self._factor: Callable[[], Tensor] | None = None
         self._kept: dict[int, Tensor] = {}

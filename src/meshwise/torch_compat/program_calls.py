@@ -3,16 +3,18 @@
 Each of them passes through one function, which is wrapped. `end` restores it, unless it was replaced again since.
 `.grad` is an attribute in C: a property of the same name hides it on the classes of parameters, only while
 gradients wait on their rank, so that no other step pays for it. Our own code and autograd bypass the property.
-Read in torch 2.11, 2.13 and 2.15: `utils/data/dataloader.py`, `training/autograd/__init__.py`,
+Read in torch 2.11, 2.13 and 2.15: `utils/data/dataloader.py`, `autograd/__init__.py`,
 `distributed/device_mesh.py`, `_C/TensorBase.grad`.
 """
 
 from __future__ import annotations
 
 import functools
+import os
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,7 +27,8 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from meshwise.spec.user_code import OURS
 
 End = Callable[[], None]
-
+TORCH = str(Path(torch.__file__).parent) + os.sep
+"""What the names of torch's files begin with."""
 
 PLACES: dict[str, list[Any]] = {
     "__next__": [_BaseDataLoaderIter],

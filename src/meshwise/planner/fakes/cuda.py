@@ -12,7 +12,6 @@ import functools
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -25,10 +24,10 @@ from torch.overrides import TorchFunctionMode
 from meshwise.spec.user_code import OURS, is_users
 from meshwise.torch_compat.fake_device import NAME, Event, Stream, stream_of
 from meshwise.torch_compat.fake_values import value_of
+from meshwise.torch_compat.program_calls import TORCH
 
 MEMORY = 80 * 2**30
 """The bytes of GPU memory that `torch.cuda.mem_get_info` reports to a script while it is traced without a GPU."""
-_TORCH = str(Path(torch.__file__).parent)
 _CUDA = torch.device("cuda", 0)
 _OF_GPU: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("is_available", "is_initialized", "is_bf16_supported"), lambda *a, **k: True),
@@ -115,7 +114,7 @@ def _replacement(name: str, own: Callable[..., Any]) -> Any:
     @functools.wraps(real)
     def tell(*args: Any, **kwargs: Any) -> Any:
         asks = sys._getframe(1).f_code.co_filename
-        return real(*args, **kwargs) if asks.startswith((_TORCH, OURS)) else own(*args, **kwargs)
+        return real(*args, **kwargs) if asks.startswith((TORCH, OURS)) else own(*args, **kwargs)
 
     return tell
 
@@ -156,7 +155,7 @@ class _Named(TorchFunctionMode):
             return func(args[0] if known is None else known, *args[1:], **kwargs)
         if name in ("pin_memory", "is_pinned", "record_stream"):
             return args[0] if name == "pin_memory" else name == "is_pinned"
-        if func is torch.device and not sys._getframe(1).f_code.co_filename.startswith((_TORCH, OURS)):
+        if func is torch.device and not sys._getframe(1).f_code.co_filename.startswith((TORCH, OURS)):
             return func(*args, **kwargs)  # the script sees `cuda`; functions that take it map it
         if self._there:
             args, kwargs = self._mapped(func, args, kwargs)

@@ -9,10 +9,8 @@ import functools
 import os
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -20,11 +18,10 @@ from meshwise.parallel.splits.tensor import SplitTensor
 from meshwise.parallel.splits.term import Term
 from meshwise.spec.errors import UsageError
 from meshwise.spec.user_code import OURS, is_users, user_place
-from meshwise.torch_compat.program_calls import put
+from meshwise.torch_compat.program_calls import TORCH, put
 from meshwise.torch_compat.tree import all_leaves
 from meshwise.training.engine.engine import Engine
 
-TORCH = str(Path(torch.__file__).parent) + os.sep
 COLLECTIVES = """all_reduce all_gather all_gather_into_tensor all_gather_object reduce gather gather_object
 reduce_scatter reduce_scatter_tensor all_to_all all_to_all_single"""
 WHY = 'With view="whole" every number, loss and gradient of the program is that of the whole batch on each rank'
