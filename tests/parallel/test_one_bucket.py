@@ -21,20 +21,23 @@ WAYS = (
     "weighed",
     "kept and weighed",
     "kept and frozen",
+    "added up",
 )
 STEPS = 4
+WIDE = 160  # its gradients become parts of the bucket
 
 
-def trained(way: str, ddp: bool) -> list[Tensor | None]:
+def trained(way: str, ddp: bool, width: int) -> list[Tensor | None]:
     """In a worker: gradients, parameters and means after each step."""
     assigned = reducer._assigned
     if ddp:
         reducer._assigned = lambda ready, bucket_mb: [[0], [1]]  # said to be two buckets: DDP makes them
     try:
         torch.manual_seed(0)
-        model = nn.ModuleList(nn.Linear(5, 5) for _ in range(3)).double()
+        model = nn.ModuleList(nn.Linear(width, width) for _ in range(3)).double()
         reduction = DataParallel(list(model.named_parameters()), bucket_mb=25, piggyback_loss=True)
         found: list[Tensor | None] = []
+        held: list[tuple[Tensor, Tensor]] = []
         rank = collectives.get_rank()
         for step in range(STEPS):
             torch.manual_seed(10 * step + rank)
@@ -52,24 +55,28 @@ def trained(way: str, ddp: bool) -> list[Tensor | None]:
                 found += [None if p.grad is None else p.grad.clone(), p.detach().clone()]
                 if p.grad is not None:
                     p.data -= 0.1 * p.grad
-                p.grad = None
+                if way != "added up" or step == 2:
+                    held += [] if p.grad is None else [(p.grad, p.grad.clone())]
+                    p.grad = None
+        assert all(torch.equal(gradient, as_it_was) for gradient, as_it_was in held), "a kept gradient was overwritten"
         return found
     finally:
         reducer._assigned = assigned
 
 
 def loss_of(model: nn.ModuleList, way: str, step: int, rank: int) -> Tensor:
-    x = torch.randn(4, 5, dtype=torch.float64)
+    x = torch.randn(4, model[0].in_features, dtype=torch.float64)
     a, b, c = (layer(x).square().mean() for layer in model)
     missed = (way == "missed by all" and step == 2) or (way == "missed by one" and step >= 1 and rank == 1)
     return a + c if missed or (way == "first by none" and step == 0) else a + b * 2 + c
 
 
+@pytest.mark.parametrize("width", [5, WIDE])
 @pytest.mark.parametrize("size", [2, 3])
-def test_one_bucket_is_what_ddp_makes_of_it(size: int, pool: Any) -> None:
+def test_one_bucket_is_what_ddp_makes_of_it(size: int, width: int, pool: Any) -> None:
     for way in WAYS:
-        ours = pool(size).run(trained, way, False)
-        for own, theirs in zip(ours, pool(size).run(trained, way, True), strict=True):
+        ours = pool(size).run(trained, way, False, width)
+        for own, theirs in zip(ours, pool(size).run(trained, way, True, width), strict=True):
             assert all(a is None or torch.equal(a, b) for a, b in zip(own, ours[0], strict=True)), (way, "diverged")
             for number, (a, b) in enumerate(zip(own, theirs, strict=True)):
                 assert (a is None) == (b is None) and (a is None or torch.equal(a, b)), (way, number, a, b)

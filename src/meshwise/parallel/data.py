@@ -133,7 +133,7 @@ class DataParallel:
             loss.backward()
         if self._calls < self._buckets:
             only = groups[0].reducer if len(groups) == 1 and not before else None
-            if not isinstance(only, PlainBucket) or not self._reduce(only):
+            if not isinstance(only, PlainBucket) or not self._reduce(only, fresh=True):
                 self._complete(groups, before)
         if factor is not None:
             self._finish_unarmed(groups, factor)
@@ -208,24 +208,31 @@ class DataParallel:
         mean = collectives.begin_mean(stored_in(buffer, self._dtype), of="gradients")
         return mean.then(lambda done: buffer.copy_(done.value()))
 
-    def _reduce(self, bucket: PlainBucket) -> bool:
-        """Average the gradients of a bucket's parameters."""
+    def _reduce(self, bucket: PlainBucket, *, fresh: bool = False) -> bool:
+        """Average the gradients of a bucket's parameters. fresh: whether no `.grad` is older than this backward."""
         gradients = list(map(_GRADIENT, bucket.members))
         if not all(map(operator.is_not, gradients, itertools.repeat(None))):
             return False
-        if self._factor is None and not self._kept and self._dtype is None:
+        plain = self._factor is None and not self._kept and self._dtype is None
+        fresh = fresh and plain and bucket.plain and bucket.large
+        flat, views = bucket.fresh() if fresh else bucket.held()
+        if not plain:
+            copy_each(views, gradients)
+            self._on_bucket(bucket).wait()
+        else:
             self._calls += 1
             if bucket.large:  # both in one pass
-                for view, gradient in zip(bucket.views, gradients, strict=True):
+                for view, gradient in zip(views, gradients, strict=True):
                     torch.div(gradient, bucket.ranks, out=view)
             else:
-                copy_each(bucket.views, gradients)
-                bucket.flat.div_(bucket.ranks)
-            collectives.sum_now(bucket.flat, of="gradients")
+                copy_each(views, gradients)
+                flat.div_(bucket.ranks)
+            collectives.sum_now(flat, of="gradients")
+        if fresh:
+            for p, view in zip(bucket.members, views, strict=True):
+                p.grad = view.data  # not a view to autograd
         else:
-            copy_each(bucket.views, gradients)
-            self._on_bucket(bucket).wait()
-        copy_each(gradients, bucket.views)
+            copy_each(gradients, views)
         return True
 
     def _weigh(self, bucket: GradBucket | PlainBucket) -> None:

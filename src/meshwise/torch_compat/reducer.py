@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch._utils import _unflatten_dense_tensors
 from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.distributed.utils import _verify_param_shape_across_processes
 from torch.nn.parallel import DistributedDataParallel
@@ -43,16 +44,25 @@ class PlainBucket:
     def __init__(self, parameters: Sequence[nn.Parameter], ranks: int = 1) -> None:
         first = parameters[0]
         self.members, self.ranks = list(parameters), ranks
-        self.flat = torch.zeros(sum(p.numel() for p in parameters), dtype=first.dtype, device=first.device)
-        parts = self.flat.split([p.numel() for p in parameters])
-        self.views = [part.view(p.shape) for part, p in zip(parts, parameters, strict=True)]
-        self.large = first.device.type == "cpu" and self.flat.numel() > LARGE * len(self.members)
+        self.size, self._held = sum(p.numel() for p in parameters), list[tuple[Tensor, list[Tensor]]]()
+        self.large = first.device.type == "cpu" and self.size > LARGE * len(self.members)
+        self.plain = all(p.is_contiguous() for p in parameters)
+
+    def fresh(self) -> tuple[Tensor, list[Tensor]]:
+        """Return new memory, and its parts as gradients that the program may keep."""
+        flat = self.members[0].new_empty(self.size)
+        return flat, [*_unflatten_dense_tensors(flat, self.members)]
+
+    def held(self) -> tuple[Tensor, list[Tensor]]:
+        """Return the same memory at each call, and its parts."""
+        self._held = self._held or [self.fresh()]
+        return self._held[0]
 
     def buffer(self) -> Tensor:
-        return self.flat
+        return self.held()[0]
 
     def gradients(self) -> list[Tensor]:
-        return self.views
+        return self.held()[1]
 
     def parameters(self) -> list[nn.Parameter]:
         return self.members
