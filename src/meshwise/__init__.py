@@ -30,7 +30,7 @@ def __getattr__(name: str) -> _Any:
     module = _MODULES.get(name)
     if module is None:
         raise AttributeError(f"module 'meshwise' has no attribute {name!r}")
-    drawn = _random.getstate()  # a program may have seeded it, and rich draws where it is imported
+    drawn = _random.getstate()  # rich draws random numbers on import: keep the state that a program may have seeded
     value = globals()[name] = getattr(_import_module(module), name)
     _random.setstate(drawn)
     return value

@@ -31,7 +31,7 @@ ROOMS = (
     *(("hardware", "devices bench"), ("planner", "plan"), ("launcher", "run submit predict"), ("checker", "check")),
     *(("reports", "report"), ("launcher", "runs logs stop"), ("training", "checkpoints weights")),
 )
-"""The house with the file of each command, in order of use. A house may be absent."""
+"""Maps each command to the module that defines it, in order of use. A house may be absent."""
 HERE = Path(__file__).parent
 FILES = [HERE / house / "commands" / f"{name}.py" for house, names in ROOMS for name in names.split()]
 COMMANDS = {file.stem: f"{__package__}.{file.parts[-3]}.commands.{file.stem}" for file in FILES if file.exists()}
@@ -45,9 +45,9 @@ EXIT_CODES = {
 }
 
 
-LONG_WORD = re.compile(r"(\S{100})\S{200,}(\S{20})")  # shown by its ends
+LONG_WORD = re.compile(r"(\S{100})\S{200,}(\S{20})")  # shortened to its ends when shown
 
-NARROW = 66  # columns below which the boxes of a command's help would cut the names of its options
+NARROW = 66  # in a terminal with fewer columns, the boxes of a command's help would cut off option names
 
 
 class Commands(TyperGroup):
@@ -56,9 +56,9 @@ class Commands(TyperGroup):
     def list_commands(self, ctx: Any) -> list[str]:
         return list(COMMANDS)
 
-    def get_command(self, ctx: Any, cmd_name: str) -> Any:  # click's, which new versions of typer bundle
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:  # newer versions of typer bundle their own click
         if cmd_name not in COMMANDS:
-            if ctx.resilient_parsing:  # shell completion
+            if ctx.resilient_parsing:  # the shell asks for completions
                 return None
             raise UsageError(
                 f"meshwise {cmd_name}: no such command.{nearest(cmd_name, COMMANDS)} Use one of {', '.join(COMMANDS)}."
@@ -70,8 +70,8 @@ class Commands(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         """Invoke a command as click does. If the user presses Ctrl-C, or a program that the command runs calls
-        `sys.exit`, raise an error of meshwise. In a process that a launcher such as torchrun started, `sys.exit` is
-        left as it is."""
+        `sys.exit`, raise an error of meshwise instead. In a process that a launcher such as torchrun started,
+        `sys.exit` ends the process as usual."""
         try:
             return super().invoke(ctx)
         except Exception:
@@ -103,9 +103,9 @@ def _options(version: Annotated[bool, typer.Option("--version", help="print the 
 
 def main() -> None:
     """Run the command `meshwise`."""
-    if any(word.startswith("--nnodes") for word in sys.argv):  # else torch prints C++ frames for a connection that ends
+    if any(word.startswith("--nnodes") for word in sys.argv):  # otherwise torch prints C++ frames as connections close
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    atexit.register(gc.freeze)  # else Python's last garbage collection visits all imported objects
+    atexit.register(gc.freeze)  # otherwise Python's last garbage collection visits all imported objects
     _open_standard_files()
     last_words.watch(sys.stdout, sys.stderr)
     with fast_exit.on_exit(_end):
@@ -135,7 +135,7 @@ def _end(call: str) -> None:
     error = UsageError(fast_exit.OF_COMMAND.format(call=call))
     _print_error(error)
     if os.isatty(2):
-        os.write(2, b"\x1b[?25h")  # the cursor, which is hidden while progress is drawn
+        os.write(2, b"\x1b[?25h")  # show the cursor, which is hidden while progress is drawn
     os._exit(error.exit_code)
 
 
@@ -146,7 +146,7 @@ def _open_standard_files() -> None:
         try:
             os.fstat(number)
         except OSError:
-            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest free number
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # its descriptor is the lowest free one, `number`
             setattr(sys, name, os.fdopen(number, "w" if number else "r", closefd=False))
 
 
@@ -161,7 +161,7 @@ def _refusal_of(error: Exception) -> MeshwiseError | None:
         return MeshwiseError(f"the output cannot be written: {error.strerror}.")
     if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
         return UsageError(f"{error.filename}: this file name is too long. Use a shorter name.")
-    if hasattr(error, "format_message") and hasattr(error, "exit_code"):  # an error of click
+    if hasattr(error, "format_message") and hasattr(error, "exit_code"):  # raised by click
         text = error.format_message()
         refused = UsageError(f"{text.rstrip('.')}. See meshwise --help." if text else "")
         refused.exit_code = error.exit_code
