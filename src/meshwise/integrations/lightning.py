@@ -3,13 +3,13 @@
 Then call `trainer.fit(model, loader)`.
 
 The Trainer of each rank runs as if it were alone, and its module sees whole batches, so that losses, metrics and
-what a hook or callback does with a batch are those of one device. Classes of meshwise are put in front of those of
-the Trainer and its parts; nothing of Lightning is imported, so `lightning` and `pytorch_lightning` both work.
+what a hook or callback does with a batch are the same as on one device. The Trainer and its parts get subclasses
+defined here. Nothing is imported from Lightning, so `lightning` and `pytorch_lightning` both work.
 
-    batches     `batch_size` is that of all devices together; each rank holds its rows of every batch
-    step        the closure that Lightning gives an optimizer runs before its step: gradients are averaged by then
+    batches     `batch_size` counts the samples of all devices together; each rank holds its rows of every batch
+    step        the closure that Lightning passes to an optimizer runs before the step, to average the gradients first
     values      `self.log`, metrics and predictions get plain numbers and rows
-    files       rank 0 writes, what a plan divides is whole, and any number of devices goes on from it
+    files       rank 0 writes whole tensors, even if a plan divides them; any number of devices can resume from them
 
 Read in Lightning 2.6. Tested in tests/training/script/test_lightning.py.
 """
@@ -53,7 +53,7 @@ def _distribute(trainer: Any, engine: Engine, add: Add, share: Share) -> Any:
     strategy.node_rank = world.rank // max(world.local_size, 1)
     sys.modules["lightning_utilities.core.rank_zero"].rank_zero_only.rank = world.rank
     alone = world.size == 1 and rank_context().channel is None
-    take_place(trainer, world.device, signals=alone)  # else a stop is agreed on by all ranks
+    take_place(trainer, world.device, signals=alone)  # on several ranks, all of them must agree to stop
     connector, kept = logs_with(trainer)
     in_front(DistributedTrainer, trainer, ranks)
     in_front(DistributedStrategy, strategy, ranks)
@@ -130,7 +130,7 @@ class DistributedResults:
 
     def log(self, fx: str, name: str, value: Any, *args: Any, **options: Any) -> None:
         if not self.meshwise.alone:
-            options |= {"sync_dist": True, "sync_dist_fn": _as_it_is}  # or Lightning warns that nothing is summed
+            options |= {"sync_dist": True, "sync_dist_fn": _as_it_is}  # otherwise Lightning warns of unreduced values
         super().log(fx, name, value, *args, **options)  # type: ignore[misc]
 
     def update_metrics(self, key: str, value: Any, batch_size: int) -> None:

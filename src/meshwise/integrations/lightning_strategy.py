@@ -44,7 +44,7 @@ class Ranks(OfTrainer):
         return self.engine.plan.parameters_divided or self.engine.plan.state_divided
 
     def close(self, training: bool) -> None:
-        """End the loops over loaders that Lightning has stopped reading: of the training, or all others."""
+        """End the loops over loaders that Lightning has stopped reading: of training loops, or of all others."""
         for batches in list(self.open[training]):
             batches.close()
         self.open[training].clear()
@@ -59,7 +59,7 @@ class Ranks(OfTrainer):
         return self.engine.program.plain(wholes(tree))
 
 
-class DistributedStrategy(ABC):  # like its own class: Python compares the layouts
+class DistributedStrategy(ABC):  # an ABC, as only classes of equal layout can replace each other
     """Overrides methods of Lightning's strategy for a single device."""
 
     meshwise: Ranks
@@ -95,19 +95,19 @@ class DistributedStrategy(ABC):  # like its own class: Python compares the layou
     def _setup_model(self, model: Any) -> Any:
         ranks, model = self.meshwise, super()._setup_model(model)  # type: ignore[misc]
         ranks.add([model])
-        for child in model.children():  # a step may call these, and not the forward of the module
+        for child in model.children():  # a training step may call a submodule directly, without the module's forward
             ranks.engine.whole.divide(child)
-        if not ranks.alone or ranks.engine.watcher is not None:  # a check compares their values
+        if not ranks.alone or ranks.engine.watcher is not None:  # `meshwise check` compares the metrics' values
             _see_all_rows(ranks, model)
         return model
 
     def model_to_device(self) -> None:
-        if not self.meshwise.divided:  # else it was distributed before, and its parts stay
+        if not self.meshwise.divided:  # a divided model is on its device already
             super().model_to_device()  # type: ignore[misc]
 
     def setup_optimizers(self, trainer: Any) -> None:
         super().setup_optimizers(trainer)  # type: ignore[misc]
-        self.meshwise.engine.gate.saves |= trainer.checkpoint_callback is not None  # shown to whoever requests a stop
+        self.meshwise.engine.gate.saves |= trainer.checkpoint_callback is not None  # shown when a stop is requested
         schedulers = [config.scheduler for config in self.lr_scheduler_configs]  # type: ignore[attr-defined]
         for each in [*self.optimizers, *(one for one in schedulers if isinstance(one, LRScheduler))]:  # type: ignore[attr-defined]
             self.meshwise.share(each)
@@ -115,9 +115,9 @@ class DistributedStrategy(ABC):  # like its own class: Python compares the layou
     def teardown(self: Any) -> None:
         self.meshwise.close(True)
         self.meshwise.close(False)
-        self.meshwise.engine.given.waits = False  # left by a training that ended inside a step
+        self.meshwise.engine.given.waits = False  # still set if a training ended inside a step
         kept = self._lightning_module, self._optimizers
-        if self.meshwise.divided:  # parts stay on their devices
+        if self.meshwise.divided:  # the parts of a divided model stay on their devices
             self._lightning_module, self._optimizers = None, []
         try:
             super().teardown()  # type: ignore[misc]
@@ -190,7 +190,7 @@ class DistributedStrategy(ABC):  # like its own class: Python compares the layou
         super().on_exception(exception)  # type: ignore[misc]
         trainer, saves = self.meshwise.trainer, self.meshwise.trainer.checkpoint_callback
         if self.meshwise.engine.stopped and trainer.state.fn == "fit" and getattr(saves, "dirpath", None):
-            if trainer.validating:  # made again as a whole: as if its first batch had been cut
+            if trainer.validating:  # repeat the whole validation, as if it had been stopped before its first batch
                 progress = trainer.fit_loop.epoch_loop.val_loop.batch_progress
                 for each in (progress.total, progress.current):
                     each.reset()
@@ -288,4 +288,4 @@ def _see_all_rows(ranks: Ranks, model: nn.Module) -> None:
             metric: Any = module
             state = metric.__getstate__()
             del metric.__dict__["update"], metric.__dict__["compute"]
-            metric.__setstate__(state)  # which wraps its methods again, now ours
+            metric.__setstate__(state)  # wraps the methods again, now those of DistributedMetric

@@ -1,9 +1,9 @@
 """Reach private parts of accelerate and of Lightning's Trainer.
 
-Of accelerate: processes, the seeded sampler, the ends of loops. Of Lightning: signals, logging, the closure of a step,
-the end of an epoch. None has a public interface. Read in accelerate 1.15 and Lightning 2.6; neither is imported
-before a Trainer exists. Tested in tests/training/script/test_trainer.py, tests/training/script/test_lightning.py and
-tests/training/process/test_same_work.py.
+In accelerate: processes, the seeded sampler, the ends of loops. In Lightning: signals, logging, the closure of a step,
+the end of an epoch. None of these has a public interface. Checked against accelerate 1.15 and Lightning 2.6. Neither is
+imported before a Trainer exists. Tested in tests/training/script/test_trainer.py,
+tests/training/script/test_lightning.py and tests/training/process/test_same_work.py.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def be_alone(world: World, make: Callable[[], object]) -> Any:
 
 
 def seed_order(loader: DataLoader[Any], seed: int | None) -> None:
-    """Replace the random sampler of `loader` by accelerate's SeedableRandomSampler."""
+    """Replace the random sampler of `loader` with accelerate's SeedableRandomSampler."""
     sampler: Any = loader.sampler
     seeded = import_module("accelerate.data_loader").SeedableRandomSampler(
         data_source=sampler.data_source,
@@ -44,7 +44,7 @@ def seed_order(loader: DataLoader[Any], seed: int | None) -> None:
         generator=sampler.generator,
         data_seed=seed,
     )
-    object.__setattr__(loader, "sampler", seeded)  # a DataLoader forbids this after its creation
+    object.__setattr__(loader, "sampler", seeded)  # set directly, because a DataLoader forbids assigning its sampler
     if type(loader.batch_sampler) is BatchSampler:
         loader.batch_sampler.sampler = seeded
 
@@ -61,7 +61,7 @@ def loop_ends(state: Any, loader: Any) -> None:
 
 def take_place(trainer: Any, device: str, *, signals: bool) -> None:
     """Set the device of the Trainer's strategy. signals: whether the Trainer may install its own signal handlers."""
-    with torch._C.DisableTorchFunction():  # Lightning finds a rehearsed GPU by the name that a script does
+    with torch._C.DisableTorchFunction():  # Lightning must see the name "cuda" for a rehearsed GPU, as the script does
         trainer.strategy._root_device = torch.device(TOLD if device == NAME else device)
     if not signals:
         trainer._signal_connector.register_signal_handlers = lambda: None
@@ -83,7 +83,7 @@ def accumulates(trainer: Any) -> bool:
 
 
 def run_closure(plugin: Any, module: Any, optimizer: Any, closure: Any) -> Any:
-    """Run the closure of an optimizer step (forward, backward and gradient clipping), and return its result. plugin."""
+    """Run the closure of an optimizer step (forward, backward and gradient clipping), and return its result."""
     return plugin._wrap_closure(module, optimizer, closure)
 
 

@@ -22,7 +22,7 @@ from meshwise.workers.environment import attempt
 def _tensorboard(folder: Path, step: int) -> OpenTracker:
     from torch.utils.tensorboard import SummaryWriter
 
-    # It reopens its file by name, so each attempt has its own: an earlier one may still run.
+    # A resumed attempt writes to its own folder, because an earlier attempt may still write to the old one.
     own = [f"attempt-{attempt()}"] if attempt() > 1 and newest(folder) else []
     writer = SummaryWriter(str(folder.joinpath(names.TENSORBOARD, *own)), purge_step=step + 1)
 
@@ -42,7 +42,7 @@ def _wandb(folder: Path, step: int) -> OpenTracker:
     run = wandb.init(
         project=project, name=name, id=name, resume="allow", dir=folder, config=_facts(folder), settings=settings
     )
-    run.define_metric("*", step_metric="step")  # W&B's own step drops late values
+    run.define_metric("*", step_metric="step")  # W&B's own step counter drops values that arrive late
     return OpenTracker("wandb", lambda values, step: run.log({**values, "step": step}), run.finish)
 
 

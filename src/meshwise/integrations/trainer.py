@@ -3,16 +3,16 @@
 Write `trainer = mw.distribute(trainer)`, then `trainer.train()`.
 
 The Trainer of each rank runs as if it were alone, without its code for several processes, and meshwise handles batches,
-backwards, evaluations and files. Its class, and that of its Accelerator, get a class of ours in front:
+backwards, evaluations and files. The Trainer and its Accelerator get subclasses defined in this package:
 
-    batches     `per_device_train_batch_size` is that of all devices together; each rank reads its rows of every batch,
-                in the order that the Trainer has on one device
-    ahead       Trainer reads all batches of a step before the first forward, to count `num_items_in_batch`: they are
-                looked at, and given to the loop one by one, so that each is worked on with its own share
-    loss        a sum over `num_items_in_batch`, which is that of all ranks; else a mean over samples, or over what a
+    batches     `per_device_train_batch_size` counts the samples of all devices together; each rank reads its rows of
+                every batch, in the order that the Trainer has on one device
+    ahead       Trainer reads all batches of a step before the first forward, to count `num_items_in_batch`. These
+                batches are previewed, then given to the loop one by one, so that each is computed with its own share
+    loss        a sum divided by `num_items_in_batch` of all ranks; otherwise a mean over samples, or over what a
                 cross entropy counts
-    evaluation  the loss is that of the whole batch, and the rows of all ranks come in the order of the data
-    files       rank 0 writes, what a plan divides is whole, and any number of devices goes on from it
+    evaluation  the loss covers the whole batch, and the rows of all ranks come in the order of the data
+    files       rank 0 writes whole tensors, even if a plan divides them; any number of devices can resume from them
 
 Read in transformers 5.23 and accelerate 1.15; neither is imported. Tested in
 tests/training/script/test_trainer.py.
@@ -68,12 +68,12 @@ class DistributedTrainer:
         module = import_module(TRAINER)
         skips = functools.partial(skip_batches, module.skip_first_batches)
         engine, saves = self.meshwise.engine, self.args.save_strategy != "no"
-        engine.gate.saves |= saves  # shown to whoever requests a stop
+        engine.gate.saves |= saves  # shown when a stop is requested
         with mock.patch.object(module, "skip_first_batches", skips):
             try:
                 return super().train(*args, **options)  # type: ignore[misc]
             except (KeyboardInterrupt, SystemExit):
-                if engine.stopped and saves:  # all ranks before the same batch
+                if engine.stopped and saves:  # all ranks stop before the same batch
                     self._save_checkpoint(self.model_wrapped, None)
                     folder = f"{self._get_output_dir(None)}/checkpoint-{self.state.global_step}"
                     engine.notify(SAVED.format(folder, "train(resume_from_checkpoint=True)"))
@@ -137,7 +137,7 @@ class DistributedTrainer:
         loss, logits, labels = super().prediction_step(*args, **options)  # type: ignore[misc]
         if loss is None:
             return loss, logits, labels
-        if not ranks.computed and not ranks.alone:  # Seq2SeqTrainer, which generates, asks the model itself
+        if not ranks.computed and not ranks.alone:  # Seq2SeqTrainer calls the model itself when it generates
             ranks.items, inputs = False, args[1] if len(args) > 1 else options["inputs"]
             ranks.weight = super()._get_num_items_in_batch([inputs], self.args.device)  # type: ignore[misc]
         return joined(ranks.engine, loss if ranks.alone else ranks.whole_loss(loss)), logits, labels
@@ -147,12 +147,12 @@ class DistributedTrainer:
             return super().hyperparameter_search(*args, **options)  # type: ignore[misc]
         raise UsageError(REFUSED.format(ranks=self.meshwise.engine.world.size, **SWEEP))
 
-    # Files, and what is logged.
+    # Files and logged values.
 
     def save_model(self: Any, output_dir: Any = None, _internal_call: bool = False) -> None:
         with own_names(self.model) if _internal_call else contextlib.nullcontext():
             super().save_model(output_dir, _internal_call)  # type: ignore[misc]
-        if _internal_call:  # of a checkpoint: other ranks check that it exists
+        if _internal_call:  # saving a checkpoint: other ranks check that it exists
             collectives.barrier(collectives.everyone())
 
     def _issue_warnings_after_load(self: Any, load_result: Any) -> None:
@@ -199,7 +199,7 @@ class DistributedTrainer:
 
 
 MASKS = " The data collator masks at random: its masks depend on the number of devices, in evaluation too."
-SFT = "SFTTrainer"  # of TRL 1.16: what it logs are sums over all ranks
+SFT = "SFTTrainer"  # class of TRL 1.16 whose logged values are already sums over all ranks
 WHOLE = (
     "Trainer: per_device_train_batch_size={0.per_device_train_batch_size} and "
     "per_device_eval_batch_size={0.per_device_eval_batch_size} are the batch sizes of all {1} devices together."
@@ -207,7 +207,7 @@ WHOLE = (
 
 
 def _join() -> None:
-    """Replace the process group that TrainingArguments has created by a process group of meshwise."""
+    """Replace the process group that TrainingArguments has created with a process group of meshwise."""
     rank_context()
     rejoin()
 
@@ -225,7 +225,7 @@ def _distribute(trainer: Any, engine: Engine, add: Add, share: Share) -> Any:
     if world.size > 1:
         _refuse(trainer, world.size, masks and engine.draws is not None)
     ranks = Ranks(engine, trainer, add, share)
-    if trainer.args.use_cpu:  # the run chooses the device, and the model is on it
+    if trainer.args.use_cpu:  # the run chooses the device, and the model is already on it
         vars(trainer.args)["_setup_devices"] = torch.device(world.device)
     trainer.args.distributed_state = be_alone(world, trainer.create_accelerator_and_postprocess)
     in_front(DistributedAccelerator, trainer.accelerator, ranks)

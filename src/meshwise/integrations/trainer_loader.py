@@ -17,8 +17,8 @@ Share = tuple[Any, BatchSlice]
 
 
 class Reader:
-    """Reads (batch, this rank's slice of the batch) for a distributed loader, whose attribute `wrapper` it is, and lets
-    a Trainer look at batches before it processes them."""
+    """Reads (batch, this rank's slice of the batch) for a distributed loader, and lets a Trainer look at batches before
+    it processes them. It is stored in the loader's attribute `wrapper`."""
 
     def __init__(self) -> None:
         self._pairs: Iterator[Share] = iter(())

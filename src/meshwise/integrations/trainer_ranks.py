@@ -150,7 +150,7 @@ class DistributedAccelerator:
         if use_gather_object or not all(isinstance(leaf, Tensor) for leaf in all_leaves(input_data)):
             own = list(input_data) if self.meshwise.samples else []
             return [each for rank in collectives.gather_objects(own) for each in rank]
-        part = self.meshwise.engine.part  # Trainer repeats the loss of a batch as often as a whole batch has samples
+        part = self.meshwise.engine.part  # Trainer repeats the loss of a batch once for each of its samples
         return map_tensors(functools.partial(_rows, self.meshwise, part and part.samples), input_data)
 
     def reduce(self: Any, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
