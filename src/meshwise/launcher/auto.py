@@ -50,7 +50,7 @@ def with_plan(options: RunOptions, console: Console) -> RunOptions:
             found = bench(f"{len(slots)}xcpu", what=("collectives",), sizes="1K:4M", seconds=MEASURE).machine
         machine = replace(machine, collectives=found.collectives, links=found.links, measured=found.measured)
     dtypes = {"precision", *OWN_DTYPES} & {setting.partition("=")[0].strip() for setting in options.settings}
-    asked = () if dtypes else ("precision=fp32",)  # never change a run's numbers unasked
+    asked = () if dtypes else ("precision=fp32",)  # never change a run's numbers without being asked to
     words = PlanOptions(
         job=options.job or "",
         machine=machine,
@@ -98,6 +98,6 @@ def _choice(plans: Plans, devices: int) -> tuple[Estimate, str]:
 
 
 def _first_of(slots: Sequence[WorkerSlot], count: int) -> str:
-    """Return the first `count` devices as `--devices` takes them: `cuda:0,1` or `2xcpu`."""
+    """Return the first `count` devices in the format of `--devices`: `cuda:0,1` or `2xcpu`."""
     indices = [str(slot.index) for slot in slots[:count] if slot.index is not None]
     return f"{slots[0].device}:{','.join(indices)}" if indices else f"{count}x{slots[0].device}"

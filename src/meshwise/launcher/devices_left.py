@@ -25,11 +25,11 @@ class DevicesLeft:
 
     def __init__(self, slots: Sequence[WorkerSlot], sys: Path = Path("/sys")) -> None:
         self._slots, self._sys = list(slots), sys
-        # Only if the system lists devices: some containers and virtual machines list none.
+        # An address is kept only if the system lists it: some containers and virtual machines list no devices.
         self._addresses = [pci if is_there(sys, pci) else "" for pci in (pci_address(slot.name) for slot in slots)]
         self._used = self._left = list(range(len(slots)))
         self._early: Counter[int] = Counter()
-        self._back: dict[int, int] = {}  # the attempt from which a slot is available again
+        self._back: dict[int, int] = {}  # maps a slot to the attempt that may use it again
 
     @property
     def used(self) -> list[WorkerSlot]:

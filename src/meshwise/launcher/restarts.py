@@ -34,7 +34,7 @@ _TOLD = (
     *("most", "resumable", "attempt", "number", "step", "began_at", "plan", "smaller", "resumes"),
     *("_smaller", "_furthest", "_without_progress", "_last"),
 )
-COMMAND_TIMEOUT = 30.0  # seconds for what is left of --on-failure at the end
+COMMAND_TIMEOUT = 30.0  # seconds to wait at the end for commands of --on-failure that still run
 
 
 @dataclass
@@ -65,7 +65,7 @@ class Restarts:
     plan: str = ""
     """The plan with which the run continues, as TOML. An empty string if it is the first plan."""
     smaller: str = ""
-    """The plan (TOML) with which the run continues after it ran out of memory. Empty if it has not."""
+    """The plan (TOML) with which the run continues after it ran out of memory. Empty if it never ran out of memory."""
     resumes: bool = False
     """Whether the attempt resumes from a saved state."""
     plan_now: Plan | None = None

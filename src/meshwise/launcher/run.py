@@ -115,7 +115,7 @@ def start_job(
         if started.keeps_record:
             names.end_session(started.folder, "failed", text)
         raise WorkerFailed(text)
-    once = place_in(os.environ).one_a_node and not started.keeps_record  # one output of all nodes: shown by one of them
+    once = place_in(os.environ).one_a_node and not started.keeps_record  # all nodes share one output: one prints it
     return _finish(started, results, Console(quiet=True) if once else console, keep=started.keeps_record), code
 
 
@@ -129,7 +129,7 @@ class Named:
 
 def _read(options: RunOptions, forks: Forks) -> Named:
     """Return the job's name and batch size. If this process has not imported torch, a forked process reads the job."""
-    slot = worker_slots(options)[0]  # asks torch where there are accelerators
+    slot = worker_slots(options)[0]  # asks torch which accelerators there are
     alone = isinstance(options.job, Job) or "torch" in sys.modules
     server = None if alone else forks.server(os.environ | loaded_with(slot))
     return Named(*(_named(options) if server is None else server.call(_named, options)))
@@ -142,7 +142,7 @@ def _named(options: RunOptions) -> tuple[str, int]:
 
 def _job_program(job: Named, options: RunOptions, world: World) -> LaunchedProgram:
     plan = options.plan_on(world.size)
-    check_fits(plan, world)  # before there is a folder
+    check_fits(plan, world)  # checked before a folder is created
     record = {"request": options.record(), **predicted_of_run(options, job, plan)}
     again = partial(_job_again, options)
     resumes = options.folder is not None and names.saved_step(Path(options.folder)) is not None

@@ -85,7 +85,7 @@ def _script_program(script: Path, arguments: Sequence[str], options: RunOptions,
         check_for_scripts(plan)
     call = partial(_script_in_worker, script.resolve(), list(arguments), options)
     text = script.read_text(encoding="utf-8", errors="replace")
-    picks = "meshwise" not in text or "TrainingArguments" in text or "trl" in text  # its device, by LOCAL_RANK
+    picks = "meshwise" not in text or "TrainingArguments" in text or "trl" in text  # they choose a device by LOCAL_RANK
     return LaunchedProgram(str(script), plan, call, {"arguments": list(arguments)}, sees_all=picks)
 
 
@@ -106,7 +106,7 @@ def _script_in_worker(script: Path, arguments: Sequence[str], options: RunOption
     try:
         variables = run_script_file(script, arguments)
     finally:
-        if "meshwise.training.process.session" in sys.modules:  # else it has not used our verbs
+        if "meshwise.training.process.session" in sys.modules:  # only if the script called a meshwise function
             process.session.program_ends()
     recording.plain_program.tell_what_is_missing(script.name)
     refuse_untrained_job(script, variables)

@@ -2,8 +2,8 @@
 
 On several machines, the leader decides, and the other machines follow.
 
-If machines share the run's folder, the one that claims the next attempt there continues the run (records/claims.py); if
-they do not, machine 0 does, which has the saved states. So the two halves of a split network never both continue.
+If machines share the run's folder, the one that claims the next attempt there continues the run (records/claims.py).
+Otherwise machine 0 continues it, as it has the saved states. So the two halves of a split network never both continue.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from meshwise.workers.nodes import ELSEWHERE, Member, Nodes
 
 JOINED = -1
 """The code of an attempt that was stopped so that a machine can join the run. Launchers send it to each other."""
-MINORITY_WAIT = 10.0  # seconds in which the larger half of a cut network claims the next attempt first
+MINORITY_WAIT = 10.0  # seconds that a minority of the machines waits, so that the majority can claim the next attempt
 Reports = dict[Member, dict[str, Any]]
 
 
@@ -163,7 +163,7 @@ class Several:
         if any(report["stopped"] for report in reports.values()):
             last = error
         elif joined:
-            restarts.most += 1  # this is not a failure
+            restarts.most += 1  # not a failure, so it must not use up a restart
         else:
             last = restarts.after(error)
         if last is None:
@@ -214,9 +214,9 @@ class Several:
     def _begin(self, restarts: Restarts, error: WorkerFailed, members: Sequence[Member]) -> Nodes:
         """Begin the attempt that this machine has claimed, and announce it to the other machines."""
         restarts.number, sentence = restarts.number + 1, restarts.next()
-        if self.lock is None:  # the machine that held it is lost, or was
+        if self.lock is None:  # the machine that held the lock is lost or has left
             self.lock = FolderLock(restarts.folder, claimed=True)
-        restarts.keep_plan()  # before others start: a script's workers read it
+        restarts.keep_plan()  # written before other machines start, because a script's workers read it
         folder = {"name": restarts.folder.name, "attempt": restarts.number}
         facts = {
             "folder": folder,

@@ -130,7 +130,7 @@ def opened(
         restarts.number = told.get("attempt", number)
     if late:
         restarts.keep_plan()
-    elif program.plan is not None:  # on every machine: a script's workers read it in their own folder
+    elif program.plan is not None:  # on every machine, because a script's workers read the plan in their own folder
         predicted = program.record.get(PREDICTED)
         table = prediction_to_toml(prediction_of(predicted)) if isinstance(predicted, Mapping) else ""
         content = (plan_to_toml(program.plan) + table).encode()
@@ -184,7 +184,7 @@ def supervised(
     except WorkerFailed as error:
         refused = error.exit_code == UsageError.exit_code and started.restarts.attempt == 1
         if refused and started.keeps_record:
-            for path, text in started.before.items():  # refused: restore the run's files
+            for path, text in started.before.items():  # the program refused to start: restore the run's files
                 write_text(path, text)
         raise
     finally:

@@ -56,7 +56,7 @@ class SubmitOptions:
 
     def seconds(self) -> float | None:
         """Return the time limit of an attempt in seconds, or None for the limit of the partition."""
-        if self.time is not None and self.time.strip().isdigit():  # minutes for sbatch, seconds elsewhere
+        if self.time is not None and self.time.strip().isdigit():  # minutes for sbatch, seconds for other options
             raise UsageError(f"--time {self.time} has no unit. Write {self.time}min or {self.time}s.")
         return None if self.time is None else seconds_of(self.time, "--time")
 
@@ -232,7 +232,7 @@ def _gpus(site: Site, devices: str | None) -> int:
 
 
 def _command(site: Site) -> list[str]:
-    """Return the command that calls meshwise on the nodes: that of the site, or else this Python with meshwise."""
+    """Return the command that calls meshwise on the nodes: the site's command, or this Python with `-m meshwise`."""
     if site.command:
         return shlex.split(site.command)
     if site.container or site.setup:

@@ -1,4 +1,4 @@
-"""Import what a rank trains with, for the API's files.
+"""Import the modules with which a rank trains, for the files of the API.
 
 The launcher of a job does not import these modules.
 """

@@ -23,7 +23,7 @@ from meshwise.spec.words import printable
 
 ROUND = 0.3  # seconds between two polls
 EVERY = 15.0  # seconds between two progress lines
-LAST = 15  # lines of a batch script's output
+LAST = 15  # how many lines of a batch script's output to show
 Line = tuple[int, int, str, str]
 """A line that a rank printed: the number of the run's attempt, the rank, its host ("" if unknown), the text."""
 app = typer.Typer(add_completion=False)
@@ -33,7 +33,7 @@ app = typer.Typer(add_completion=False)
 def logs(
     run: Annotated[str | None, NAME] = None,
     folder: Annotated[str, FOLDER] = "runs",
-    rank: Annotated[list[int], typer.Option(help="only this rank; may be repeated")] = [],  # noqa: B006
+    rank: Annotated[list[int], typer.Option(help="show only this rank; may be repeated")] = [],  # noqa: B006
     follow: Annotated[bool, typer.Option("--follow", "-f", help="follow until the run ends")] = False,
 ) -> None:
     """Show what the ranks of a run printed, in all its attempts. Without a name, the newest run is shown.
@@ -103,7 +103,7 @@ def _log_lines(folder: Path, ranks: Sequence[int], follow: bool, look: Callable[
     if missing and not follow:
         raise UsageError(f"rank {missing[0]} has printed nothing in {folder}. The folder has: {_ranks(folder)}.")
     while follow:
-        over = _is_over(folder)  # checked first, to show everything written until then
+        over = _is_over(folder)  # checked before the lines are read, so that no line is missed
         yield from _new_lines(folder, logs, ranks)
         if over:
             return
@@ -152,4 +152,4 @@ def _is_over(folder: Path) -> bool:
     facts = names.read_run(folder)
     if slurm.newest(jobs_of(facts)) or facts.get("status") == names.RUNNING:
         return False
-    return facts.get("status") != names.QUEUED or slurm.answers()  # a job that left the queue without a start
+    return facts.get("status") != names.QUEUED or slurm.answers()  # without squeue, a queued run may still start

@@ -29,9 +29,9 @@ def runs(
     context: typer.Context,
     folder: Annotated[str, FOLDER] = "runs",
     only: Annotated[
-        list[str], typer.Option(metavar="WORD", help="those with this in their name, job or status; may be repeated")
+        list[str], typer.Option(metavar="WORD", help="only runs with WORD in name, job or status; may be repeated")
     ] = [],  # noqa: B006
-    as_json: Annotated[bool, typer.Option("--json", help="print them as JSON")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="print the runs as JSON")] = False,
 ) -> None:
     """List the runs of a folder: job, plan, status, metric, time, size. Or remove runs.
 
@@ -60,8 +60,8 @@ def runs(
 def remove(
     context: typer.Context,
     words: Annotated[list[str], NAME],
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="do not ask")] = False,
-    force: Annotated[bool, typer.Option("--force", help="also a run that is marked as running")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="do not ask for confirmation")] = False,
+    force: Annotated[bool, typer.Option("--force", help="also remove runs that are marked as running")] = False,
 ) -> None:
     """Remove runs with all that is in their folders."""
     found = _to_remove(context.obj, words, running=force)
@@ -80,7 +80,7 @@ def remove(
 
 
 def _with_queue(entries: Sequence[RunEntry]) -> list[RunEntry]:
-    """Return all entries, with the state that the cluster's queue tells of the runs that were submitted to it."""
+    """Return all entries. Runs that were submitted to a cluster get the state that the queue reports for them."""
     jobs = [entry.scheduler_job for entry in entries if entry.scheduler_job]
     known = slurm.queue(jobs)
     return [_in_queue(entry, known) for entry in entries]

@@ -28,7 +28,7 @@ app = typer.Typer(add_completion=False)
 def stop(
     run: Annotated[str, NAME],
     folder: Annotated[str, FOLDER] = "runs",
-    wait: Annotated[str, typer.Option(metavar="TIME", help="how long to wait for its end")] = "5min",
+    wait: Annotated[str, typer.Option(metavar="TIME", help="how long to wait for the run to end")] = "5min",
 ) -> None:
     """Let a queued or running run save its state and end, and prevent further starts, on Slurm or this machine.
 
@@ -55,14 +55,14 @@ def stop(
 
 def _stop_job(folder: Path, job: str, wait: float) -> None:
     until, told, tasks = time.monotonic() + wait, set[str](), tasks_of(folder)
-    for each in (folder, *tasks):  # however the job ends: its script and its next start check for this
+    for each in (folder, *tasks):  # the batch script and the run's next start check for this file
         (each / names.STOP).touch()
     if tasks:
         slurm.cancel_waiting(job)
     while found := slurm.queued(job):
         new = found.state not in told
         told.add(found.state)
-        if found.state == slurm.PENDING and new:  # never begun, or it waits for its next start
+        if found.state == slurm.PENDING and new:  # the job has not begun, or it waits for its next start
             slurm.cancel_waiting(job)
             print(f"Slurm job {job} was waiting in the queue. It is cancelled.")
         if found.state == slurm.RUNNING and new:

@@ -70,7 +70,7 @@ def read_site(path: Path) -> Site:
         told = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UsageError(f"--site {path} cannot be read ({error.strerror}).") from None
-    except ValueError as error:  # no TOML, no UTF-8
+    except ValueError as error:  # invalid TOML or UTF-8
         raise UsageError(f"{path} is not a valid TOML file ({error}).") from None
     kinds = {field.name: type(field.default) for field in fields(Site) if field.name != "file"}
     for key, value in told.items():

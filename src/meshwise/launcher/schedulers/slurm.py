@@ -12,7 +12,7 @@ from pathlib import Path
 
 from meshwise.spec.errors import MeshwiseError, UsageError
 
-PATIENCE = 30.0  # seconds for an answer of the controller
+PATIENCE = 30.0  # seconds to wait for an answer of the controller
 PENDING, RUNNING = "PENDING", "RUNNING"
 OVER = ("COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "OUT_OF_MEMORY", "BOOT_FAIL")
 
@@ -78,7 +78,7 @@ def newest(jobs: Sequence[str]) -> Queued | None:
 
 
 def cancel_waiting(job: str) -> None:
-    """Cancel a job if it waits in the queue. Of a job array, cancel the waiting tasks."""
+    """Cancel a job if it waits in the queue. If it is a job array, cancel its waiting tasks."""
     _asked(["scancel", f"--state={PENDING}", job])
 
 
