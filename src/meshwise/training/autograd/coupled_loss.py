@@ -36,7 +36,7 @@ _seen: Any = WeakIdKeyDictionary()  # tensors on which a program has registered 
 
 
 def couples_samples(loss: Tensor, samples: int) -> bool:
-    """Return whether a loss combines samples with each other, so that it is no mean or sum with one term per sample."""
+    """Return whether a loss combines samples with each other, so it is not a mean or sum with one term per sample."""
     if samples < 2 or not loss.requires_grad or loss.grad_fn is None or loss.numel() != 1:
         return False
     if (found := _between(loss.grad_fn, samples)) is None:
@@ -49,7 +49,7 @@ def couples_samples(loss: Tensor, samples: int) -> bool:
         return False
     try:
         return _are_coupled(loss, rows)
-    except RuntimeError:  # no second derivative, or out of memory
+    except RuntimeError:  # there is no second derivative, or memory ran out
         return False
 
 
@@ -66,7 +66,7 @@ def _between(first: Any, samples: int) -> tuple[set[str], list[tuple[Any, int]],
         if output and shape and shape[0] == samples:
             rows.append((node, number))
             continue
-        if output and kind not in VIEWS:  # rows of something else, such as tokens
+        if output and kind not in VIEWS:  # its rows are not samples but, for example, tokens
             continue
         over_samples = kind == "LogSoftmaxBackward0" and signed(node._saved_dim) % len(shape) == 0
         kinds.add(MIXED if _mixes_samples(node, kind, samples) else "softmax over samples" if over_samples else kind)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from meshwise.torch_compat.dispatch import without_interception
 
-NONE, MEAN, SUM = 0, 1, 2  # aten/src/ATen/core/Reduction.h
+NONE, MEAN, SUM = 0, 1, 2  # values as in aten/src/ATen/core/Reduction.h
 KNOWN = {
     "NllLossBackward0": "cross entropy",
     "NllLoss2DBackward0": "cross entropy",
@@ -71,7 +71,7 @@ def _walk(node: Any) -> Iterator[tuple[Any, deque[Any]]]:
 
 
 def below_of(node: Any) -> list[Any]:
-    """Return the nodes whose results a node has computed with."""
+    """Return the nodes whose results are inputs of a node."""
     return [each for each, _ in node.next_functions if each is not None]
 
 
@@ -111,14 +111,14 @@ def _constant(node: Any) -> Tensor | None:
 
 
 def is_parameter(node: Any) -> bool:
-    """Return whether a node is that of a leaf, or a view of it."""
+    """Return whether a node belongs to a leaf tensor, or to a view of one."""
     while node.name() in VIEWS and (below := below_of(node)):
         node = below[0]
     return bool(node.name() == LEAF)
 
 
 def reads_data(term: Any) -> bool:
-    """Return whether `term`, a node of the graph, depends on data: a penalty has parameters and plain numbers alone."""
+    """Return whether `term`, a graph node, depends on data. A penalty depends only on parameters and plain numbers."""
     for node, following in _walk(term):
         kind, constant = node.name(), any(each is None for each, _ in node.next_functions)
         number = _constant(node) if constant and kind in FACTORS else None
@@ -139,7 +139,7 @@ def uneven_mean(loss: Tensor, samples: int) -> str:
             if weights is not None and weights.min() != weights.max():
                 return "class_weights[y].sum()"
             counted = float(node._saved_total_weight)
-            if weights is None and counted % max(samples, 1) and node._saved_target.numel() >= samples:  # over all rows
+            if weights is None and counted % max(samples, 1) and node._saved_target.numel() >= samples:  # all targets
                 return f"(y != {signed(ignored)}).sum()" if counted < node._saved_target.numel() else "y.numel()"
         if kind == "DivBackward0" and _is_divided_sum(node, samples):
             return "…"
@@ -166,7 +166,7 @@ def cross_entropy_means(loss: Tensor) -> list[tuple[Tensor, int, bool]]:
 
 
 def is_of_items(loss: Tensor, rows: int) -> bool:
-    """Return whether `loss` has a mean cross entropy over something else than rows: the cross entropy has class
+    """Return whether `loss` has a mean cross entropy over something other than rows: the cross entropy has class
     weights, or its number of targets is not `rows`."""
     return any(targets != rows or weighed for _, targets, weighed in cross_entropy_means(loss))
 
@@ -177,7 +177,7 @@ def signed(number: int) -> int:
 
 
 def _is_divided_sum(node: Any, samples: int) -> bool:
-    """Return whether `node` divides a sum by a number of items: by a number above 1 that is no multiple of
+    """Return whether `node` divides a sum by a number of items: by a number above 1 that is not a multiple of
     `samples`."""
     return any(float(number) > 1 and float(number) % max(samples, 1) != 0 for number in _divisor(node))
 
@@ -235,7 +235,7 @@ def scale_of(loss: Tensor) -> float:
         number, divides = _constant(node), node.name() == "DivBackward0"
         if number is None or number.numel() != 1 or (divides and node.next_functions[0][0] is None):
             break
-        with without_interception():  # which would get a plain number
+        with without_interception():  # reading the factor is not an operation of the program
             scale = scale / float(number) if divides else scale * float(number)
         node = below_of(node)[0]
     return scale

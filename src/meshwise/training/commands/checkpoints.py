@@ -30,7 +30,7 @@ app = typer.Typer(add_completion=False)
 def checkpoints(
     run: Annotated[str | None, RUN] = None,
     verify: Annotated[bool, typer.Option("--verify", help="read every byte, and compare it with its hash")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="print them as JSON")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="print the states as JSON")] = False,
 ) -> None:
     """List the saved states of a run. Without a name, the newest run is listed. Exit code 1: a state is damaged.
 
@@ -72,7 +72,7 @@ def _entry(saved: files.Checkpoint, verify: bool) -> dict[str, Any]:
     return {
         "name": saved.path.name,
         "step": saved.step,
-        "epoch": facts.get("epoch", 0) + (facts.get("index", 1) > 0),  # between two epochs: the finished one
+        "epoch": facts.get("epoch", 0) + (facts.get("index", 1) > 0),  # between two epochs, the number of the last one
         "attempt": saved.attempt,
         "devices": facts.get("world", 0),
         "plan": str(facts.get("plan", "")).removeprefix("Plan(").removesuffix(")"),
@@ -100,6 +100,6 @@ def _row(entry: dict[str, Any]) -> list[str | Text]:
     state = Text("whole", "green") if entry["verified"] else Text("not verified")
     saved = f"{datetime.fromtimestamp(entry['saved']):%Y-%m-%d %H:%M:%S}"
     facts = [*(str(entry[name]) for name in ("name", "step", "epoch", "devices", "plan")), saved]
-    if entry["wrong"] and not entry["devices"]:  # nothing is known about it
+    if entry["wrong"] and not entry["devices"]:  # the manifest could not be read
         facts[2:] = [""] * 4
     return [*facts, bytes_text(entry["size"]), Text("damaged", "red") if entry["wrong"] else state]

@@ -18,9 +18,9 @@ app = typer.Typer(add_completion=False)
 @app.command()
 def weights(
     run: Annotated[str | None, RUN] = None,
-    out: Annotated[str | None, typer.Option(metavar="DIR", help="where; default: RUN/weights")] = None,
+    out: Annotated[str | None, typer.Option(metavar="DIR", help="output folder; default: RUN/weights")] = None,
     checkpoint: Annotated[
-        str | None, typer.Option(metavar="NAME", help="of this one: step-00000040.1; default: the newest whole one")
+        str | None, typer.Option(metavar="NAME", help="checkpoint to export, such as step-00000040.1; default: newest")
     ] = None,
 ) -> None:
     """Write the weights of a run's newest state as safetensors, with the names of the state_dict.

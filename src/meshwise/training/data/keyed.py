@@ -7,13 +7,13 @@ Draws are intercepted as operators, whatever code calls them: `nn.Dropout`, atte
 
     which call it is    known by a number drawn from torch's generator, which starts alike on every rank; recomputation
                         resets that generator, so that a repeated call gets the same mask
-    which rows          `meshwise check` knows the shape that one device drew for the call: the dim that differs as the
-                        rows do is the batch, and others that are shorter end in less padding. A run takes the first
-                        dim, or the second, of as many rows as the rank has samples
+    which rows          `meshwise check` knows the shape that one device drew for the call. The dim that is shorter in
+                        the same ratio as the rows is the batch dim. Other shorter dims have less padding. A run takes
+                        dim 0 or dim 1, if its length is the rank's number of samples
 
 Operators that are not in `DRAWS` (randperm, gamma) draw from torch's generator, which is seeded by the same key. So
 every rank draws the same numbers, and if the shape is the same, the numbers that one device draws. A draw of another
-shape is reported, and so are draws on DTensors and draws from a generator of the program's own.
+shape is reported, and so are draws on DTensors and draws from the program's own generators.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ class KeyedDraws:
         if own or any(isinstance(a, DTensor) for a in args):
             self.unkeyed.add(name + own * GENERATOR)
             return func(*args, **kwargs)
-        if name.startswith("_scaled_dot_product"):  # taken apart in float64, into operators of DRAWS
+        if name.startswith("_scaled_dot_product"):  # runs as separate operators in float64, which are in DRAWS
             return func(*args, **kwargs)
         call = self._next_call()
         if draw is None:
@@ -165,7 +165,7 @@ class KeyedDraws:
         if dim is None:
             return values
         size, rows = shape[dim], self._rows
-        first = min(rows.first * size // rows.count, whole[dim] - size)  # a padding sample comes after the last row
+        first = min(rows.first * size // rows.count, whole[dim] - size)  # a padding sample would lie past the last row
         return values.narrow(dim, first, size)[tuple(map(slice, shape))]
 
 
@@ -236,7 +236,7 @@ def by_rows(rows: Rows) -> DrawLayout:
 def keyed_uniform(key: int, shape: Sequence[int], device: torch.device) -> Tensor:
     """Return uniform float64 numbers in [0, 1). Element i depends only on (key, i).
 
-    The bits are made by the finaliser of SplitMix64, applied twice. The upper 53 bits are used.
+    The finalizer of SplitMix64, applied twice, makes the bits. The upper 53 bits are used.
     """
     bits = torch.arange(1, math.prod(shape) + 1, dtype=torch.int64, device=device) * signed(GOLDEN)
     bits = mixed_bits(mixed_bits(bits + signed(key * 2**31)))
@@ -268,7 +268,7 @@ def _multinomial(uniform: Uniform, given: Arguments) -> Tensor:
         below = chances.cumsum(-1)
         u = uniform((*chances.shape[:-1], count), chances.device) * below[..., -1:]
         return torch.searchsorted(below, u, right=True).clamp(max=chances.shape[-1] - 1)
-    waits = -torch.log1p(-uniform(chances.shape, chances.device))  # exponential race: the smallest wins
+    waits = -torch.log1p(-uniform(chances.shape, chances.device))  # exponential race: the smallest waiting time wins
     picked: Tensor = (chances / waits.clamp(min=2.0**-54)).topk(count).indices
     return picked
 
@@ -315,7 +315,7 @@ def _new(turn: Callable[[Tensor, Arguments], Tensor]) -> Draws:
         like: Tensor = given["self"] if "self" in given else torch.empty(0, device="cpu")
         values = turn(uniform(given.get("size", like.shape), torch.device(given["device"] or like.device)), given)
         dtype = given["dtype"] or like.dtype
-        return values.to(dtype if isinstance(dtype, torch.dtype) else torch.int64)  # the default of randint is a number
+        return values.to(dtype if isinstance(dtype, torch.dtype) else torch.int64)  # randint's default is a number
 
     return draw
 

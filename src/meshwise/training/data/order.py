@@ -17,7 +17,7 @@ from torch import Tensor
 
 from meshwise.spec.world import World
 
-GOLDEN = 2654435769  # 2**32 over the golden ratio: its multiples lie far apart (Knuth, volume 3, section 6.4)
+GOLDEN = 2654435769  # 2**32 divided by the golden ratio: its multiples lie far apart (Knuth, volume 3, section 6.4)
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class BatchSlice:
 
 def epoch_order(seed: int, epoch: int, samples: int) -> Tensor:
     """Return the order in which epoch number `epoch` (from 0) reads `samples` samples, as int64 of shape (samples,)."""
-    key = (seed * GOLDEN + epoch) % 2**32  # torch's CPU generator keeps 32 bits of a seed
+    key = (seed * GOLDEN + epoch) % 2**32  # torch's CPU generator uses only 32 bits of a seed
     return torch.randperm(samples, generator=torch.Generator().manual_seed(key))
 
 
@@ -74,7 +74,7 @@ def world_part(start: int, stop: int, world: World) -> tuple[int, int]:
 
 
 def divides_evenly(total: int, world: World) -> bool:
-    """Return whether all ranks get equally many of `total` samples."""
+    """Return whether `total` samples can be divided equally among all ranks."""
     return not world.shares and total % world.size == 0
 
 

@@ -3,7 +3,7 @@
 Tensors in memory are sliced by batch. Anything else goes through torch's DataLoader.
 
 Random draws inside a data set (augmentation) are seeded by (seed, epoch, sample index). So a sample looks the same
-whichever rank and whichever worker process reads it.
+no matter which rank or worker process reads it.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ def read_slices(read: Reader, slices: Iterable[BatchSlice], epoch: int) -> Itera
     Slices are taken from the iterable when they are needed, and no batch is kept.
     """
     slices, ahead = tee(slices)
-    batches = chain.from_iterable(read(map(_INDICES, ahead), epoch) for _ in range(1))  # workers start at the first one
-    # New tuples: if the caller still holds one at the next call, `zip` would hold it for two more batches.
+    batches = chain.from_iterable(read(map(_INDICES, ahead), epoch) for _ in range(1))  # starts workers when read
+    # Make new tuples: `zip` would keep a tuple that the caller still holds alive for two more batches.
     return map(itemgetter(0, 1), zip(batches, slices, strict=False))
 
 
@@ -88,7 +88,7 @@ def _batch_reader(data: Any, settings: LoaderSettings) -> Callable[[Tensor], Any
     """Return a function that takes sample indices and returns a batch."""
     if _gives_batches(data):
         return data.batch  # type: ignore[no-any-return]
-    ready_made = getattr(type(data), "__getitem__", None)  # a subclass may do more to its samples
+    ready_made = getattr(type(data), "__getitem__", None)  # a subclass may process its samples further
     if ready_made is Subset.__getitem__ and settings.collate is None:
         inner = _batch_reader(data.dataset, settings)
         positions = torch.as_tensor(data.indices)
@@ -122,7 +122,7 @@ class KeyedDataset(Dataset[Any]):
         self._batched = getattr(data, "__getitems__", None)
         gives_samples = getattr(type(data), "__getitem__", Dataset.__getitem__) is not Dataset.__getitem__
         self._alone = self._batched is not None and not gives_samples
-        self._ready = self._batched is not None  # until a batch comes as a list of samples
+        self._ready = self._batched is not None  # False once a batch comes as a list of samples
         self._draws = False
 
     def __getitems__(self, keys: list[tuple[int, int]]) -> Any:
@@ -149,9 +149,9 @@ class KeyedDataset(Dataset[Any]):
             return [self._seeded(*key) for key in keys]
 
     def _unseeded(self, indices: list[int]) -> list[Any]:
-        """Read samples. Note in `_draws` whether that has drawn random numbers, and undo the draws."""
+        """Read samples. Record in `_draws` whether this has drawn random numbers, and undo the draws."""
         before = global_states()
-        torch.default_generator.manual_seed(self.seed)  # for samples that read `torch.initial_seed()`
+        torch.default_generator.manual_seed(self.seed)  # for data sets that call `torch.initial_seed()`
         begun = (TORCH.state(), *before[1:])
         self._draws = True
         try:
@@ -203,13 +203,13 @@ class _KeyBatches:
 
 def _loader_reader(data: Any, settings: LoaderSettings) -> Reader:
     keys = _KeyBatches()
-    stay = {"persistent_workers": True} if settings.workers > 0 else {}  # started as torch starts them: forked on Linux
+    stay = {"persistent_workers": True} if settings.workers > 0 else {}  # torch's start method is kept: fork on Linux
     loader: DataLoader[Any] = DataLoader(
         KeyedDataset(data, settings.seed, settings.several),
         batch_sampler=keys,
         collate_fn=settings.collate,
         num_workers=settings.workers,
-        generator=torch.Generator().manual_seed(settings.seed),  # its iterators leave the program's generators alone
+        generator=torch.Generator().manual_seed(settings.seed),  # not one of the program's generators
         **stay | dict(settings.extra or {}),
     )
 

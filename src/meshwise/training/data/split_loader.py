@@ -77,8 +77,8 @@ def split_loader(loader: DataLoader[Any], seed: int, world: World, streams: str)
         return _foreign(loader, seed, world)
     samples = len(loader.dataset)  # type: ignore[arg-type]
     if isinstance(sampler, DistributedSampler) and sampler.num_replicas == 1:
-        return _foreign(loader, seed, world)  # a script for one device
-    if isinstance(sampler, DistributedSampler) and sampler.shuffle:  # meshwise itself divides by rank
+        return _foreign(loader, seed, world)  # the script was written for one device
+    if isinstance(sampler, DistributedSampler) and sampler.shuffle:  # meshwise divides the samples among ranks
         return _ordered(loader, seed, world, lambda draws, epoch: epoch_order(sampler.seed, epoch, samples))
     if isinstance(sampler, DistributedSampler) or type(sampler) is SequentialSampler:
         return _ordered(loader, seed, world, lambda draws, epoch: torch.arange(samples))

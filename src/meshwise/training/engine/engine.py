@@ -1,14 +1,14 @@
 """Give a training loop everything that a plan requires.
 
 Scripts and jobs train with the same Engine class; `mw.distribute` uses the default engine
-(training/process/session.py), a job makes an engine. They differ in how they enter it:
+(training/process/session.py), and a job makes its own. They enter it in different functions:
 
-    training/engine/steps.py, backward   a script, which ran the forward itself
-    training/job/step.py, compute        a job: forward and backward of all microbatches of a step, so that a schedule
-    may order
-                                them, a rehearsal run them on fake tensors and a recovery run them again
+    training/engine/steps.py, backward   for a script, which ran the forward itself
+    training/job/step.py, compute        for a job: forward and backward of all microbatches of a step, so that a
+                                         schedule can order them, a rehearsal can run them on fake tensors, and a
+                                         recovery can run them again
 
-What a step needs is called here; observers listen to events (events.py), and leave when they have seen enough.
+The engine calls what a step needs. Observers listen to events (events.py), and leave when they have seen enough.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Notices:
 
     def __init__(self, say: Callable[[str], None], untrue: Container[str] = ()) -> None:
         self._say, self.untrue = say, untrue
-        self._said = set[str]()  # printed for the newest program
+        self._said = set[str]()  # notices printed since the current program began
         self.all: list[str] = []
         """All notices so far. Every rank keeps them."""
 
@@ -147,7 +147,7 @@ class Engine:
         job."""
         self.world, self.gate, self.draws = world, gate, draws
         self.notify = Notices(say, untrue=OF_DRAWS if draws is not None else ())
-        # A function, not a method: a copy of a model copies what its batch norms hold.
+        # Pass a function, not a method: batch norms hold it, and a copy of a model would copy the engine, too.
         self.program = Program(world, lambda: _samples(self.part), self.notify, piggyback_loss=script)
         self.script, self.given = script, Given()
         self.events, self.reads = Events(lambda: self.program.backwards), Loops(world)
@@ -161,8 +161,8 @@ class Engine:
     def watch(self, watcher: Any) -> None:
         """Let `watcher` observe this engine from now on."""
         self.watcher = watcher
-        self.notify.untrue = OF_DRAWS  # draws are keyed in a check
-        self.carried.settings = tuple  # none: a check compares settings itself
+        self.notify.untrue = OF_DRAWS  # a check keys all draws, so these notices would be wrong
+        self.carried.settings = tuple  # no settings, because a check compares them itself
         hears = ("batch_asked", "backward_begins", "step_begins", "step_ends", "loop_ends")
         self.events.listen(watcher, When.WATCH, only=hears)
 
@@ -185,7 +185,7 @@ class Engine:
         self.narrow = dtypes if dtypes.computed != dtypes.stored or dtypes.computed not in ("fp32", "fp64") else None
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
-        """Replace the parameters in an optimizer by the parameters that the models have under the plan, e.g. shards."""
+        """Replace the parameters in an optimizer with those that the models have under the plan, such as shards."""
         self.program.add_optimizer(optimizer)
         self.phases.optimizers = True
 

@@ -3,12 +3,12 @@
     batch_asked(loop)        the loop asks for its next batch, which may not exist
     batch_given(loop, batch) the loop has received it from its source
     backward_begins(loss, part, weight, reduction, where)
-    backward_ends(mean, own) the global loss and this rank's own; None, None where the backward raised
-    step_begins(optimizer)   of the program
+    backward_ends(mean, own) the global loss and this rank's own; None, None if the backward raised
+    step_begins(optimizer)   an optimizer of the program begins its step
     step_ends(optimizer)
-    loop_ends(loop)          it ended, or the program left it
+    loop_ends(loop)          the loop has ended, or the program has left it
 
-and, by `send`, events outside of steps: data_given(data, samples, samplers), joined(value), reduced over the
+`send` sends events outside of steps: data_given(data, samples, samplers), joined(value), reduced over the
 ranks, shown(place, text), in_stage(stage, microbatch), forward_ends(), program_begins(), evaluations_end(),
 program_ends().
 
@@ -33,8 +33,8 @@ class When(enum.IntEnum):
     such as a backward."""
 
     GUARD = 1  # first: refuses a step before another listener changes anything
-    WATCH = 2  # sees the gradients of all parameters before, and the parameters of all ranks after
-    PHASE = 3  # the work of other listeners counts for the previous phase
+    WATCH = 2  # sees gradients before the step, and the parameters of all ranks after it
+    PHASE = 3  # what other listeners do counts toward the previous phase
 
 
 @dataclass(eq=False)
@@ -48,7 +48,7 @@ class Probation:
     batches: float
     anew: Callable[[], None] | None
     whole: tuple[str, ...]
-    ends: float = math.inf  # the last backward it receives
+    ends: float = math.inf  # the number of the last backward that it receives
 
 
 class OfLoop(NamedTuple):

@@ -37,7 +37,7 @@ class LoopRead:
     padded: bool = False
     part: BatchSlice | None = None
     earlier: BatchSlice | None = None
-    """The slice of an earlier batch of another size in this loop, if no backward came after it; else None."""
+    """The slice of an earlier batch of another size in this loop, if no backward came after it; otherwise None."""
 
 
 class Loops:
@@ -48,7 +48,7 @@ class Loops:
         self._open: list[LoopRead] = []
         self.round: list[LoopRead] = []
         """The loops that have yielded a batch since the last backward."""
-        self._weighed = False  # whether the program weighed that backward, of one of these
+        self._weighed = False  # whether the last backward had a weight, and several loops had yielded a batch for it
         self.ended: LoopRead | None = None
         """The loop that ended last; None if a batch came later. If set, a value for `mw.sum` covers the whole loop."""
         self._places = Counter[object]()

@@ -22,7 +22,7 @@ from meshwise.torch_compat.profiling import NVTX, is_profiled, open_range
 from meshwise.training.data.order import BatchSlice
 from meshwise.training.engine.loops import LoopRead
 
-LOSS_EVERY = 0.2  # seconds: reading each loss would cost more than it tells
+LOSS_EVERY = 0.2  # seconds between two recorded losses, because reading every loss would be slow
 
 
 class Phases:
@@ -32,13 +32,13 @@ class Phases:
         self.steps = 0
         """How many steps had ended when a batch was last requested, with those of earlier runs of the loop."""
         self._recorder = current()
-        self._range: Any = None  # of an attached profiler
+        self._range: Any = None  # the open range of an attached profiler
         self.since: Mark | None = None
         """When the phase began that is recorded at its end. None while there is no such phase."""
-        self.trained = self._open = False  # a backward since the last batch was given, and since the last step's end
+        self.trained = self._open = False  # whether a backward ran since the last batch, and since the last step
         self._optimizer: Mark | None = None
         self._stepped = False
-        self._before = "idle"  # the phase around a backward
+        self._before = "idle"  # the phase in which the last backward began
         self.optimizers = False
         """Whether the program's optimizers are known. If they are not, each batch with a backward counts as a step."""
         self._counted = 0.0
@@ -108,12 +108,12 @@ class Phases:
 
     def backward_begins(self, loss: object, part: BatchSlice | None, *_: object) -> None:
         """Record that a backward begins."""
-        if self.since is None:  # outside of loops
+        if self.since is None:  # a backward outside of loops
             self._recorder = current()
         recorder = self._recorder
         if not self.trained and part is not None:
             recorder.samples += part.total
-        self._stepped = self._stepped and self._open  # a step before the first backward prepares state
+        self._stepped = self._stepped and self._open  # an optimizer step before the first backward only prepares state
         self.trained = self._open = True
         self.number = self.steps + 1
         self._before = recorder.phase

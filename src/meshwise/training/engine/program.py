@@ -1,7 +1,7 @@
 """Hold the models and optimizers that an engine trains, weakly.
 
-Sharded parameters are new objects. An optimizer that holds the old ones is re-bound when it is given to
-`mw.distribute`, with its model or later; an optimizer that is never given is refused at its step, since it would step
+Sharded parameters are new objects. An optimizer that holds the old ones is re-bound when it is passed to
+`mw.distribute`, with its model or later; an optimizer that is never passed is refused at its step, since it would step
 without an error and change nothing.
 """
 
@@ -64,7 +64,7 @@ class Program:
         """Whether ranks exchange gradients inside the backward, so that gradients depend on other ranks' losses."""
         self.pipeline: parallel.pipeline.Pipeline | None = None
         """Runs the stages of this rank, if the plan has a pipeline; else None."""
-        self.stage_cost: Callable[[str, nn.Module], float] | None = None  # see `Job`
+        self.stage_cost: Callable[[str, nn.Module], float] | None = None  # see `Job.stage_cost`
         self.backwards = self.began = 0
         """The number of backwards in this session or job. `began` is this number when the current program began."""
         self.by_construction = False
@@ -79,12 +79,12 @@ class Program:
         self.optimizers: weakref.WeakKeyDictionary[Optimizer, None] = weakref.WeakKeyDictionary()
         """Optimizers that were passed to `mw.distribute`, or that have stepped, in the same order on all ranks."""
         self._bound: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        self._stepped: list[weakref.ref[Optimizer]] = []  # since the last backward
+        self._stepped: list[weakref.ref[Optimizer]] = []  # optimizers that stepped since the last backward
         self.in_use: list[weakref.ref[Optimizer]] = []
         """The optimizers that stepped between the last two backwards. The ranks compare their settings."""
         self.may_draw = False
         """Whether any optimizer may draw random numbers in its step. The optimizers of torch draw none."""
-        self._replaced = WeakIdKeyDictionary()  # parameters that the plan replaced: their names
+        self._replaced = WeakIdKeyDictionary()  # maps parameters that the plan replaced to their names
         self._holds: dict[weakref.ref[Optimizer], _Holds] = {}
 
     @property
@@ -136,7 +136,7 @@ class Program:
         if plan != Plan():
             self._apply(new, plan, again)
         for model in new:
-            if any(type(p) is not nn.Parameter for p in model.parameters()):  # perhaps still deferred, on one device
+            if any(type(p) is not nn.Parameter for p in model.parameters()):  # deferred parameters on one device
                 parallel.deferred.materialise(model)
             if plan == Plan() and self.world.given and all(p.device.type == "cpu" for p in model.parameters()):
                 model.to(self.world.device)
@@ -192,7 +192,7 @@ class Program:
             )
         together = nn.ModuleList(new) if len(new) > 1 else new[0]
         world = self.world
-        if collectives.world_size(collectives.everyone()) == 1 and not world.given:  # where the program put its models
+        if collectives.world_size(collectives.everyone()) == 1 and not world.given:  # keep the models' device
             world = replace(world, device=next((str(p.device) for p in together.parameters()), world.device))
         said: Any = {"piggyback_loss": self._piggyback_loss, "stage_cost": self.stage_cost}
         setup = apply(together, plan, world, samples=self._samples, **said)
@@ -206,12 +206,12 @@ class Program:
         if again and world.size > 1:
             self._drop()
             reduction = parallel.data.reduction_of(self.named_parameters(), plan, piggyback_loss=self._piggyback_loss)
-        if plan.parameters_divided and reduction is not None:  # the model's own hooks hold it, and it holds the model
+        if plan.parameters_divided and reduction is not None:  # avoids a reference cycle through the model's hooks
             reduction = weakref.proxy(reduction)
         self.reduction, self.coupled_gradients, self._plain = reduction, coupled, setup.plain
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
-        """Replace the parameters in `optimizer` by the parameters that the plan has made from them."""
+        """Replace the parameters in `optimizer` with the parameters that the plan has made from them."""
         self._given.add(weakref.ref(optimizer, self._given.discard))
         self.optimizers.setdefault(optimizer, None)
         if optimizer in self._bound:
@@ -221,7 +221,7 @@ class Program:
         held = held_parameters(optimizer)
         old = {id(p): self._replaced[p] for p in held if p in self._replaced}
         if not old and not any(id(p) in names for p in held):
-            return  # its model may come later
+            return  # its model may be passed later
         if old:
             parallel.rebind.rebind(optimizer, names | old, now)
         if self.plan is not None and self.plan != Plan():
@@ -254,7 +254,7 @@ class Program:
     def begin_backward(self) -> None:
         """Count a backward that is about to begin. Record which optimizers have stepped since the previous backward."""
         self.backwards += 1
-        if self._stepped and self._stepped != self.in_use:  # in an order that is the same on every rank
+        if self._stepped and self._stepped != self.in_use:  # list them in an order that is the same on every rank
             self.in_use = [ref for optimizer in self.optimizers if (ref := weakref.ref(optimizer)) in self._stepped]
         self._stepped.clear()
 

@@ -1,8 +1,8 @@
 """Seed a rank's random numbers, alike or keyed by step and rank.
 
 A loop over a distributed loader keys all draws in its body, which come from one stream. A per-rank program that calls
-`mw.split` has two (`ModelStream`): it draws its batches alike on all ranks, while draws in a model's forward (dropout)
-are for this rank's samples, whose number differs between ranks. So they must not move the program's stream.
+`mw.split` has two streams (`ModelStream`): it draws its batches alike on all ranks, while draws in a model's forward
+(dropout) are for this rank's samples, whose number differs between ranks, and must not move the program's stream.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class StepDraws:
     def __init__(self, world: World) -> None:
         self._world = replace(world, rank=0)
         self._last: tuple[int, int] | None = None
-        self._steps = 0  # of this batch
+        self._steps = 0  # number of earlier steps on the current batch
         self._before: list[Tensor] = []
 
     def begins(self, key: tuple[int, int] | None) -> None:
@@ -119,8 +119,8 @@ class ModelStream:
         self._world, self._paused = world, paused
         self._known: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._handles: list[Any] = []
-        self._depth = self._forwards = 0  # forwards since the program's stream moved
-        self._program: list[Tensor] = []  # the program's states when the last forward began
+        self._depth = self._forwards = 0  # open forwards; forwards since the program's stream last moved
+        self._program: list[Tensor] = []  # the program's generator states when the last forward began
         self._draws = False
         _streams.append(self)
 
@@ -139,7 +139,7 @@ class ModelStream:
             handle.remove()
 
     def enter(self) -> None:
-        """Begin a forward: put the program's stream aside."""
+        """Begin a forward: keep the state of the program's stream."""
         self._depth += 1
         if self._depth > 1 or self._paused():
             return
@@ -150,7 +150,7 @@ class ModelStream:
         seed_generators(device, mixed(zlib.crc32(self._program[0].numpy().tobytes()), self._forwards, self._world.rank))
 
     def leave(self) -> None:
-        """End a forward: the program's stream goes on."""
+        """End a forward: restore the program's stream."""
         self._depth -= 1
         if self._depth == 0 and self._draws:
             set_states(self._world.device, self._program)
@@ -160,7 +160,7 @@ class ModelStream:
 _streams: list[ModelStream] = []
 
 
-def _enter(*_: object) -> None:  # functions: copies of the model share them, and unpickling finds them
+def _enter(*_: object) -> None:  # a function of the module, which copies of a model share
     for stream in _streams[-1:]:
         stream.enter()
 

@@ -1,12 +1,12 @@
 """Define a training loop's step: its batch, backward and optimizer.
 
-    batch       asked for, and given while all ranks go on
-    forward     the program's own, on this rank's part of the batch
-    weigh       a mean over this rank's samples becomes its share of the mean over the batch
-    backward    gradients are averaged over the ranks while it runs, or after it if they fit in one bucket
-                (parallel/data.py); the loss travels with them, or has a sum of its own (under shard, with a
+    batch       is requested from the loader, and yielded while all ranks continue
+    forward     is run by the program, on this rank's part of the batch
+    weigh       turns the mean over this rank's samples into its share of the mean over the batch
+    backward    averages gradients over the ranks while it runs, or afterwards if they fit in one bucket
+                (parallel/data.py); the loss is sent along, or has its own sum over ranks (under shard, or with a
                 weight)
-    optimizer   the program's own: every rank makes the same step
+    optimizer   is stepped by the program: every rank makes the same step
 
 A job runs the forwards and backwards of its microbatches itself (training/job/step.py).
 """
@@ -67,7 +67,7 @@ def batches(
 ) -> Generator[Batch, None, None]:
     """Yield batches from `source` while all ranks continue."""
     now = loop or LoopRead()
-    pass_by(AS_WRITTEN)  # except code that models' hooks call, which is compiled with them
+    pass_by(AS_WRITTEN)  # code that models' hooks call is not listed, since it is compiled with the models
     if engine.script and engine.world.size > 1 and engine.reads.is_elsewhere(now):
         engine.events.begins()
     heard = engine.events.of_loop(0)
@@ -203,13 +203,13 @@ def _read(program: Program, p: Tensor) -> None:
     elif any(p is own for own in program.named_parameters().values()):
         meet("a gradient", ALONE)
         program_calls.leave_gradients()
-        with torch.inference_mode(False), torch.enable_grad():  # clipping code runs without grad
+        with torch.inference_mode(False), torch.enable_grad():  # code that clips gradients runs without grad mode
             reduction.reduce_now()
 
 
 def follow_optimizers(engine: Engine) -> None:
     """From now on, check each step of the program's optimizers."""
-    program, events, stepping = engine.program, engine.events, set[int]()  # by id
+    program, events, stepping = engine.program, engine.events, set[int]()  # ids of the optimizers that are in a step
 
     def begins(optimizer: Optimizer, *_: object) -> None:
         stepping.discard(id(optimizer))

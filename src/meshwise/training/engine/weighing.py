@@ -199,7 +199,7 @@ def as_weight(weight: Tensor | float, like: Tensor) -> Tensor:
         if not isinstance(weight, Tensor) and not 0 <= weight < float("inf"):
             raise ValueError
         return torch.as_tensor(weight, dtype=_dtype_of_weights(like), device=like.device).detach().reshape(())
-    except (TypeError, ValueError, RuntimeError):  # also for a text, or a tensor with several elements
+    except (TypeError, ValueError, RuntimeError):  # also raised for a text, or a tensor with several elements
         told = f"a tensor of shape {tuple(weight.shape)}" if isinstance(weight, Tensor) else repr(weight)
         raise UsageError(
             f"weight must be the number of items that the loss is a mean over, 0 or more, but it is {told}."

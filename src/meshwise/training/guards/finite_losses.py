@@ -21,7 +21,7 @@ from meshwise.training.data.order import BatchSlice
 from meshwise.training.engine.engine import Engine, Seen
 from meshwise.transfer import collectives
 
-SHOWN = 4  # samples
+SHOWN = 4  # how many samples a message names
 FIRST = (
     "step {step}: the loss{whose} is {what}. The run continues, but its parameters are lost unless the program, or its "
     "GradScaler, skips such a step. Lower the learning rate, clip gradients, or look at these samples."
@@ -33,10 +33,10 @@ class FiniteLosses:
 
     def __init__(self, engine: Engine) -> None:
         self._engine, self._program, self._say = engine, engine.program, engine.notify
-        self._waiting: list[Seen] = []  # on one device, not yet checked
+        self._waiting: list[Seen] = []  # losses on one device that are not checked yet
         self._on_its_way: tuple[Tensor, torch.Event | None, list[Seen]] | None = None
-        self._count = self._first = self._last = 0  # how many, the step of the first, the number of the last
-        self._began, self._wrong = 0, ""  # the backwards of earlier programs, and the error one ended with
+        self._count = self._first = self._last = 0  # number of bad losses, step of the first, backward of the last
+        self._began, self._wrong = 0, ""  # backwards of earlier programs; the error with which one ended
         self._ended = False
 
     def look(self) -> None:

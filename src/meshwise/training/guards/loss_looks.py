@@ -19,8 +19,8 @@ from meshwise.training.engine.engine import Engine
 from meshwise.training.engine.weighing import check_reduction
 from meshwise.transfer.traced import Foreign
 
-BACKWARDS = 9  # a program may have several losses, but does not change them later
-COUPLING = 5  # of them; the first is skipped, since calls before it are unknown
+BACKWARDS = 9  # how many backwards to check: a program has few losses, and does not change them later
+COUPLING = 5  # how many backwards to test for coupling; the first is skipped, as calls before it are unknown
 COUPLED = (
     "{place}: this loss couples the samples of a batch: it is not a mean or sum of one value per sample, but for "
     "example of similarities, the hardest samples, or a dice, root or correlation over the batch. Each of the {ranks} "

@@ -28,7 +28,7 @@ NAMES = {"lr": "lr", "momentum": "momentum", "betas": "betas", "weight_decay": "
 def settings_differ(ranks: Sequence[Settings]) -> str:
     """Return a sentence that says how the settings of a rank differ from those of rank 0."""
     for rank, settings in enumerate(ranks):
-        if len(settings) != len(ranks[0]):  # ranks collect dropped objects at different times
+        if len(settings) != len(ranks[0]):  # ranks collect dropped objects at different times, so lengths may differ
             continue
         for mine, other in zip(ranks[0], settings, strict=True):
             if mine != other and mine[0] != PARAMETERS:
@@ -41,14 +41,14 @@ _DIFFER = (
     "pass the same number to schedulers: scheduler.step(mw.mean(loss)), or what mw.backward returns."
 )
 PARAMETERS = "sum of parameters"
-FAR = 1e-6  # relative to a sum: different devices may round a step differently
+FAR = 1e-6  # relative difference that counts as equal: devices may round a step differently
 
 
 def sums_of(program: Program) -> Settings:
     """Return the sum of all parameters, by which to compare the ranks, unless each has its own part of them."""
     if program.plan is None or program.plan.parameters_divided or rehearsing():
         return ()
-    made = dict.fromkeys(p for model in program.models for p in model.parameters())  # also those made in a forward
+    made = dict.fromkeys(p for model in program.models for p in model.parameters())  # also those that a forward made
     sums = [p.detach().abs().sum(dtype=torch.float64) for p in made]
     return ((PARAMETERS, "", float(torch.stack(sums).sum())),)
 
@@ -97,7 +97,7 @@ class UpdatesByHand:
         self._before.setdefault(loop, self._now())
 
     def loop_ends(self, loop: LoopRead) -> None:
-        """Compare them as it ends."""
+        """Compare the version counters as the loop ends."""
         (backwards, now), before = self._now(), self._before.pop(loop, None)
         if before is not None and before[0] == backwards and before[1] != now:
             self._say(_BY_HAND.format(place=loop.place))

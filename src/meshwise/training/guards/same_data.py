@@ -1,6 +1,6 @@
 """Check that all ranks hold the same data.
 
-It matters because each rank takes its share of every batch.
+This matters because each rank takes its share of every batch.
 
 The ranks compare attributes of data sets and samplers: sizes, fingerprints, some numbers and texts. No sample
 is read and no random number drawn, so augmentation is not compared. Objects given earlier are not compared again, as
@@ -30,9 +30,9 @@ from meshwise.training.engine.engine import Engine
 from meshwise.transfer import collectives
 
 THINGS, DEPTH = 64, 6  # the most attributes to compare, and the most levels of nesting to read
-ITEMS, NUMBERS, RUNS = 256, 4096, 16  # read from a list, and from an array in so many runs of neighbors
-FEW = 16  # with fewer rows than this, or than samples, it may be the rank's own: a range, a device
-ROUNDING = 1e-6  # machines may round differently
+ITEMS, NUMBERS, RUNS = 256, 4096, 16  # entries to compare of a list, and numbers of an array, in RUNS runs of neighbors
+FEW = 16  # a shorter object may be the rank's own, such as a range, unless it has a row per sample
+ROUNDING = 1e-6  # relative tolerance, because machines may round differently
 DIFFERENT = (
     "Not the same data: the ranks pass different data sets ({sizes} samples). Pass the whole data set on every rank: "
     "meshwise divides each batch, so remove split_dataset_by_node, dataset.shard and subsets by rank."
@@ -87,7 +87,7 @@ class SameData:
 
 
 def samplers_of(loader: Any) -> list[Any]:
-    """Return the samplers that choose the samples of a DataLoader, without samplers that meshwise replaces by its
+    """Return the samplers that choose the samples of a DataLoader, without samplers that meshwise replaces with its
     own."""
     both = [each for each in (loader.sampler, loader.batch_sampler) if type(each) is not BatchSampler]
     return [each for each in both if each is not None and not isinstance(each, DistributedSampler)]
@@ -103,7 +103,7 @@ def read(things: dict[str, Any], samples: int | None, known: weakref.WeakValueDi
             continue
         seen.add(id(thing))
         if (parts := _parts(name, thing)) is None:
-            with contextlib.suppress(TypeError, ValueError, RuntimeError):  # unreadable, like sparse tensors
+            with contextlib.suppress(TypeError, ValueError, RuntimeError):  # unreadable, such as a sparse tensor
                 if (size := len(thing)) in sizes or size >= FEW:
                     found[name] = Held(size, *_facts(_some(thing)), size in sizes)
             continue
@@ -111,7 +111,7 @@ def read(things: dict[str, Any], samples: int | None, known: weakref.WeakValueDi
             with contextlib.suppress(TypeError, NotImplementedError, AttributeError):
                 sizes.add(len(thing))
         waiting += [(inner, part, depth + 1) for inner, part in reversed(parts)]
-        with contextlib.suppress(TypeError):  # a list, or another object without weak references
+        with contextlib.suppress(TypeError):  # a list, for example, has no weak references
             known[id(thing)] = thing
     return found
 

@@ -16,7 +16,7 @@ from meshwise.spec.errors import UsageError, check_known
 from meshwise.spec.reductions import REDUCTIONS
 from meshwise.training.tracking.trackers import Tracker, check_trackers
 
-if TYPE_CHECKING:  # the options of a run name a Job, and their help waits for no torch
+if TYPE_CHECKING:  # the options of a run refer to Job, and their help must not import torch
     from torch import Tensor, nn
     from torch.optim import Optimizer
     from torch.optim.lr_scheduler import LRScheduler

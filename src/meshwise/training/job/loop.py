@@ -2,7 +2,7 @@
 
 The loop runs on every rank.
 
-Its steps: read the microbatches of a step, compute gradients, update; evaluate after epochs.
+It reads the microbatches of a step, computes gradients and updates the model. It evaluates after epochs.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ def _prepare(
     nan = NotFinite(options.on_nan, state, folder, log.tell, scaled=plan.dtypes.scaled)
     given = job, session, options, plan, folder, engine, state, log, best, clock, train, test, check, nan
     run = JobRun(*given, saver=saver, began={"epoch": state.epoch, "step": state.step})
-    if test is not None and job.best:  # one batch, to report a wrong name before the first epoch ends
+    if test is not None and job.best:  # evaluate one batch, to report a wrong name early
         best.check(evaluate(engine, job, state.model, _test_batches(run, min(test.samples, job.batch_size))))
     log.send("began", job=job.name, epochs=job.epochs, steps=-(-train.samples // job.batch_size), step=state.step)
     return run
@@ -198,7 +198,7 @@ def _evaluate(run: JobRun, epoch: int) -> None:
     assert run.test is not None
     run.metrics = evaluate(run.engine, job, state.model, _test_batches(run, run.test.samples))
     run.evaluated = state.step, run.best.take(run.metrics, epoch, state.step, state.model)
-    if run.log.evaluated != state.step:  # an earlier attempt may have written it, and ended before its next step
+    if run.log.evaluated != state.step:  # an earlier attempt may have written it already
         facts = {"best": run.evaluated[1], "inside": epoch > state.epoch}
         run.log.add_evaluation(epoch - 1, job.epochs, state.step, run.metrics, **facts)
 
@@ -213,11 +213,11 @@ def _train_epoch(run: JobRun) -> bool:
     run.epoch_began = time.perf_counter(), current().samples
     log_every = run.options.log_every or LOG_EVERY
     in_steps = job.evaluates[1] == "steps"
-    # Held by this frame, so that a rank that leaves the loop early still counts as inside the epoch.
+    # This frame holds it, so that a rank that leaves the loop early still counts as inside the epoch.
     loop = LoopRead(step=state.step + 1)
     batches = read_batches(run.engine, "an epoch", _train_batches(run), job.batch_size, loop=loop)
     if 0 < state.index < run.train.samples and _evaluation_is_due(run, "steps") and log.evaluated != state.step:
-        _evaluate(run, state.epoch + 1)  # an earlier attempt has ended before
+        _evaluate(run, state.epoch + 1)  # an earlier attempt ended before this evaluation
         if run.best.is_over(state):
             return False
     for parts, (first, stop) in zip(batches, bounds, strict=False):
@@ -225,7 +225,7 @@ def _train_epoch(run: JobRun) -> bool:
         done = state.step
         losses = train_step(run.engine, job, state, parts, nan)
         state.index, loop.step = stop, state.step + 1
-        if state.step == done:  # the batch is left out
+        if state.step == done:  # the batch was left out
             steps -= 1
             continue
         in_epoch += 1
@@ -260,7 +260,7 @@ def _train_batches(run: JobRun) -> Iterator[Sequence[Microbatch]]:
     gaps = run.not_finite.ranges(state.epoch)
     slices, ahead = tee(epoch_slices(order, run.job.batch_size, world, accumulate, state.index, gaps))
     pairs = read_parts(run.train, chain.from_iterable(ahead), state.epoch, world.device)
-    # Lists, not the tuples of `zip`: see training/data/source.py.
+    # Make lists, because `zip` keeps its tuples alive: see training/data/source.py.
     return map(list, zip(pairs, strict=False)) if accumulate == 1 else (list(islice(pairs, len(s))) for s in slices)
 
 
@@ -285,7 +285,7 @@ def _send_progress(run: JobRun, kind: str, in_epoch: int, steps: int) -> None:
 def _save(run: JobRun, *, wait: bool = False, background: bool = False) -> None:
     """Save the state."""
     state, began = run.state, time.monotonic()
-    run.log.sync()  # the records must reach the step a restart resumes from
+    run.log.sync()  # write the records up to the step from which a restart resumes
     run.replicas.compare(state)
     if run.not_finite.back:
         run.not_finite.refuse_spoiled(state.step)
@@ -300,7 +300,7 @@ def _finish(run: JobRun) -> None:
     saver = run.saver
     if saver is not None:
         saver.settle()
-        newest = -1 if run.options.saves.in_background else saver.saved  # saved once more, in place of background saves
+        newest = -1 if run.options.saves.in_background else saver.saved  # the last save replaces background saves
         if run.state.step not in (newest, run.began["step"] if run.options.resume is not None else -1):
             _save(run, wait=True)
     if run.folder is not None and not run.stopped:

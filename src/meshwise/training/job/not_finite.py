@@ -2,8 +2,8 @@
 
 All ranks make the same decision.
 
-stop    the run ends with the step and the ranks where it began (metrics_log.py); this costs nothing
-skip    the optimizer does not step, buffers are as before the step, and the next one follows
+stop    the run ends, and names the step and the ranks where it began (metrics_log.py); this costs nothing
+skip    the optimizer does not step, buffers are restored, and the next step follows
 back    the batch is left out, as if the data did not have it: no update, no step of the scheduler, no step number
 
 Under `skip` and `back` all ranks agree in each step, with one number, whether every gradient is finite. A loss scaler
@@ -37,7 +37,7 @@ from meshwise.training.job.options import BACK, SKIP, STOP
 from meshwise.training.recovery.state import RunState
 from meshwise.transfer import collectives, stages
 
-MOST_IN_A_ROW = 20  # steps that are skipped before the run is held to be lost
+MOST_IN_A_ROW = 20  # how many steps in a row may be skipped before the run fails
 Batch = tuple[int, int, int]
 """A batch: its epoch (from 0), and the positions of its first sample and after its last sample in the epoch's order."""
 
@@ -103,7 +103,7 @@ class NotFinite:
     def refuse_spoiled(self, step: int) -> None:
         """Raise SpoiledError on all ranks if at least one rank has a parameter that is not finite."""
         model = self._state.model
-        lacking = stages.absent_parameters(model)  # those of other pipeline stages, which are NaN here
+        lacking = stages.absent_parameters(model)  # parameters of other pipeline stages, which are NaN here
         trained = [local_of(p.detach()) for p in model.parameters() if p.requires_grad and p not in lacking]
         flags = collectives.gather_objects(bool(_any_not_finite(trained)), collectives.everyone())
         if any(flags):

@@ -45,7 +45,7 @@ def begun(job: Job, plan: Plan, engine: Engine) -> RunState:
     """
     seed_all(job.seed)
     model, note = constructed(job.model) if plan.parameters_divided or plan.pipeline > 1 else (job.model(), "")
-    if plan.devices == 1:  # on several devices, the plan places it
+    if plan.devices == 1:  # on several devices, the plan places the model
         model.to(engine.world.device)
     engine.program.stage_cost = job.stage_cost
     engine.add_models([model], plan)

@@ -43,7 +43,7 @@ def compute(engine: Engine, job: Job, state: RunState, parts: Sequence[Microbatc
     Returns the loss and the loss weight of each microbatch, still on the device.
     """
     pipeline = engine.program.pipeline
-    stage = () if pipeline is None or pipeline.pipe.rank == 0 else (pipeline.pipe.rank,)  # stage 0: as one device
+    stage = () if pipeline is None or pipeline.pipe.rank == 0 else (pipeline.pipe.rank,)  # stage 0 draws as one device
     seed_draws(engine.world, state.seed, state.step, *stage)
     engine.program.begin_backward()
     engine.draw_key = state.seed, state.step
@@ -64,7 +64,7 @@ class Microbatches:
     def __init__(self, engine: Engine, job: Job, state: RunState, parts: Sequence[Microbatch]) -> None:
         self._engine, self._job, self._state, self._parts, self._recorder = engine, job, state, parts, current()
         self._weights = StepWeights(engine.world.size, engine.program.coupled_gradients)
-        self._weighed = False  # whether the loss has a weight of its own
+        self._weighed = False  # whether the loss function returns a weight
 
     def in_turn(self) -> Losses:
         """Run forward and backward of one microbatch after another. Return the losses and loss weights."""
@@ -82,7 +82,7 @@ class Microbatches:
     def as_stages(self, pipeline: Pipeline) -> Losses:
         """Run the forward and backward passes of all microbatches in the order of this rank's pipeline schedule."""
         actions = pipeline.begin([shapes_of(batch) for batch, _ in self._parts])
-        last = len(actions) - 1  # a backward, in each schedule
+        last = len(actions) - 1  # every schedule ends with a backward
         opened: dict[tuple[int, int], tuple[Pass, Tensor | None, KeyedDraws | None]] = {}
         for place, action in enumerate(actions):
             where = action.stage, action.microbatch
@@ -140,7 +140,7 @@ class Microbatches:
         mean, weight = split_weight(found, part, where, summed=summed)
         self._weighed = weight is not None
         reduction = engine.program.reduction
-        shared = reduction is not None and reduction.shared_terms  # terms of parameters alone
+        shared = reduction is not None and reduction.shared_terms  # loss terms that depend on parameters alone
         self._weights.coupled |= shared or engine.program.coupled_gradients
         return self._state.scaler.scale(self._weights.scale(mean, weight, part))
 
@@ -235,21 +235,21 @@ def _step_with_closure(engine: Engine, job: Job, state: RunState, parts: Sequenc
 
 def _clip(engine: Engine, job: Job, state: RunState) -> None:
     pipeline = engine.program.pipeline
-    if pipeline is not None and state.scaler.is_enabled():  # all stages step, or none does
+    if pipeline is not None and state.scaler.is_enabled():  # all stages make the step, or none does
         state.scaler.scale(torch.zeros((), device=engine.program.device))  # a scaler is initialized by its first scale
         state.scaler.unscale_(state.optimizer)
         for found in found_infinite(state.scaler, state.optimizer):
             collectives.all_reduce(local_of(found), "max", pipeline.pipe.group, of="the loss scaler's decision")
     if job.clip_norm is not None and pipeline is not None:
         pipeline.holding.clip(job.clip_norm)
-    elif job.clip_norm is not None:  # gradient clipping: exact under shard, since DTensors give the norm of the whole
+    elif job.clip_norm is not None:  # exact under shard, since the norm of DTensors is that of whole tensors
         state.scaler.unscale_(state.optimizer)
         torch.nn.utils.clip_grad_norm_(state.model.parameters(), job.clip_norm)
 
 
 def _clear(state: RunState) -> None:
     state.optimizer.zero_grad(set_to_none=True)
-    if not state.holds_all:  # the clip norm and the mean are of one step
+    if not state.holds_all:  # clear gradients that the optimizer does not hold, since the clip norm counts them
         state.model.zero_grad(set_to_none=True)
 
 

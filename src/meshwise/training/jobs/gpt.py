@@ -26,9 +26,9 @@ from torch.optim.lr_scheduler import LambdaLR
 from meshwise.spec.errors import DataError, UsageError, nearest
 from meshwise.training.job.job import Job
 
-ONE_IN = 16  # files, of which one is held out
-SHORTEST = 24  # bytes; what is shorter is no document
-SKIPPED = {"site-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo"}  # not the library, or not everywhere
+ONE_IN = 16  # one file in this many is held out
+SHORTEST = 24  # bytes; a shorter text is not used as a document
+SKIPPED = {"site-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo"}  # not library code, or often missing
 IGNORED = -100  # the target that cross entropy ignores
 START = 256  # the token that stands before every document; the others are its bytes
 
@@ -95,7 +95,7 @@ def cut(text: bytes, longest: int) -> list[bytes]:
     return re.findall(rb"(?s)%b|.{%d,%d}" % (paragraphs, SHORTEST, longest), text)
 
 
-BYTES = START + 1  # every byte, and the token before a document
+BYTES = START + 1  # the size of the vocabulary: all bytes, and START
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ SIZES = {
     "llama3-8b": GptSize(32, 4096, 32, 8, 14336, 128_256, 8192, 500_000.0),
     "llama3-70b": GptSize(80, 8192, 64, 8, 28672, 128_256, 8192, 500_000.0),
 }
-TRAINED, HELD_OUT = 8_000, 512  # documents of an epoch, documents of an evaluation
+TRAINED, HELD_OUT = 8_000, 512  # documents per epoch, documents per evaluation
 WARM_UP = 50  # steps
 
 
@@ -188,7 +188,7 @@ class Gpt(nn.Module):
         self.norm = nn.RMSNorm(size.width, eps=1e-5)
         self.head = nn.Linear(size.width, size.vocabulary, bias=False)
         for name, p in self.named_parameters():
-            if p.dim() == 2:  # the layers that write to the stream start smaller, the deeper the model
+            if p.dim() == 2:  # layers that write to the residual stream start smaller in deeper models
                 depth = math.sqrt(2 * size.layers) if name.endswith(("out.weight", "down.weight")) else 1.0
                 nn.init.normal_(p, std=0.02 / depth)
 
@@ -205,7 +205,7 @@ class Gpt(nn.Module):
 def rotary_turns(length: int, head_width: int, theta: float, like: Tensor) -> tuple[Tensor, Tensor]:
     """Return the cosines and sines, each (T, E / 2), of the angles by which rotary embedding rotates each pair at each
     position (arXiv 2104.09864)."""
-    dtype = torch.promote_types(like.dtype, torch.float32)  # bfloat16 cannot tell neighbouring positions apart
+    dtype = torch.promote_types(like.dtype, torch.float32)  # bfloat16 cannot distinguish neighboring positions
     speed = theta ** (-torch.arange(0, head_width, 2, device=like.device, dtype=dtype) / head_width)
     angles = torch.outer(torch.arange(length, device=like.device, dtype=dtype), speed)
     return angles.cos().to(like.dtype), angles.sin().to(like.dtype)

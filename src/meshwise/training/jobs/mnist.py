@@ -28,7 +28,7 @@ from meshwise.training.job.job import Job
 
 UNSIGNED_BYTE = 8
 
-# Part of a set -> how its files begin, after the name of the set if any. EMNIST writes `test` where MNIST has `t10k`.
+# Maps a part to how its file names begin, after the set's name if any. EMNIST writes `test` where MNIST has `t10k`.
 PARTS = {"train": ("train",), "test": ("t10k", "test")}
 DIMS = {"images": 3, "labels": 1}
 
@@ -84,7 +84,7 @@ def find_file(where: Path, part: str, kind: str) -> Path:
             f"{where} must have one file {' or '.join(wanted)}[.gz] with the {part} {kind}, but has "
             f"{len(plain + packed)}. Name a folder with the IDX files of one data set."
         )
-    return (plain + packed)[0]  # the plain one, which torchvision unpacks, is the faster one to read
+    return (plain + packed)[0]  # prefer the unpacked file, which is faster to read
 
 
 def read_idx(path: Path, kind: str) -> Tensor:
@@ -124,8 +124,8 @@ class ConvNet(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """Map images (batch, 1, 28, 28) to logits (batch, classes)."""
-        x = F.max_pool2d(F.relu(self.conv1(images)), 2)  # 28 -> 24 -> 12
-        x = F.max_pool2d(F.relu(self.conv2(x)), 2)  # 12 -> 8 -> 4
+        x = F.max_pool2d(F.relu(self.conv1(images)), 2)  # side: 28 -> 24 -> 12
+        x = F.max_pool2d(F.relu(self.conv2(x)), 2)  # side: 12 -> 8 -> 4
         x = F.relu(self.fc1(x.flatten(1)))
         logits: Tensor = self.fc2(x)
         return logits

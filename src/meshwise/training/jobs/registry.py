@@ -28,7 +28,7 @@ from meshwise.workers.failure import user_traceback
 
 FEATURES, CLASSES = 1000, 10
 TRAIN_SAMPLES, TEST_SAMPLES = 10_000, 2_000
-CENTRE_SCALE = 0.2  # against noise of 1: with SGD at 1e-3, 10 epochs go from 10 % to about 97 % of the test set
+CENTRE_SCALE = 0.2  # with noise of scale 1: 10 epochs of SGD at 1e-3 reach about 97 % test accuracy
 
 
 def mlp(*, seed: int = 0) -> Job:
@@ -138,7 +138,7 @@ def import_file(path: Path) -> ModuleType:
     if loaded is not None and getattr(loaded, "__file__", None) == str(path.resolve()):
         return loaded
     spec = importlib.util.spec_from_file_location(name, path.resolve())
-    assert spec is not None and spec.loader is not None  # it ends in .py
+    assert spec is not None and spec.loader is not None  # true for a path that ends in .py
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:

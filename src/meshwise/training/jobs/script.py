@@ -34,7 +34,7 @@ def run_script_file(script: Path, arguments: Sequence[str]) -> dict[str, Any]:
     """Run `script` as `__main__` with these arguments, and with its folder first on the module path. Return its global
     variables."""
     if (is_plain(script) or "Trainer" in _text(script)) and read_world(os.environ).device == "cpu":
-        os.environ.setdefault("ACCELERATE_USE_CPU", "true")  # else accelerate and Trainer look for GPUs only
+        os.environ.setdefault("ACCELERATE_USE_CPU", "true")  # otherwise accelerate and Trainer only look for GPUs
     sys.argv = [str(script), *arguments]
     sys.path.insert(0, str(script.resolve().parent))
     try:

@@ -67,7 +67,7 @@ class PredictOptions:
                     ".safetensors file. For a run that was stopped, write its newest weights with meshwise weights."
                 )
             object.__setattr__(self, "weights", path)
-        object.__setattr__(self, "plan", self.run_options.plan)  # refuses wrong options of the plan now
+        object.__setattr__(self, "plan", self.run_options.plan)  # reports invalid plan options early
 
     @property
     def run_options(self) -> RunOptions:

@@ -1,10 +1,10 @@
-"""Turn predictions into rows, write these as parts, and join the parts.
+"""Turn predictions into rows, write the rows in parts, and join the parts.
 
-    OUT.partial/                               until every sample is there
-        facts.json                             what they are predictions of
-        000000000000-000000000512.jsonl        rows of samples 0 to 511; or the same as .safetensors
+    OUT.partial/                               exists until every sample is predicted
+        facts.json                             facts on which the predictions depend
+        000000000000-000000000512.jsonl        rows of samples 0 to 511; or a .safetensors file
 
-Each rank writes its own parts, and each part is whole or not there, also after a kill.
+Each rank writes its own parts, and each part is complete or absent, even after a kill.
 At the end, rank 0 joins them to OUT.
 """
 

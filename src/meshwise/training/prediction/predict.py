@@ -1,6 +1,6 @@
 """Predict every sample once, in order, on any number of devices.
 
-This code runs on every rank. Each rank predicts a range of the samples, of each global batch as many as in an
+This code runs on every rank. Each rank predicts a range of each global batch, of the same size as in an
 evaluation, and writes the rows in parts. At the end, rank 0 joins the parts of all ranks.
 """
 
@@ -50,7 +50,7 @@ from meshwise.transfer import collectives
 from meshwise.workers.join import join
 
 PART_SECONDS = 10
-"""From one part to the next, and from one line of progress to the next. A kill loses as much."""
+"""Seconds from one part to the next, and from one line of progress to the next. A kill loses about as much work."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def run_predict(job: Job, options: PredictOptions) -> Predictions:
     check_fits(plan, session.world)
 
     def say(text: str) -> None:
-        if first and text not in OF_DRAWS:  # no dropout here
+        if first and text not in OF_DRAWS:  # predictions use no dropout
             print(text, file=sys.stderr, flush=True)
 
     engine = make_engine(session, plan, say)
@@ -100,7 +100,7 @@ def run_predict(job: Job, options: PredictOptions) -> Predictions:
             say(f"parts are written to {folder_of(out)}: after a stop, the same command continues")
         left = collectives.broadcast_object(left_of(data.samples, out) if first else None, collectives.everyone())
         earlier = done = data.samples - len(left)
-        writes = session.world.rank % (plan.within_samples // plan.pipeline) == 0  # its neighbors have the same rows
+        writes = session.world.rank % (plan.within_samples // plan.pipeline) == 0  # ranks of a replica have equal rows
         pieces, indices, world = list[Outputs](), list[Tensor](), engine.world
         batches = read_parts(data, own_slices(left, job.batch_size, world), 0, world.device)
         stack.enter_context(torch.no_grad())
@@ -155,7 +155,7 @@ def predicting(job: Job, plan: Plan, engine: Engine, weights: str | Path | None)
 def own_slices(left: Tensor, batch_size: int, world: World) -> Iterator[BatchSlice]:
     """Yield this rank's part of each global batch."""
     positions = torch.arange(len(left))
-    at = sum(part.first for part in batch_slices(positions, batch_size, world))  # the samples of lower ranks
+    at = sum(part.first for part in batch_slices(positions, batch_size, world))  # how many samples lower ranks have
     for part in batch_slices(positions, batch_size, world):
         yield replace(part, indices=left[at : at + part.samples] if part.samples else left[part.indices])
         at += part.samples

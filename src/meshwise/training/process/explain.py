@@ -37,7 +37,7 @@ def explain(error: BaseException, world: World, steps: int | None, recorder: Rec
     error.add_note(f"rank {world.rank}, {step}, phase {recorder.phase}")
     found = None if steps is None else smaller_plan(plan, world)
     full = is_out_of_memory(error)
-    if found is not None and (full or is_communication_error(error)):  # a peer may be killed for its machine's memory
+    if found is not None and (full or is_communication_error(error)):  # a peer's machine may have run out of memory
         error.smaller_plan = (plan_to_toml(found[0]), found[1])  # type: ignore[attr-defined]
     if full:
         advice = f"A plan that needs less: {found[1]}" if found else "Use a smaller --batch-size or more devices"

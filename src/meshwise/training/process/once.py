@@ -1,7 +1,7 @@
-"""Let what every rank does to files and trackers happen once.
+"""Let a script's effects on files and trackers happen once.
 
 Every rank runs the whole script. Rank 0 writes files as one device does. Any other rank sees the files as they were
-when `begin` was called, and its own writes, which go to a private folder; so nobody waits for anybody.
+when `begin` was called, and its own writes, which go to a private folder; so no rank waits for another.
 rank_files.py has the views.
 
 Limits: programs started in other ways, and files that C code opens unless scratch_files.py lists it, are not covered. A
@@ -63,7 +63,7 @@ def once(rank: int, size: int, folder: str, *, shared: bool = True) -> Iterator[
 
     folder: an empty folder, the same on all ranks.
     shared: whether this rank sees the files in it that rank 0 makes."""
-    cache = f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}"  # as torch names it
+    cache = f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}"  # torch's own name for the folder
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", cache)
     temporary, _lock = (None, None) if rank == 0 else made_folder("own")  # locked while this runs
     wandb: Any = sys.modules.get("wandb")
@@ -81,7 +81,7 @@ def once(rank: int, size: int, folder: str, *, shared: bool = True) -> Iterator[
             _views.remove(view)
             if rank:
                 shutil.rmtree(str(temporary), ignore_errors=True)
-            with contextlib.suppress(FileNotFoundError):  # somebody has removed the folder of the run
+            with contextlib.suppress(FileNotFoundError):  # the run's folder was removed
                 Path(folder, f"ended{rank}").touch()
             if all(os.path.exists(f"{folder}/ended{each}") for each in (range(size) if shared else [rank])):
                 shutil.rmtree(folder, ignore_errors=True)

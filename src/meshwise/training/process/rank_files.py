@@ -1,9 +1,9 @@
 """Give each rank its view of files that rank 0 writes.
 
     rank 0          before it first changes a path, keeps a copy or hard link of it, or notes that it was absent
-    other ranks     read their own file, else the kept one, else the user's
-    torch.save      by rank 0 alone; the others read its file through a hard link of this save
-    subprocess.run  by rank 0 alone; the others get its result, and see the files that it has changed
+    other ranks     read their own file, or else the kept one, or else the user's
+    torch.save      runs on rank 0 alone; the others read its file through a hard link of this save
+    subprocess.run  runs on rank 0 alone; the others get its result, and see the files that it has changed
 
 The shared folder has a log of rank 0's changes, the files that it keeps (in `0`, after a meeting in `1`) or shares.
 """
@@ -37,7 +37,7 @@ from meshwise.transfer.reading import meet, together
 from meshwise.workers.file_view import parents
 from meshwise.workers.scratch_files import FileFunctions, Function
 
-PATIENCE = 60.0  # seconds in which rank 0 must begin what another rank asks for
+PATIENCE = 60.0  # seconds that a rank waits for rank 0 to reach the same call
 SAVES, RUNS = (torch.save, safetensors.torch.save_file), (subprocess.run, subprocess.call, os.system)
 NEVER = "{here}: rank 0, last seen at {last}, has not reached {there}. Make that call on every rank alike, or on none."
 IN_LOADER = "{here}: a loader's worker writes {path}, of rank 0's samples only. Write it before, or by num_workers=0."
@@ -86,7 +86,7 @@ class RankFiles(FileFunctions):
         if parts:
             meet(save.__name__)
         with together() if parts else nullcontext():
-            if parts and save is not SAVES[0]:  # safetensors' needs plain ones
+            if parts and save is not SAVES[0]:  # safetensors needs plain tensors
                 thing, parts = map_tensors(lambda each: _whole(each) if id(each) in parts else each, thing), {}
             if logical is None or os.getpid() != self._process:
                 save(thing, self.written(path), *rest, **named)
@@ -154,7 +154,7 @@ class FirstFiles(RankFiles):
     def _give(self, path: str, to: str, link: bool = True) -> None:
         """Make `to` a hard link to a file, or a copy. Other ranks find all of it, or nothing."""
         part = f"{self._shared}/{os.getpid()}-{time.monotonic_ns()}"
-        with suppress(OSError):  # another disk, or one without links
+        with suppress(OSError):  # the file is on another disk, or the disk has no hard links
             if link:
                 os.link(path, part, follow_symlinks=False)
         if not os.path.lexists(part):
@@ -172,7 +172,7 @@ class FirstFiles(RankFiles):
         made = self.call()
         self._keep(path, link=True)
         if os.path.isfile(path) and os.stat(path).st_nlink > 1:
-            os.unlink(path)  # ranks that are late still read it
+            os.unlink(path)  # slower ranks may still read the old file
         try:
             save()
         finally:
@@ -199,7 +199,7 @@ class FirstFiles(RankFiles):
 
 
 class LaterFiles(RankFiles):
-    """The view of another rank: its own files, else those from the start."""
+    """The view of another rank: its own files, or else the files as they were at the start."""
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
@@ -277,7 +277,7 @@ class LaterFiles(RankFiles):
     def save(self, save: Callable[[], None], path: str, parts: Iterable[Tensor]) -> None:
         for part in parts:
             _whole(part)
-        Path(self.written(path)).touch()  # so that its folder lists it
+        Path(self.written(path)).touch()  # so that a listing of the folder shows the file
         self._held[path] = f"{self.call()}.{self._rank}", user_place()
 
     def _wait(self, made: str, there: str) -> str:

@@ -33,7 +33,7 @@ def refuse_same_work(script: str, world: World) -> None:
     def first_step(optimizer: Optimizer, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         gradients = any(p.grad is not None for p in held_parameters(optimizer))
         if not gradients and not has_closure(arguments, keywords):
-            return  # some programs step once before they train, to prepare state
+            return  # some programs step once before training, to prepare state
         hook.remove()
         if process.session.has_distributed_model() or (dist.is_initialized() and not made_process_group()):
             return

@@ -64,7 +64,7 @@ class FaultyRecorder(Recorder):
                 continue
             if not last and _folder is not None:
                 fact = {"fault": str(fault), "attempt": int(os.environ.get(ATTEMPT, "1")), "time": time.time()}
-                with contextlib.suppress(OSError):  # the folder is gone, or its disk full
+                with contextlib.suppress(OSError):  # the folder may be gone, or its disk full
                     append_lines(_folder / names.FAULTS, [fact])
             _armed[fault] = step
             _inject(fault, self.parameters().values())
@@ -93,5 +93,5 @@ def _inject(fault: Fault, parameters: Iterable[Tensor]) -> None:
             first = part.as_strided((1,), (1,))
             if fault.kind == "nan":
                 first.fill_(float("nan"))
-            else:  # a bit of the mantissa: the value changes, and stays finite
+            else:  # flip a bit of the mantissa: the value changes, and stays finite
                 first.view(torch.uint8)[part.element_size() - 2] ^= 0x08

@@ -33,7 +33,7 @@ from meshwise.workers.failure import Failure
 from meshwise.workers.join import rank_context, store_of_ranks
 
 OPENED, ENDED = "opened", "ended"
-WAIT, ROUND = 5.0, 0.1  # seconds to wait until the others end, and between two polls
+WAIT, ROUND = 5.0, 0.1  # seconds to wait for the others to end, and between two polls
 
 
 class JoinedRun:
@@ -68,7 +68,7 @@ class JoinedRun:
 
     def _tell(self, mine: Failure | None) -> None:
         if self._store is not None:
-            with contextlib.suppress(RuntimeError):  # rank 0, which serves it, is gone
+            with contextlib.suppress(RuntimeError):  # rank 0, which serves the store, is gone
                 self._store.set(f"{ENDED}/{self._rank}", json.dumps(None if mine is None else asdict(mine)))
 
     def _chosen(self, mine: Failure | None) -> Failure | None:
@@ -101,7 +101,7 @@ class JoinedRun:
     def _by_record(self, mine: Failure | None) -> Failure | None:
         """Return the failure that ended the run, if rank 0 has ended, so that no rank can read the reports of the
         others."""
-        with contextlib.suppress(UsageError):  # a folder that this machine does not share
+        with contextlib.suppress(UsageError):  # this machine may not share the run folder
             last = names.read_run(self.folder)["sessions"][-1]
             if last.get("kind") or last.get("status") in ("finished", "stopped"):
                 return mine
@@ -136,7 +136,7 @@ class _Both:
         self._stream, self._log = stream, log
 
     def write(self, text: str) -> int:
-        with contextlib.suppress(OSError):  # a full disk stops no training
+        with contextlib.suppress(OSError):  # a full disk must not stop training
             self._log.write(text.encode("utf-8", "replace"))
             self._log.flush()
         return self._stream.write(text)

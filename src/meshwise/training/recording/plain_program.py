@@ -1,7 +1,7 @@
-"""Record a program that uses none of our verbs.
+"""Record a program that does not call meshwise.
 
-The program may use plain PyTorch, or DDP or FSDP2 on a process group that it makes itself, or a Trainer. Our verbs are
-the functions of meshwise that a training loop calls, such as `mw.backward`.
+The program may use plain PyTorch, or DDP or FSDP2 on a process group that it makes itself, or a Trainer, but
+no function of meshwise such as `mw.backward`.
 
 What the program does is seen from its calls of torch: the next batch of a DataLoader, a backward, a step of an
 optimizer, a collective. The program is not changed. Recording begins with its first backward.
@@ -38,7 +38,7 @@ from meshwise.training.recording.recording import Clocks, Recording, record_scri
 from meshwise.workers import heartbeat, verb_log
 from meshwise.workers.join import made_process_group, rank_context
 
-PATIENCE = timedelta(seconds=10)  # to reach rank 0's clock; recording works without it
+PATIENCE = timedelta(seconds=10)  # time limit to reach rank 0's clock; recording works without it
 BETWEEN_RANKS = ("send", "receive")
 _programs: list[PlainProgram] = []
 """Holds the `PlainProgram` that watches this process. Empty once the program calls a function of meshwise itself."""
@@ -52,7 +52,7 @@ def begin(say: Callable[[str], None], own_group: Callable[[], None] | None = Non
     """
     context = rank_context()
     context.gate.interrupts = True
-    if context.gate.stopped:  # while this process started
+    if context.gate.stopped:  # the run was stopped while this process started
         raise KeyboardInterrupt
     _programs.append(PlainProgram(context.world, own_group, say))
 
@@ -125,7 +125,7 @@ class PlainProgram:
         self._asked, self._read = self._recorder.clock(), False
         try:
             with self._within():
-                yield  # StopIteration leaves here
+                yield  # raises StopIteration after the last batch
         except BaseException:
             self._phases.since = None
             self._recorder.begin_step(self._phases.steps + 1)
@@ -162,7 +162,7 @@ class PlainProgram:
         if threading.get_ident() != self._thread:
             return
         self._phases.step_ends(optimizer)
-        if id(optimizer) in self._optimizers:  # its batch was read once for many steps
+        if id(optimizer) in self._optimizers:  # the batch was read once for many steps
             self._read = False
         self._optimizers.add(id(optimizer))
         if not self._read and self._recorder.on:
@@ -213,14 +213,14 @@ class PlainProgram:
         if self._own_group is not None:
             self._own_group()
         if (dist.get_rank(), dist.get_world_size()) != (self.world.rank, self.world.size) or self.world.size == 1:
-            self.exchanges |= dist.get_world_size() > 1  # perhaps: other ranks than the launcher's
+            self.exchanges |= dist.get_world_size() > 1  # assume an exchange: these are not the launcher's ranks
             return
         try:
             self._ends.append(watch(self._collective, self._waits))
         except AttributeError as missing:
-            self.exchanges = True  # perhaps
+            self.exchanges = True  # unknown, so assume that they exchange
             self.say(f"collectives are not recorded: this torch version does not have {missing}.")
-        with contextlib.suppress(RuntimeError, OSError):  # no clock of rank 0
+        with contextlib.suppress(RuntimeError, OSError):  # rank 0's clock cannot be reached
             self._clocks = Clocks(self.world, self._recorder.clock, PATIENCE)
 
     def _collective(self, call: Call) -> Ended | None:

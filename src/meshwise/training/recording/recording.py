@@ -34,8 +34,8 @@ from meshwise.workers.clock import ClockProbe, ClockServer
 from meshwise.workers.environment import ATTEMPT, RUN_FOLDER, attempt
 from meshwise.workers.join import rank_context
 
-PATIENCE = timedelta(minutes=30)  # as the process group's own
-_numbers = count(1)  # of the recordings of this process: ranks begin them together
+PATIENCE = timedelta(minutes=30)  # the same as the process group's own timeout
+_numbers = count(1)  # numbers the recordings of this process; ranks begin them together
 
 
 class Clocks:
@@ -89,7 +89,7 @@ class Recording:
         self._log: SpanLog | None = None
         if folder is None:
             return
-        if folder.exists() or attempt() > 1:  # else it must not be created
+        if folder.exists() or attempt() > 1:  # a missing folder of the first attempt must not be created
             stay_in(folder)
         if world.size > 1 and recorder is None:
             self._clocks = Clocks(world, clock)
@@ -134,7 +134,7 @@ def record_script(
     if named is None:
         return None
     folder = Path(named)
-    if foreign and ATTEMPT not in os.environ:  # nobody has opened it
+    if foreign and ATTEMPT not in os.environ:  # no launcher has opened the folder
         run = joined_run.begin(partial(_opened, folder, world))
         atexit.register(lambda: run.ends(_last_error()))
     recording = Recording(world, folder, say, recorder=recorder, clocks=clocks)

@@ -22,7 +22,7 @@ from meshwise.spec.units import bytes_text, seconds_text
 from meshwise.training.recovery.saving import Saver
 from meshwise.transfer import collectives
 
-LEAST = 60.0  # seconds between two states in the background
+LEAST = 60.0  # shortest time in seconds between two background saves
 STALLS, WRITINGS = 100, 10  # the interval, as multiples of a save's stall and of its write time
 MOST_DISK, MOST_MEMORY = 0.1, 0.25  # the fraction of free space for background saves
 
@@ -92,9 +92,9 @@ class SaveClock:
         return not short
 
     def _short_of(self, size: int, folder: Path) -> str:
-        """Return which resource of this host is too small for background saves of so many bytes, or ""."""
+        """Return which resource of this host is too small for background saves of `size` bytes, or ""."""
         count, memory = self._saves.keep + 1, free_bytes(torch.device("cpu"))
-        with contextlib.suppress(OSError):  # a save reports it
+        with contextlib.suppress(OSError):  # the save itself reports the error
             disk = shutil.disk_usage(folder).free
             if count * size > MOST_DISK * disk:
                 states = f"{count} states of {bytes_text(size)}"

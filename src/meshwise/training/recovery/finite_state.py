@@ -18,7 +18,7 @@ from meshwise.torch_compat.sharding import local_of
 from meshwise.transfer import collectives, stages
 
 _Named = tuple[str, Tensor, bool]
-"""A tensor with its name, and whether it may not hold infinity either."""
+"""A tensor with its name, and whether it must not hold infinity either."""
 _OWN = "torch.optim"  # the state of torch's own optimizers is never inf
 
 
@@ -46,7 +46,7 @@ def _named(models: Mapping[str, nn.Module], optimizers: Mapping[str, Optimizer])
     """Yield this rank's parameters, and each tensor of optimizer state that belongs to them."""
     names, lacking = dict[Tensor, str](), set[Tensor]()
     for of, model in models.items():
-        lacking.update(stages.absent_parameters(model))  # those of other pipeline stages, which are NaN here
+        lacking.update(stages.absent_parameters(model))  # parameters of other pipeline stages, which are NaN here
         for name, p in model.named_parameters():
             names[p] = name
             if p not in lacking and not p.is_meta and not isinstance(p, UninitializedParameter):

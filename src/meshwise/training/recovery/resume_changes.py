@@ -1,7 +1,7 @@
 """Apply settings that differ on resume, with a note, or reject.
 
 A checkpoint holds the settings of the optimizer, the seed of a job, the batch size and the number of samples. Without
-this module, torch would silently replace the program's optimizer settings by the saved ones.
+this module, torch would silently replace the program's optimizer settings with the saved ones.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def _honour_groups(
 ) -> None:
     """Apply the optimizer settings that the program has changed since the state was saved, and report each change."""
     if len(before) != len(now) or len(now) != len(optimizer.param_groups):
-        return  # other groups are reported when the state is loaded
+        return  # different groups are reported when the state is loaded
     for number, (old, new) in enumerate(zip(before, now, strict=True)):
         where = f" of group {number}" if len(now) > 1 else ""
         for name, value in new.items():

@@ -47,7 +47,7 @@ OVER = (
 )
 BACKGROUND = "background"
 """The fact in a manifest that says that the state was saved by default, in the middle of the training."""
-PATIENCE = 10.0  # seconds from its beginning that a save may take before the next one is left out
+PATIENCE = 10.0  # seconds that a save may take before the next one is skipped
 
 
 class Saver:
@@ -73,7 +73,7 @@ class Saver:
         self._begun: tuple[str, int, bool] | None = None
         self._store: Store | None = None
         self._deal: Deal | None = None
-        self._own: tuple[Deal, bytes, Tensor, list[Copied]] | None = None  # of the deal: see `_buffer_of`
+        self._own: tuple[Deal, bytes, Tensor, list[Copied]] | None = None  # buffer of the deal: see `_buffer_of`
         self._writing: Writing | None = None
         self._thread: threading.Thread | None = None
         self._number = 0
@@ -82,7 +82,7 @@ class Saver:
         self.wrong = ""
         """The reason why the last save failed, or "" if it did not fail."""
         self.stall_seconds = self.write_seconds = 0.0
-        """How many seconds the last save has held the training, and was written in the background."""
+        """How many seconds the last save stopped the training, and how many its writing took in the background."""
 
     def size_of(self, make: Callable[[], Any]) -> int:
         """Return how many bytes the tensors of a state take, over all ranks. make: as in `save`. Collective."""
@@ -101,7 +101,7 @@ class Saver:
             self._settle(None if wait else PATIENCE)
             values, tensors = self._encoded(make())
             shapes = {name: held(tensor) for name, tensor in tensors.items()}
-            digests = (hash(tuple(shapes.items())), _digest(values))  # the first is compared with this rank's own
+            digests = (hash(tuple(shapes.items())), _digest(values))  # the first is only compared with earlier saves
             over = self._world.rank == 0 and newest(files.claims_folder(self.folder)) > number
             ranks = collectives.gather_objects((self._writing is not None, digests, over), collectives.everyone())
             if ranks[0][2]:
@@ -121,7 +121,7 @@ class Saver:
             self._store = own_connection_to_store() if self._world.size > 1 else HashStore()
             key = secrets.token_hex(8)
             if self._world.rank == 0:
-                with contextlib.suppress(OSError):  # a write that fails reports its own error
+                with contextlib.suppress(OSError):  # if this fails, the write reports the error
                     make_folder(self.folder)
                     files.remove_leftovers(self.folder, self._numbered())
             number = self._numbered()
@@ -164,7 +164,7 @@ class Saver:
         assert self._deal is not None
         rank = self._world.rank
         if self._own is None or self._own[0] is not self._deal:
-            self._own = None  # free its buffer before another is made
+            self._own = None  # free its buffer before another is allocated
             self._own = self._deal, *_buffer_of(self._deal, rank, pinned=has_streams(self._world.device))
         _, beginning, buffer, copies = self._own
         for name, box, into in copies:
@@ -214,7 +214,7 @@ class Saver:
         self.write_seconds = time.monotonic() - writing.began
         step, before = writing.facts["step"], self.wrong
         if writing.said:
-            if not before:  # of several failures in a row, report the first
+            if not before:  # report only the first of several failures in a row
                 self.tell(
                     f"step {step} could not be saved: {writing.said}. Earlier checkpoints are unharmed. The next save "
                     "will be tried as usual; a note says when it succeeds."

@@ -25,7 +25,7 @@ from meshwise.training.recovery.loading import whole as stored_whole
 from meshwise.transfer import stages
 
 Objects = Mapping[str, Mapping[str, Any]]
-"""A program's models, optimizers and schedulers: of each kind, by name. A single one has the name ""."""
+"""For each kind, such as `model`, a program's objects by name. A single object has the name ""."""
 PLAIN = ("seed", "epoch", "index", "step", "made_with")
 OTHER = "the checkpoint belongs to another optimizer: {}. Resume with the program that saved it."
 
@@ -106,7 +106,7 @@ def restore_objects(objects: Objects, tree: Mapping[str, Any]) -> None:
         load_model(model, saved[name])
     for name, optimizer in objects["optimizer"].items():
         kind, own = tree["optimizer"][name]["kind"], type(optimizer).__name__
-        if kind != own:  # torch would load it and take its settings over the program's
+        if kind != own:  # torch would load it, and replace the program's settings
             raise CheckpointError(OTHER.format(f"it was saved with {kind}, but this program uses {own}"))
         try:
             load_optimizer(optimizer, tree["optimizer"][name]["state"])
@@ -123,7 +123,7 @@ def load_model(model: nn.Module, saved: dict[str, Any]) -> None:
     def given(name: str, value: Any) -> Any:
         if not isinstance(value, Stored):
             return stored_whole(value)  # a tensor, or the extra state of a module
-        if name in lacking and isinstance(own[name], Tensor):  # torch compares shapes; the values are another rank's
+        if name in lacking and isinstance(own[name], Tensor):  # torch only compares shapes; another rank has the values
             return torch.full((), torch.nan).to(own[name].dtype).expand(value.shape)
         return value.like(own[name]) if isinstance(own.get(name), Tensor) else value.whole()
 
@@ -146,7 +146,7 @@ def load_optimizer(optimizer: Optimizer, saved: dict[str, Any]) -> None:
 def _read_state(optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
     numbers = [number for group in saved["param_groups"] for number in group["params"]]
     held = [p for group in optimizer.param_groups for p in group["params"]]
-    places = dict(zip(numbers, held, strict=False)) if len(numbers) == len(held) else {}  # torch reports other numbers
+    places = dict(zip(numbers, held, strict=False)) if len(numbers) == len(held) else {}  # torch reports wrong numbers
 
     def read(number: Any, entry: Any) -> Any:
         p = places.get(number)

@@ -27,7 +27,7 @@ from meshwise.spec.errors import CheckpointError
 from meshwise.torch_compat.sharding import division, local_of
 from meshwise.transfer.sharded import full_tensor, local_boxes
 
-SMALL = 64 << 10  # bytes below which the first holder writes
+SMALL = 64 << 10  # a tensor of fewer bytes is written by the first rank that holds it
 NAMES = {
     "float64": "F64",
     "float32": "F32",
@@ -143,7 +143,7 @@ def laid_out(parts: Iterable[WriteItem], shapes: Mapping[str, Held]) -> tuple[by
     for part in sorted(parts, key=lambda part: -itemsize(shapes[part.name].dtype)):
         held = shapes[part.name]
         size = volume(part.box) * itemsize(held.dtype)
-        known = NAMES.get(held.dtype)  # another dtype is written as its bytes; the manifest knows it
+        known = NAMES.get(held.dtype)  # other dtypes are written as bytes; the manifest has the dtype
         place = ",".join(f"{begin}:{end}" for begin, end in part.box)
         header[part.name if part.box == whole_box(held.shape) else f"{part.name}[{place}]"] = {
             "dtype": known or "U8",
@@ -175,7 +175,7 @@ def read(folder: Path, stored: StoredTensor, wanted: Sequence[tuple[int, int]]) 
 
 
 def _read_into(out: Tensor, folder: Path, piece: StoredPiece, begins: Sequence[int]) -> None:
-    """Read a part of a piece. begins: its first index of each dim of the piece."""
+    """Read a part of a piece into `out`. begins: the index at which the part begins in each dim of the piece."""
     strides = torch.empty(_lengths(piece.box), device="meta").stride()
     first, last = (sum(map(operator.mul, at, strides)) for at in (begins, [length - 1 for length in out.shape]))
     direct = last + 1 == out.numel() and out.is_contiguous()

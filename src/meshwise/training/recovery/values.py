@@ -45,7 +45,7 @@ def encoded(tree: Any) -> tuple[Any, dict[str, Tensor]]:
     def take(tensor: Tensor, path: tuple[str, ...]) -> Any:
         if id(tensor) not in names:
             name = "/".join(part.replace("%", "%25").replace("/", "%2F") for part in path)
-            while name in tensors:  # keys 1 and "1" of one dict
+            while name in tensors:  # one dict may have the keys 1 and "1"
                 name += "'"
             names[id(tensor)], tensors[name] = name, tensor
         return {"$tensor": names[id(tensor)]}

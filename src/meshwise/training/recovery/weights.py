@@ -21,7 +21,7 @@ def save_weights(model: nn.Module, path: Path, header: Mapping[str, str] | None 
     """Write the model's state_dict with whole tensors to `path`, on rank 0."""
     state = collected(state_of(model))
     if state is not None:
-        double = torch.complex128  # not supported by safetensors
+        double = torch.complex128  # safetensors does not support complex128
         tensors = {
             n: (t.to(torch.complex64) if t.dtype is double else t).clone(memory_format=torch.contiguous_format)
             for n, t in state.items()

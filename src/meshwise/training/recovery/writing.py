@@ -32,7 +32,7 @@ from meshwise.training.recovery.tensor_files import Held, WriteItem, laid_out
 LAST = 5.0  # seconds that a failed run waits for the checkpoint being written
 Content = tuple[str, bytes, memoryview]
 """A file to write: its name, its header, and the rest."""
-POLL, SLOWEST = 0.001, 0.05  # seconds between two polls of the store: at first, and later
+POLL, SLOWEST = 0.001, 0.05  # seconds between two polls of the store: at first, and at most
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Writing:
 
     def run(self) -> None:
         """Write this rank's file, and wait until rank 0 has committed or removed the checkpoint."""
-        with contextlib.suppress(OSError, AttributeError):  # Linux knows a priority of each thread
+        with contextlib.suppress(OSError, AttributeError):  # only Linux has a priority for each thread
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
         try:
             self.store.set(f"{self.key}/{self.rank}", json.dumps(self._write()))

@@ -101,11 +101,11 @@ class LoopState:
         self._saver: Saver | None = None
         self._looked_at = self._refused = False
         self._clean: bool | None = None  # whether a step has just ended; None before the first batch
-        self._last = self._counted = 0  # the newest saved step; how many of the program's steps are counted
-        self._due = self._between = False  # whether a save waits for its time, and the program stands between epochs
+        self._last = self._counted = 0  # the newest saved step; how many of the program's steps were counted
+        self._due = self._between = False  # whether a save is due, and whether the program is between two epochs
         self._held: HeldFolder | None = None
         self._never_finite: frozenset[str] = frozenset()
-        self._drawn: tuple[Any, ...] | None = None  # the generators after the last step: the next batch may be drawn
+        self._drawn: tuple[Any, ...] | None = None  # generator states at the end of the last step
 
     @property
     def epoch(self) -> int:
@@ -189,7 +189,7 @@ class LoopState:
         """Raise LossError if `what` names a value that is not finite on these ranks."""
         if what:
             saver.settle()
-            self._clean, self._refused = False, True  # this state is never saved
+            self._clean, self._refused = False, True  # a state that is not finite is never saved
             newest = saver.saved if saver.saved >= 0 else self._last if self.restored else None
             before = "No state was saved before."
             if newest is not None:
@@ -212,7 +212,7 @@ class LoopState:
 
         After the last batch of an epoch, nothing is saved until `epoch_begins`."""
         if loader is not self._loader:
-            self._between = self._between and not self._engine.phases.trained  # else that loader trains too
+            self._between = self._between and not self._engine.phases.trained  # otherwise the other loader trains, too
             return
         self._due |= self._count() and self._clock.is_due(self._step)
         if self._due and self._clean and not loader.at_end:
@@ -224,7 +224,7 @@ class LoopState:
         if loader is not self._loader:
             return
         if early:  # no next batch was requested
-            by_steps = self._saves.steps is not None  # ranks would have to agree on a time, and one may have failed
+            by_steps = self._saves.steps is not None  # a save by time needs all ranks, and one may have failed
             self._due |= self._count() and by_steps and self._clock.is_due(self._step)
         self._between, self._due = True, self._due or self._saves.in_background
 
@@ -244,7 +244,7 @@ class LoopState:
         self._look_at_program(loader)
         if loader is self._loader and self._between:
             self._between = False
-            self._count()  # steps on other loaders' batches
+            self._count()  # counts steps on other loaders' batches
             if self._due and self._clean:
                 self.save()
 
@@ -275,7 +275,7 @@ class LoopState:
             return
         self._saver.settle()
         loader, engine = self._loader, self._engine
-        ahead = loader is not None and loader.place[1] > 0 and loader.given_at == engine.phases.done  # not trained on
+        ahead = loader is not None and loader.place[1] > 0 and loader.given_at == engine.phases.done  # batch is unused
         if not self._clean or ahead or (loader is None and self._counted != engine.program.backwards):
             where = "between the batches of one step"
             if loader is None and self._clean is None and engine.phases.done:
@@ -295,7 +295,7 @@ class LoopState:
         saver, things = self._saver, self._parts.things
         failed = sys.exc_info()[0] is not None or hasattr(sys, "last_type")
         opened = self._engine.phases.half and not self._refused  # an accumulation window without a step
-        if failed:  # do not wait for long
+        if failed:  # does not wait for long
             saver.close()
         elif self._due and self._between and (self._clean or opened):
             self._engine.notify(OPENED.format(folder=self._folder) if opened else "")

@@ -7,8 +7,8 @@
         optimizer.step(); optimizer.zero_grad()
 
 `distribute` returns the objects that it was given; only loaders are new. The loop sees whole batches. With
-`view="rank"` it sees this rank's rows, and the verbs put numbers together: `backward` adds to `.grad` what one device
-would add for the whole batch.
+`view="rank"` it sees this rank's rows, and functions such as `backward` combine numbers: `backward` adds to `.grad`
+what one device would add for the whole batch.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def distribute(  # type: ignore[misc]  # mypy takes it for one that refuses a Ty
         using `mw.rank()`.
     view: what the program sees of a batch. With `whole`, the default, it sees the whole batch as one tensor, whose rows
         lie on the ranks: a script for one device needs no other change, and its numbers are those of one device. With
-        `rank`, it sees this rank's rows, and puts numbers together by `mw.backward`, `mw.sum` and `mw.mean`; `context`
+        `rank`, it sees this rank's rows, and combines numbers with `mw.backward`, `mw.sum` and `mw.mean`; `context`
         and `streams="per-rank"` need it. The first call decides for all later ones.
 
     Raises UsageError for objects of any other kind and for two views in one program, and PlanError for a plan that
@@ -153,7 +153,7 @@ def _see_whole_batches(engine: Engine, *, files: bool) -> None:
             f"context={engine.plan.context}: a loop that sees whole batches supports no context. Write a Job, or pass "
             "view='rank' and call mw.backward."
         )
-    alone = engine.world.size == 1 or rehearsing()  # without values, rows cannot be proven independent
+    alone = engine.world.size == 1 or rehearsing()  # a rehearsal has no values to prove rows independent
     engine.whole = OneDevice(engine) if alone else WholeView(engine, files=files)
     engine.whole.add_models(engine.program.models)
 

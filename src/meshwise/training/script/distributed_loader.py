@@ -37,7 +37,7 @@ _loaders = itertools.count(1)  # every rank makes its loaders in the same order
 
 
 class OverLoader:
-    """Stands for `_loader`, where missing attributes are looked up."""
+    """Stands in for `_loader`, on which missing attributes are looked up."""
 
     _loader: Any
 
@@ -73,16 +73,16 @@ class DistributedLoader(OverLoader):
         """How many batches of the epoch were done when the run was resumed, or 0. It is 0 in later epochs. Count with
         `enumerate(loader, loader.start)`. `len(loader)` counts the whole epoch."""
         self._generators = OrderGenerators(engine.generator, spec.drawn or (TORCH,))
-        self._order: States | None = None  # the states in which the order of this epoch began, once it has
+        self._order: States | None = None  # the generator states from which this epoch's order was drawn
         self._number = next(_loaders)
-        self._loop: LoopRead | None = None  # the newest
+        self._loop: LoopRead | None = None  # the newest loop over this loader
         own_batches = type(loader.batch_sampler) is not BatchSampler
-        self._whole_batches = loader.drop_last or own_batches  # what the program relies on
+        self._whole_batches = loader.drop_last or own_batches  # whether the program relies on complete batches
         self.in_batch = False
         """Whether the program is working on a batch of this loader now."""
         self.given_at = -1
         """How many optimizer steps had ended when the loader yielded the current batch."""
-        self._before = (0, 0)  # samples and batches of this epoch that were given out before that one
+        self._before = (0, 0)  # samples and batches of this epoch before the current batch
         engine.given.loaders.add(self)
         self.wrapper: Wrapper | None = None
         """The wrapper through which the program reads this loader, if there is one."""
@@ -153,7 +153,7 @@ class DistributedLoader(OverLoader):
         loader = self._loader
         if self._order is None and not (loader.persistent_workers and self._epoch) and not self._spec.draws_base_seed:
             with self._engine.generator.drawing():
-                torch.empty((), dtype=torch.int64).random_(generator=loader.generator)  # as torch seeds its workers
+                torch.empty((), dtype=torch.int64).random_(generator=loader.generator)  # torch draws a base seed here
         batches = self._batches(self._read(None) if loader.num_workers or self.wrapper is not None else None)
         self._engine.given.loops.add(batches)
         return batches
@@ -187,7 +187,7 @@ class DistributedLoader(OverLoader):
                     if self._whole is not None:
                         yield self._whole(batch, part)
                     elif engine.draws is None or engine.watcher is not None:
-                        seed_generators(engine.world.device, mixed(*key, engine.world.rank))  # as `seed_draws`
+                        seed_generators(engine.world.device, mixed(*key, engine.world.rank))  # as in `seed_draws`
                         yield batch
                     else:
                         with engine.draws.of_microbatch((*key, 0), part).forward():

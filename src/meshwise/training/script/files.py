@@ -30,12 +30,12 @@ from meshwise.transfer.reading import wait_for_all
 from meshwise.workers.join import rank_context
 from meshwise.workers.verb_log import log_verb
 
-GRACE = 60.0  # seconds in which all ranks must reach a file
+GRACE = 60.0  # seconds within which all ranks must reach a file
 
 
 def save(thing: Any, path: str | Path) -> None:
-    """Save `thing` by `torch.save` on rank 0. The file is written completely or not at all. The other ranks do not wait
-    until it is written.
+    """Save `thing` with `torch.save` on rank 0. The file is written completely or not at all. The other ranks do not
+    wait until it is written.
 
     If the plan divides the model or the optimizer's state among ranks, every rank must make this call, and `thing` must
     consist of state_dicts. The file then contains whole tensors.
@@ -43,7 +43,7 @@ def save(thing: Any, path: str | Path) -> None:
     thing: state_dicts, or anything that contains them. A model is saved without the hooks of meshwise."""
     engine, path = default_engine(), Path(path)
     once.free(path)
-    world = rank_context().world  # all ranks, also those of one model
+    world = rank_context().world  # of all ranks, even if they share a model
     plan, name, saves = engine.plan, str(path.resolve()), process_engine().given.saves
     saves[name] += 1
     if plan.state_divided:
@@ -68,7 +68,7 @@ def _is_ours(hook: Any) -> bool:
 
 
 def load(path: str | Path) -> Any:
-    """Load a file by `torch.load` to the CPU. All ranks must call it, and none continues before all have read the file.
+    """Load a file with `torch.load` to the CPU. All ranks must call it, and none continues until all have read it.
 
     If rank 0 has not finished an `mw.save` to the same path, this waits for it. Raises CheckpointError for a file that
     is damaged, or that holds anything but tensors and plain values."""
@@ -80,7 +80,7 @@ def load(path: str | Path) -> Any:
     try:
         loaded = torch.load(path, map_location="cpu", weights_only=True)
     except (FileNotFoundError, PermissionError, MemoryError):
-        raise  # without a file, a program may start afresh
+        raise  # a program may start from scratch if it has no file
     except Exception as error:
         raise CheckpointError(
             f"mw.load({path}): the file is damaged, or contains more than tensors and plain values. Load another file, "

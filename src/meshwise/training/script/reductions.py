@@ -6,7 +6,7 @@ without samples of a batch gets one as padding, and its value does not count.
 With `grad=True`, in a loss, each rank's loss depends on sums over the whole batch, and is the same on all ranks. In the
 backward, the gradients of such a sum are summed over the ranks, as each rank's part of it is in the losses of all;
 `mw.backward` weighs ranks as usual, so other terms of the loss are right as well. The sum is on the rank's device, even
-if a rank without items gave a zero on the host: else its collectives would differ from those of other ranks.
+if a rank without items gave a zero on the host. Otherwise its collectives would differ from those of other ranks.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def sum_over_ranks(engine: Engine, value: Number, *, grad: bool = False) -> Numb
             value if samples != 0 else 0, dtype=torch.int64 if isinstance(value, int) else torch.float64
         )
         return joined(engine, type(value)(_added(mine, "mw.sum").item()))
-    mine = value.to(engine.world.device) * 1  # zeros may be on the CPU; bools are counted
+    mine = value.to(engine.world.device) * 1  # zeros may be on the CPU; `* 1` turns bools into numbers
     mine = mine if samples != 0 else torch.where(torch.zeros_like(mine, dtype=torch.bool), mine, 0)
     total = _added(mine, "mw.sum", grad=grad).to(mine.dtype)
     return total if grad else joined(engine, total.to(value.device))
@@ -62,7 +62,7 @@ def mean_over_ranks(
         given = 0 if samples == 0 else samples if weight is None else weight
         here = gather(mean.to(engine.world.device)) if isinstance(value, Tensor) else mean
         known = as_weight(1 if given is None else given, here)
-        counted = torch.where(known != 0, here.to(known.dtype).reshape(-1), 0) * known  # without samples it is NaN
+        counted = torch.where(known != 0, here.to(known.dtype).reshape(-1), 0) * known  # NaN without samples
         sums = _added(torch.cat([counted, known.reshape(1)]), "mw.mean", grad=grad)
         joint = (sums[:-1] / sums[-1]).view(here.shape)
         mean = joint.to(here.dtype if _is_float(here) else torch.get_default_dtype()).to(
@@ -137,7 +137,7 @@ def rows_of_all(rows: Tensor, table: Tensor, rank: int, *, of: str) -> Tensor:
 
     table: how many samples each rank has in each batch, shape (ranks, batches).
     of: a text for reports that says what is sent."""
-    if int(table[rank].min()) == 0 and len(rows) == int(table[rank].clamp(min=1).sum()):  # some are padding
+    if int(table[rank].min()) == 0 and len(rows) == int(table[rank].clamp(min=1).sum()):  # some rows are padding
         rows = rows[torch.repeat_interleave(table[rank] > 0, table[rank].clamp(min=1)).to(rows.device)]
     most = int(table.sum(1).max())
     padded = torch.cat([rows, rows.new_zeros((most - len(rows), *rows.shape[1:]))])
@@ -209,6 +209,6 @@ class _Added(Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        if current().phase != "backward":  # of this rank's loss alone, not of the sum of all losses
+        if current().phase != "backward":  # the gradient of this rank's loss alone, not of the sum
             raise UsageError(NOT_OURS.format(verb=ctx.of, ranks=collectives.world_size()))
         return through(_Added, gradient, ctx.of), None

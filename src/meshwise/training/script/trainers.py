@@ -19,7 +19,7 @@ TRAINERS = {
     "lightning.pytorch.trainer.trainer": "meshwise.integrations.lightning",
     "pytorch_lightning.trainer.trainer": "meshwise.integrations.lightning",
 }
-"""The modules of the Trainers that can be distributed, and the file that distributes each: it has `INTEGRATION`."""
+"""The modules of Trainers that can be distributed, and for each the module that defines its `INTEGRATION`."""
 Add = Callable[[list[nn.Module]], None]
 """Calls `mw.distribute` for models."""
 Share = Callable[[Any], Any]

@@ -24,7 +24,7 @@ from meshwise.transfer import collectives
 from meshwise.workers.join import join, rank_context
 from meshwise.workers.verb_log import log_verb
 
-MOST = 8  # recorded lines
+MOST = 8  # how many lines to record
 
 
 def rank() -> int:

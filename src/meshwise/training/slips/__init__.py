@@ -1,4 +1,4 @@
-"""Find mistakes that a script's source shows.
+"""Find counters that ranks or a resume would change, in a script's source.
 
-Such mistakes are sums, averages and counters that cover this rank's part of the data only.
+Examples are batch sizes divided by the number of ranks, and epochs that a resumed loop counts from 0.
 """

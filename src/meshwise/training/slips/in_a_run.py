@@ -47,7 +47,7 @@ def says_divided() -> Iterator[str]:
 def _dividends(source: Source, size: ast.expr) -> Iterator[ast.expr]:
     """Yield `n` if a size is `n // world_size`, or divided by another expression of the number of ranks."""
     nodes = [node for node in ast.walk(size) if isinstance(node, ast.BinOp)]
-    rounded = any(isinstance(node.op, ast.Mult) for node in nodes)  # to a multiple
+    rounded = any(isinstance(node.op, ast.Mult) for node in nodes)  # whether the size is rounded to a multiple
     for node in nodes if not rounded else ():
         if isinstance(node.op, ast.FloorDiv | ast.Div) and RANKS.search(ast.unparse(source.value(node.right))):
             yield node.left
@@ -56,7 +56,7 @@ def _dividends(source: Source, size: ast.expr) -> Iterator[ast.expr]:
 def says_unread(epochs: int, extra: Any) -> str:
     """Return a warning for a resumed program that has read neither epoch nor step of its restored state."""
     if not epochs or (isinstance(extra, dict) and any(re.search("epoch|step", str(name).lower()) for name in extra)):
-        return ""  # it may count them itself
+        return ""  # the program may keep its own counter
     return UNREAD.format(epochs=plural(epochs, "finished epoch"))
 
 

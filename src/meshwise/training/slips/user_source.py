@@ -12,7 +12,7 @@ from meshwise.spec.user_code import place
 
 FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
 Scope = ast.Module | ast.FunctionDef | ast.AsyncFunctionDef
-DEEP = 3  # names behind names
+DEEP = 3  # how many assignments to follow from one name to the next
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,8 @@ class Source:
         return function.attr if of_meshwise else ""  # type: ignore[union-attr]
 
     def given_to(self, name: str) -> list[ast.expr]:
-        """Return the expressions that the scope assigns to a name, such as `a + b` for `a += b`; else those of the
-        module."""
+        """Return the expressions that the scope assigns to a name, such as `a + b` for `a += b`; or else those
+        that the module assigns to it."""
         for scope in (self.scope, self.tree):
             nodes = list(inside(scope))
             if any(isinstance(node, ast.arg) and node.arg == name for node in nodes):
@@ -65,7 +65,7 @@ def sources_in(file: str, names: dict[str, Any] | None = None) -> list[Source]:
     names: the globals of a module that has no file."""
     try:
         tree = ast.parse("".join(linecache.getlines(file, names)))
-    except (SyntaxError, ValueError):  # a cell of a notebook with magics
+    except (SyntaxError, ValueError):  # for example a cell of a notebook with magics
         tree = ast.Module([], [])
     return [Source(file, tree, scope) for scope in ast.walk(tree) if isinstance(scope, Scope)]
 

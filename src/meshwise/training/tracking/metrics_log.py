@@ -29,7 +29,7 @@ from meshwise.workers.environment import attempt
 
 Send = Callable[..., None]
 """A function `send(kind, **facts)` that sends a message about the run to the launcher's display."""
-LIVE_EVERY = 0.2  # seconds between messages to the live view
+LIVE_EVERY = 0.2  # seconds between two messages to the live view
 
 
 class MetricsLog:
@@ -65,7 +65,7 @@ class MetricsLog:
             lines = read_lines(self._folder / names.METRICS)
             self.evaluated = max([line["step"] for line in lines if "test" in line and "step" in line], default=-1)
         self.tracking.open(step)
-        if self._world.size > 1:  # waits for rank 0: opening takes seconds, which would count as the first step's
+        if self._world.size > 1:  # wait here until rank 0 has opened the trackers, so that the first step does not wait
             self.evaluated = collectives.broadcast_object(self.evaluated)
 
     def sync(self) -> None:
@@ -111,7 +111,7 @@ class MetricsLog:
         """Return the loss of a step over all ranks. Raise LossError if it is not finite."""
         total, weight = of_ranks.sum(0).tolist()
         loss: float = total / weight if weight else math.nan
-        if not self._scaled and not math.isfinite(loss):  # a scaler of float16 skips such a step by itself
+        if not self._scaled and not math.isfinite(loss):  # float16's loss scaler skips such a step itself
             bad = [rank for rank, (total, _) in enumerate(of_ranks.tolist()) if not math.isfinite(total)]
             raise LossError(
                 f"step {step}: the loss is {loss} on {ranks_text(bad)}. Lower the learning rate, clip with clip_norm, "

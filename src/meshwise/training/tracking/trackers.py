@@ -16,7 +16,7 @@ from meshwise.spec.errors import UsageError, check_known
 
 TRACKERS = ("tensorboard", "wandb", "mlflow")
 WHERE = "meshwise.integrations.trackers"
-"""The module that opens them, by the names of their packages."""
+"""The module that opens trackers by the names of their packages."""
 
 Tracker: TypeAlias = Callable[[Mapping[str, float], int], object]
 """A function `tracker(values, step)` that records numbers of a run, by name."""

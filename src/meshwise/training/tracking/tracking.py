@@ -112,7 +112,7 @@ class Tracking:
         """Remove the lines that earlier attempts wrote to metrics.jsonl, except the first `lines` lines."""
         if self._folder is not None and lines < self.found:
             numbers, found = itertools.count(), self.found
-            with contextlib.suppress(OSError):  # a full disk: they stay
+            with contextlib.suppress(OSError):  # the lines stay if the disk is full
                 names.keep_metrics(self._folder, attempt(), lambda record: not lines <= next(numbers) < found)
             self.found = lines
             self._hold()
@@ -245,7 +245,7 @@ def _target() -> _Target:
         tracking = Tracking(folder, wanted if first else (), session.tell)
         if folder is not None and first:
             if newest(folder):
-                names.keep_metrics(folder, attempt())  # a file of this attempt's own
+                names.keep_metrics(folder, attempt())  # gives this attempt its own file
             tracking.found = len(read_lines(folder / names.METRICS))
         tracking.open(0)
         atexit.register(tracking.close)
