@@ -1,4 +1,4 @@
-"""Define the nouns every room shares: frozen dataclasses, units, errors.
+"""Define the values that all houses share: frozen dataclasses, units, errors.
 
-No torch here.
+This package does not import torch.
 """

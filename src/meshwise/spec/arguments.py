@@ -42,7 +42,7 @@ def argument_texts(given: Mapping[str, Plain] | Sequence[str]) -> tuple[str, ...
 
 
 def read_arguments(function: Callable[..., Any], texts: Sequence[str], word: str) -> dict[str, Any]:
-    """Convert `name=value` texts to the types in the function's annotations, or else to the types of its defaults.
+    """Convert `name=value` texts to the types in the function's annotations or, without those, of its defaults.
 
     Raises UsageError for a name that the function does not take, or for a text that cannot be converted.
     word: how the user names the function, for error messages.
@@ -50,7 +50,7 @@ def read_arguments(function: Callable[..., Any], texts: Sequence[str], word: str
     parameters = inspect.signature(function).parameters
     try:
         hints = typing.get_type_hints(function)
-    except Exception:  # a name imported only for type checkers
+    except Exception:  # an annotation may need a name that only type checkers import
         hints = {}
     known = [name for name, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     any_name = any(p.kind is p.VAR_KEYWORD for p in parameters.values())

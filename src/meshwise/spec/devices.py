@@ -1,8 +1,8 @@
-"""Parse devices in words: `4xcpu`, `8xcuda`, `cuda:0,1`, `all`.
+"""Parse descriptions of devices: `4xcpu`, `8xcuda`, `cuda:0,1`, `all`.
 
 `all` means every accelerator. A `WorkerSlot` has the device and cores of one worker.
 
-This file only parses. The package `machine` finds out whether the devices exist.
+This file only parses. `hardware/find.py` finds out whether the devices exist.
 """
 
 from __future__ import annotations
@@ -96,10 +96,10 @@ def _known(words: str, kind: str) -> str:
 
 @dataclass(frozen=True)
 class WorkerSlot:
-    """What one worker process gets of a host: a device, processor cores and threads.
+    """The part of a host that one worker process gets: a device, processor cores and threads.
 
     device: kind of device, `cpu` or `cuda`.
-    index: number of the accelerator on the host, as the driver counts; None for a CPU worker.
+    index: number of the accelerator on the host, in the driver's order; None for a CPU worker.
     cores: processor cores that the worker is bound to; empty if it is not bound.
     threads: number of threads that torch's operators use; 0 for torch's default.
     sees: indices of the accelerators that the worker sees; empty if it sees only its own.

@@ -4,13 +4,13 @@
     ├── UsageError                 exit code 2: an impossible request; says what to write instead
     │   ├── PlanError              the plan does not fit the machine or the job
     │   ├── DataError              a data set that is missing, damaged or empty
-    │   └── CheckpointError        a saved state that is missing, damaged or of another model
+    │   └── CheckpointError        a saved state that is missing, damaged or belongs to another model
     ├── LossError                  the loss is no longer a number
     │   └── SpoiledError           the parameters are no longer finite: restore an earlier state
     ├── SaveError                  the last state of a run could not be saved
     ├── ReplicaError               replicas that must be equal differ
     ├── TransferError              bytes did not arrive as they were sent
-    └── WorkerFailed               a worker raised, was killed or left without saying done
+    └── WorkerFailed               a worker raised, was killed or left without reporting success
 
 An error says what was requested, why it is impossible, and what to write instead, with numbers. A `UsageError` is shown
 to the user as that one sentence, without a traceback.
@@ -91,7 +91,7 @@ class WorkerFailed(MeshwiseError):
     def __init__(
         self, message: str, *, rank: int | None = None, exit_code: int = 1, failure: Any | None = None
     ) -> None:
-        """failure: what is known of the worker that failed first (a `workers.failure.Failure`), or None.
+        """failure: what is known about the worker that failed first (a `workers.failure.Failure`), or None.
         rank: its rank, if there is no `failure`."""
         super().__init__(message)
         self.rank = failure.rank if failure is not None else rank

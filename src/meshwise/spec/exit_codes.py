@@ -1,6 +1,6 @@
 """Define the exit codes of a run.
 
-Schedulers and people that restart the run may rely on them.
+Schedulers, and people who restart the run, may rely on them.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Describe a machine: its devices and the links between them.
 
-It has the same type whether it is described (`8xH100`, a file) or measured.
+A described machine (`8xH100`, a file) and a measured one have the same type.
 
 Values that are not known are None or empty, and nothing is guessed. Bandwidths are for one direction, in bytes/s. A
 peak is dense, in FLOP/s, for each dtype word (`bf16`). The source of every figure is given in words.
@@ -18,7 +18,7 @@ HOST, DEVICE, NODE = "host", "device", "node"
 
 
 MOST_DEVICES = 131_072
-"""The largest number of devices to accept. No machine has as many, and a typing error must not fill the memory."""
+"""The largest number of devices to accept. No machine has that many, and a typing error must not fill the memory."""
 
 
 @dataclass(frozen=True)
@@ -171,7 +171,7 @@ def link_between(machine: Machine, source: str, target: str) -> Link | None:
 
     source, target: HOST, the name of a device (both on the same host), or `node0` and so on for a whole host.
     """
-    by_ends = {(link.source, link.target): link for link in reversed(machine.links)}  # the first of equal links
+    by_ends = {(link.source, link.target): link for link in reversed(machine.links)}  # the first of several links wins
     return by_ends.get((source, target)) or by_ends.get((_any(source), _any(target)))
 
 

@@ -94,8 +94,8 @@ class Plan:
     reshard: whether a block's gathered parameters are freed after its forward and gathered again for its backward.
     compile: whether each block is compiled.
     batch_norm: one of `BATCH_NORMS`: over which samples batch norms take their statistics.
-    shares: how a batch is divided over the replicas (data × shard × expert of them). With (2, 1), the first gets twice
-        as many samples as the second. By default, all get equally many. The result of a step is always the same.
+    shares: how a batch is divided over the replicas, of which there are data × shard × expert. With (2, 1), the first
+        gets twice as many samples as the second. By default, all get equally many. A step's result is always the same.
     bucket_mb: MiB of gradients to reduce in one all-reduce (25 is DistributedDataParallel's default).
     """
 
@@ -269,7 +269,7 @@ _DIVIDING = {
     for what in ("parameters", "state")
 }
 AXES = tuple(f.name for f in fields(Plan) if f.metadata.get("axis"))
-"""The mesh axes, outermost first. Ranks of the last axis are on neighbouring devices, whose links are the fastest."""
+"""The mesh axes, outermost first. Ranks of the last axis are on neighboring devices, whose links are the fastest."""
 
 OWN_DTYPES: dict[str, Any] = {"param_dtype": None, "compute_dtype": None, "grad_dtype": None}
 """The fields for the three dtypes that `precision` sets, with their default values."""

@@ -40,7 +40,7 @@ def _nearest_axes(plan: Plan, devices: int) -> dict[str, int]:
     def distance(choice: dict[str, int]) -> tuple[int, float, int]:
         ratios = sum(abs(math.log(size / getattr(plan, axis))) for axis, size in choice.items())
         new = sum(size > 1 and getattr(plan, axis) == 1 for axis, size in choice.items())
-        return new, round(ratios, 9), choice["data"]  # if equally near, the one that fits the larger model
+        return new, round(ratios, 9), choice["data"]  # ties go to the least `data`, which fits larger models
 
     best = min(possible, key=distance)
     return {axis: size for axis, size in best.items() if size != getattr(plan, axis)}
@@ -77,7 +77,7 @@ def on_devices(plan: Plan, devices: int) -> Plan:
     for parts in range(devices // fixed, 0, -1):
         divisors = [size for size in range(1, parts + 1) if parts % size == 0]
         least = [size for size in divisors if size >= plan.shard] or divisors[-1:]
-        # At least as many shards as before, so that a part still fits a device.
+        # Use at least as many shards as before, so that a shard still fits on a device.
         shard = 1 if plan.shard == 1 else least[0]
         axes: dict[str, Any] = {"data": parts // shard, "shard": shard}
         if axes == {"data": plan.data, "shard": plan.shard}:

@@ -27,7 +27,7 @@ def plan_to_toml(plan: Plan) -> str:
     lines = []
     for f in fields(plan):
         value = getattr(plan, f.name)
-        # A switch, a number, a text or a list of texts is written in TOML as it is in JSON.
+        # TOML and JSON write a bool, a number, a text or a list of texts in the same way.
         line = f"{f.name} = {json.dumps(implied[f.name] if value is None else value, ensure_ascii=False)}\n"
         lines.append(f"# {line}" if value is None else line)
     return "".join(lines)
@@ -60,7 +60,7 @@ def plan_values(text: str) -> dict[str, Any]:
 
 
 def plan_text(file: str | Path) -> str:
-    """Return the text of a plan file. Raises PlanError, with the file's name, if it is unreadable or no plan file."""
+    """Return the text of a plan file. Raises PlanError, which names the file, if this fails."""
     try:
         text = Path(file).read_text(encoding="utf-8-sig")  # some editors write a byte order mark
         plan_values(text)

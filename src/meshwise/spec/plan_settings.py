@@ -19,7 +19,7 @@ def check_name(name: str) -> None:
 
 
 def at_precision(plan: Plan, precision: str) -> Plan:
-    """Return the plan with this precision, and with the dtypes it implies. Nothing changes if `plan` has it already."""
+    """Return the plan with this precision and the dtypes it implies. If `plan` has it already, `plan` is returned."""
     if precision == plan.precision:
         return plan
     return replace(plan, precision=precision, **OWN_DTYPES)

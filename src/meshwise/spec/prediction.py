@@ -1,6 +1,6 @@
 """Store a predicted step with its plan: the table `[predicted]`.
 
-It is a table of the plan file.
+The plan file contains this table.
 """
 
 from __future__ import annotations

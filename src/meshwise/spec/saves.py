@@ -1,4 +1,4 @@
-"""Say when a run saves its state and how many it keeps."""
+"""Define when a run saves its state, and how many checkpoints it keeps."""
 
 from __future__ import annotations
 

@@ -59,8 +59,8 @@ def fitted(
 def in_step(timings: Timings, *, network: bool = False) -> Timings:
     """Return the times of calls in a training step: those that were measured after computing, if there are any.
 
-    network: whether hosts are apart. After a pause a network may be faster for a while (cloud providers sell such
-        bursts), which the calls of a step, one after the other, use up. So the longer time is taken.
+    network: whether the calls cross a network. After a pause, a network may be faster for a while (cloud providers sell
+        such bursts), but the calls of a step follow each other and use the burst up. So the longer time is taken.
     """
     found = timings.in_step or timings.seconds
     if network:

@@ -33,7 +33,7 @@ def seconds_text(seconds: float) -> str:
     if seconds < 0.0009995:
         return f"{seconds * 1e6:.0f} µs"
     if seconds < 0.01:
-        return f"{seconds * 1e3:.1f} ms"  # a step of 3.4 ms: one digit more tells steps apart
+        return f"{seconds * 1e3:.1f} ms"  # one decimal, so that short steps can be told apart
     if seconds < 0.9995:
         return f"{seconds * 1e3:.0f} ms"
     if seconds < 59.95:

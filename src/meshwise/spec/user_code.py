@@ -100,15 +100,15 @@ def raised_at(error: BaseException) -> str:
 
 
 def named_outside(things: Iterable[Any]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """Return the outer names that the user's functions among `things`, and those that they call by name, refer to:
-    each namespace, and the names with their values now. The namespace of a closure is a copy."""
+    """Find the global and closure variables used by the user's functions among `things`, and by functions that these
+    call. Return pairs (namespace, its used names with their present values). The namespace of a closure is a copy."""
     found: dict[FunctionType, Any] = {}
     left = list(things)
     while left:
         function = left.pop()
         if isinstance(function, FunctionType) and function not in found and is_users(function.__code__.co_filename):
             found[function] = []
-            with contextlib.suppress(ValueError):  # a name of the closure that has no value yet
+            with contextlib.suppress(ValueError):  # a closure variable may have no value yet
                 names = inspect.getclosurevars(function)
                 outer, inner = dict(names.globals), dict(names.nonlocals)
                 found[function] = [(function.__globals__, outer), (inner, dict(inner))]

@@ -1,4 +1,4 @@
-"""Shorten names and clean foreign texts for use in a sentence."""
+"""Shorten lists of names, and clean texts from outside meshwise, for sentences."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 
 MOST_LINES, MOST_CHARACTERS = 20, 2000
-"""How much is shown of a text from outside meshwise, such as the message of an exception: a screenful."""
+"""The most lines and characters shown of a text from outside meshwise, such as the message of an exception."""
 _CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
@@ -21,10 +21,10 @@ def ranks_text(ranks: Sequence[int]) -> str:
 
 
 def readable(text: str) -> str:
-    """Make a text fit to be printed if it comes from outside meshwise, such as the message of an exception.
+    """Clean a text from outside meshwise, such as the message of an exception, so that it can be printed.
 
-    Control characters are removed. A text that is longer than a screenful is cut, and ends with the number of
-    characters that are left out.
+    Control characters are removed. A text that is longer than a screenful is cut, and ends with the number of omitted
+    characters.
     """
     whole = without_control(text)
     lines = whole.splitlines()
@@ -34,7 +34,7 @@ def readable(text: str) -> str:
 
 
 def without_control(text: str) -> str:
-    """Remove control characters, such as those that move the cursor or colour a terminal, from a text."""
+    """Remove control characters, such as those that move the cursor or color the text, from a text."""
     return _CONTROL.sub("", text)
 
 
