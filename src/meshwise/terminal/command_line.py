@@ -8,7 +8,7 @@ The command has the options of BenchOptions, in their order, and `--json`.
 
 A `ScriptCommand` takes a job or a script. All words after a script's name are passed to the script: `meshwise run
 --devices 4xcpu train.py --out x` passes `--out x` to train.py, as `python` and torchrun do. The options of a job may
-stand on both sides of the job's name.
+come before and after the job's name.
 """
 
 from __future__ import annotations

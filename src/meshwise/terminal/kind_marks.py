@@ -1,4 +1,4 @@
-"""Give each kind of time a colour, and a mark without colours."""
+"""Give each kind of time a color, and a mark for terminals without colors."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class KindMark:
     word: str
 
 
-# Colours of Okabe and Ito (https://jfly.uni-koeln.de/color/), which color-blind people can tell apart, and which differ
-# on terminals of 16 colours.
+# The colors of Okabe and Ito (https://jfly.uni-koeln.de/color/). Color-blind people can tell them apart, and they stay
+# different on terminals with 16 colors.
 MARKS: Mapping[str, KindMark] = {
     "data": KindMark("d", "#e69f00", "data"),
     "transfer": KindMark("t", "#f0e442", "transfer"),
@@ -33,7 +33,7 @@ MARKS: Mapping[str, KindMark] = {
 }
 NOT_FILLED = ("waiting", "idle")
 GLUE = "\ue000"  # a space at which a line must not break
-# Replacements for consoles without these characters, one for one, so that columns stay aligned.
+# Replacements for consoles without these characters. Each is one character, so that columns stay aligned.
 ASCII = str.maketrans("µ·±…×╵–→═░█▉▊▋▌▍▎▏", "u.~.x|->=~#####   ")
 
 

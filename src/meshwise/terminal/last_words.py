@@ -53,7 +53,7 @@ def end_lines() -> None:
     """End the unfinished lines of the program on stdout and stderr. Text that is written there later is dropped."""
     with _lock:
         for each in _watched:
-            with contextlib.suppress(OSError, ValueError):  # the reader is gone, or the program has closed it
+            with contextlib.suppress(OSError, ValueError):  # the reader may be gone, or the file closed
                 each.write("" if each.ended else "\n")
                 each.file.flush()
             each.over = True

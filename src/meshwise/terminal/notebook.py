@@ -1,4 +1,4 @@
-"""Show a notebook cell's value as a terminal would, in colour."""
+"""Show a notebook cell's value as a terminal would, in color."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Decide whether an option after a script's name is the script's.
+"""Decide whether an option after a script's name belongs to the script.
 
-This is decided by the script's source. If the source does not declare the option, it may be meant for meshwise.
+The script's source decides. If it does not declare the option, the option may be meant for meshwise.
 """
 
 from __future__ import annotations

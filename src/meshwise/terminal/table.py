@@ -23,8 +23,8 @@ LEAST_ROOM = 24
 
 @dataclass(frozen=True)
 class Bar:
-    """A cell that is as wide as the table has room: from `least` to `most` characters. All bars of a table are equally
-    wide. `draw` draws it in a width."""
+    """A cell that grows to fill the space available, between `least` and `most` characters. All bars of a table have
+    the same width. `draw` renders one at a given width."""
 
     draw: Callable[[int], Text]
     least: int
