@@ -30,7 +30,7 @@ from meshwise.records.claims import CLAIMS, claims_of
 from meshwise.spec.errors import CheckpointError
 
 FORMAT, CHECKPOINTS, MANIFEST, PART = 2, "checkpoint", "manifest.json", ".part"
-CHUNK = 4 << 20  # bytes hashed at once
+CHUNK = 4 << 20  # bytes to hash in one call
 _NAME = re.compile(r"step-(\d{8,})\.(\d{1,9})")
 _HEAD, _MIDDLE, _TAIL = '{"hash": "', '",\n"checkpoint": ', "}\n"
 Box = tuple[tuple[int, int], ...]
@@ -274,7 +274,7 @@ def commit(part: Path, manifest: Manifest, room: Path | None = None) -> Path:
     sync_folder(part)
     whole = part.with_name(part.name.removesuffix(PART))
     old = (room or part.parent) / f"{whole.name}.old{PART}"
-    if whole.exists():  # from the same step and attempt, just written
+    if whole.exists():  # an earlier save of the same step and attempt
         whole.rename(old)
     part.rename(whole)
     sync_folder(whole.parent)

@@ -33,7 +33,7 @@ def is_lost(folder: Path) -> bool:
         return path in _places and path.stat().st_ino != _places[path]
     except FileNotFoundError:
         return True
-    except OSError:  # the disk does not answer
+    except OSError:  # the disk may not answer
         return False
 
 
@@ -43,7 +43,7 @@ def make_folder(folder: Path) -> None:
     if lost := next(filter(is_lost, places), None):
         raise FileNotFoundError(errno.ENOENT, "the run folder was removed or moved", str(lost))
     below = itertools.takewhile(lambda place: place.absolute() not in _places, places)
-    for each in reversed([place for place in below if not place.exists()]):  # without `place`: it may vanish
+    for each in reversed([place for place in below if not place.exists()]):  # not a `stay_in` folder, which may vanish
         each.mkdir(exist_ok=True)
 
 
@@ -63,7 +63,7 @@ def atomic_file(path: Path, room: Path | None = None) -> Iterator[BinaryIO]:
             os.fsync(file.fileno())
         beside.replace(path)
     except BaseException:
-        with contextlib.suppress(OSError):  # keep the first error
+        with contextlib.suppress(OSError):  # the first error is the one to raise
             beside.unlink(missing_ok=True)
         raise
 
@@ -96,14 +96,14 @@ def append_lines(path: Path, records: Iterable[Record], same: BinaryIO | None = 
         before = file.tell()
         if before > 0:
             file.seek(-1, 2)
-            if file.read(1) != b"\n":  # an earlier writer was cut off: keep its half line from swallowing ours
+            if file.read(1) != b"\n":  # the last line was cut off: begin a new one
                 text = "\n" + text
         left = memoryview(text.encode())
         try:
             while len(left):
                 left = left[file.write(left) :]
         except OSError:
-            with contextlib.suppress(OSError):  # remove them all, so that all can be retried
+            with contextlib.suppress(OSError):  # remove all of the records, so that the caller can retry
                 file.truncate(before)
             raise
     return True

@@ -106,7 +106,7 @@ def _opened(folder: Path, name: str, work: Work) -> IO[str] | None:
         file.close()
         if not _is_earlier(text, work):
             raise UsageError(f"{folder}: {REFUSALS[name].format(by=_holder(text))}") from None
-        (folder / name).unlink(missing_ok=True)  # its holder now holds an unnamed file
+        (folder / name).unlink(missing_ok=True)  # the other process keeps its lock, on a file without a name
         return _opened(folder, name, work)
     except OSError:
         file.close()
@@ -116,7 +116,7 @@ def _opened(folder: Path, name: str, work: Work) -> IO[str] | None:
 
 def _take(file: IO[str]) -> None:
     for _ in range(TRIES):
-        with contextlib.suppress(BlockingIOError):  # held briefly by a process that checks the lock
+        with contextlib.suppress(BlockingIOError):  # a process that checks the lock holds it for a moment
             return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         time.sleep(0.02)
     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

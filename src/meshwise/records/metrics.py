@@ -1,6 +1,6 @@
-"""Read a run's metrics, also while they grow, and its best evaluation.
+"""Read a run's metrics, even while it runs, and its best evaluation.
 
-`best.safetensors` has the parameters of the best epoch and, in its header, the evaluation. No torch is imported.
+`best.safetensors` has the parameters of the best epoch and, in its header, the evaluation. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -141,5 +141,5 @@ def read_best(folder: Path) -> Best | None:
     try:
         with safe_open(path, "np") as file:
             return Best(**json.loads(file.metadata()[KEY]))
-    except Exception as error:  # from safetensors, the system, or another program's file
+    except Exception as error:  # a damaged file may make safetensors or Best raise anything
         raise CheckpointError(f"{path} cannot be read ({error}). Remove it to start without a best value.") from None
