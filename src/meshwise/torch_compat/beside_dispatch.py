@@ -30,7 +30,7 @@ _SPARSE = ("coo", "csr", "csc", "bsr", "bsc", "compressed")
 _MAKERS = ("tensor", "as_tensor", "asarray", *(f"sparse_{layout}_tensor" for layout in _SPARSE))
 _change: list[Change] = []
 transforming: list[str] = []
-"""The implementations of transforms of `torch.func`, such as `vmap`, that run now."""
+"""The names of the transforms of `torch.func`, such as `vmap`, that run now."""
 
 
 @contextmanager
@@ -52,7 +52,7 @@ def change_arguments(change: Change) -> None:
 
 @functools.cache
 def _install() -> None:
-    _device_constructors()  # torch caches the originals, for `with torch.device(…)`
+    _device_constructors()  # let torch cache the originals, which `with torch.device(…)` needs
     for owner, name in _IMPLEMENTATIONS:
         setattr(owner, name, _transform(getattr(owner, name), name))
     for kind in _SCRIPTED:
@@ -63,13 +63,13 @@ def _install() -> None:
 
 
 def replace(made: Mapping[int, Any]) -> None:
-    """Put `made[id(thing)]` in the place of each such function or class in all modules, such as one with
-    `from torch import tensor`. torch's inner modules keep theirs."""
+    """Replace each function or class `thing` with `made[id(thing)]` in all modules that hold it, for example after
+    `from torch import tensor`. torch's inner modules stay unchanged."""
     for name, module in list(sys.modules.items()):
         if name.startswith("torch._") or (name.startswith("torch.") and name.count(".") > 1):
             continue
         held = getattr(module, "__dict__", None)
-        if type(held) is dict:  # not a class in place of a module
+        if type(held) is dict:  # skip objects in sys.modules that are not modules
             held.update({key: made[id(value)] for key, value in list(held.items()) if id(value) in made})
 
 
@@ -101,7 +101,7 @@ def _transform(function: Callable[..., Any], name: str) -> Callable[..., Any]:
 def _maker(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def made(*args: Any, **kwargs: Any) -> Any:
-        given = any(isinstance(each, Tensor) for each in (*args, *kwargs.values()))  # torch itself reads lists
+        given = any(isinstance(each, Tensor) for each in (*args, *kwargs.values()))  # torch reads lists itself
         if given and not torch.compiler.is_compiling():
             args, kwargs = _change[0]((args, kwargs))
         return function(*args, **kwargs)

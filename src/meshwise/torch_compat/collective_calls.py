@@ -1,14 +1,14 @@
 """Observe every collective that this process begins, and what each moves.
 
 DDP's reducer in C++, `fully_shard` and the program itself may all begin collectives. Each of them calls one operator of
-the namespace `c10d` (such as `c10d::allreduce_`). A kernel of ours wraps these at the dispatch key `BackendSelect`,
-which every call passes, also in inference mode and from C++. The kernel changes no argument and no result. If one of
-the operators is missing, `watch` raises AttributeError and wraps nothing. Their `async_op` says whether the caller
-waits at once; sends, receives and the functional ones (`_c10d_functional`) never do, but on fake tensors torch waits
-for functional ones at once. Read in torch 2.11, 2.13 and 2.15: `Ops.cpp` and `Functional.cpp` of
-`csrc/distributed/c10d`.
-The end of a collective is observed where the program waits for it, or else by a thread that also waits. With nccl, a
-callback of its future runs at once and records the end on a stream; a blocking one is already in the current stream.
+the namespace `c10d` (such as `c10d::allreduce_`). A kernel of this module wraps these operators at the dispatch key
+`BackendSelect`, through which every call goes, even in inference mode and from C++. The kernel changes no argument and
+no result. If one of the operators is missing, `watch` raises AttributeError and wraps nothing. Their `async_op` says
+whether the caller waits at once; sends, receives and the functional ones (`_c10d_functional`) never do, but on fake
+tensors torch waits for functional ones at once. Read in torch 2.11, 2.13 and 2.15: `Ops.cpp` and `Functional.cpp` of
+`csrc/distributed/c10d`. The end of a collective is observed where the program waits for it, or else by a thread that
+also waits. With nccl, a callback of its future runs at once and records the end on a stream; a blocking one is already
+in the current stream.
 
 A gloo group whose collectives were observed is never destroyed before the process ends. Dropping its last reference
 would deadlock: the caller holds the GIL and waits for gloo's threads, which need it to free tensors that Python saw.
@@ -61,7 +61,7 @@ OPERATORS = {
 """For each operator: the kind of collective, and the index of the argument that holds its data (None: no data)."""
 _groups: dict[int, dist.ProcessGroup] = {}
 WAIT: Any = dist.Work.wait
-GLOO_THREADS = 2  # collectives that run at a time
+GLOO_THREADS = 2  # threads of a gloo group, each of which runs one collective at a time
 SOURCES = (
     ("nn/utils/clip_grad.py", "", "the gradient norm"),
     ("distributed/fsdp/_fully_shard/_fsdp_collectives.py", "foreach_all_gather", "parameters"),
@@ -123,7 +123,7 @@ def watch(begin: Callable[[Call], Ended | None], waits: Callable[[], Ended | Non
             return wait_tensor.redispatch(keyset & after, tensor)
 
     def wait(work: Any, *arguments: Any, **named: Any) -> Any:
-        if sys._getframe(1).f_code.co_filename == dist.distributed_c10d.__file__:  # a blocking collective
+        if sys._getframe(1).f_code.co_filename == dist.distributed_c10d.__file__:  # called by a blocking collective
             with _around(ends.take):
                 return WAIT(work, *arguments, **named)
         with _around(waits):
@@ -161,11 +161,11 @@ class _Ends:
 
     def expect(self, work: Any, call: Call, ended: Ended) -> None:
         """Arrange that `ended()` is called when a collective has ended. work: the handle of the collective."""
-        if work is None:  # a blocking call of nccl is in the current stream; a barrier is over
+        if work is None:  # nccl's blocking calls run in the current stream; a barrier has ended
             ended()
         elif has_streams(call.device):
             future = work.get_future()
-            if future.done():  # nccl: later work in the stream comes after the collective
+            if future.done():  # with nccl, work that is enqueued later runs after the collective
                 future.then(lambda done: ended())
         elif call.blocking and call.in_python:
             self._blocking.ended = ended
@@ -188,7 +188,7 @@ class _Ends:
     def _wait(self) -> None:
         while (running := self._running.get()) is not None:
             work, ended = running
-            with contextlib.suppress(Exception):  # raised where the program waits
+            with contextlib.suppress(Exception):  # the program gets the error where it waits
                 WAIT(work)
                 ended()
             del running, work, ended
@@ -223,16 +223,16 @@ def _call(kind: str, moved: int | None, given: dict[str, Any], frame: FrameType 
     blocking = inside_c or not given.get("async_op", kind not in ("send", "receive"))
     dtype = str(tensors[0].dtype).removeprefix("torch.") if tensors else ""
     its: Any = dist.ProcessGroup.unbox(group)
-    if not has_streams(device) and id(its) not in _groups:  # gloo: kept alive until the process ends
+    if not has_streams(device) and id(its) not in _groups:  # gloo groups are kept alive until the process ends
         _groups[id(its)] = its
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(its))
     return Call(kind, of, sum(tensor.nbytes for tensor in tensors), dtype, device, its.size(), blocking, not inside_c)
 
 
 def _source(frame: FrameType | None) -> tuple[str, bool]:
-    """Return what a collective sends, in words or as a user's line, and whether C++ of torch waits for it."""
+    """Return what a collective sends, in words or as a user's line, and whether torch's C++ code waits for it."""
     frames = list(_frames(frame))
-    if not frames or _is(frames[0][0], *ENGINE):  # DDP's reducer; threads of the engine have no frame
+    if not frames or _is(frames[0][0], *ENGINE):  # DDP's reducer: autograd's threads have no Python frame
         return "gradients", False
     (first, _), (last, line) = frames[0], frames[-1]
     inside_c = not first.co_filename.endswith(IN_PYTHON)

@@ -6,13 +6,14 @@ The differences hidden here, as found by running torch 2.13 (gloo) and by readin
 
 - `all_gather_into_tensor` and `reduce_scatter_tensor` are called `..._single` since 2.13, and the old names warn.
 - gloo supports only ten dtypes: tensors that are only moved, not reduced, are sent as bytes.
-- gloo and nccl cannot add int16 or uint16, gloo no float8: they are added in a wider dtype. A sum of bools is `or`.
+- gloo and nccl cannot add int16 or uint16, and gloo cannot add float8: these are added in a wider dtype. A sum of bools
+is `or`.
 - gloo refuses non-contiguous tensors in half of its collectives: they are copied before and after.
 - gloo's reduce-scatter sums everything on every rank and keeps a part, which reaches half of the link's rate. Its
   broadcast is a binomial tree: with three ranks or more, the source sends the tensor more than once. And between two
   ranks, the receiver's "ready" waits behind the data that it sends itself on the same connection, so the two
-  directions of an all-gather or an all-to-all often take turns. With `direct=True` these four are composed of sends
-  and receives instead, with every receive posted before any send, and reach the link's rate.
+  directions of an all-gather or an all-to-all often take turns. With `direct=True`, these four are made of sends and
+  receives instead, with every receive posted before any send, and reach the link's rate.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ OPS = {
 }
 DIRECT_FROM = 1 << 20
 """`direct=True` has no effect on tensors of fewer bytes, because it would make them slower."""
-CHUNK = 128 << 10  # bytes in a chain broadcast; the best of 32 to 512 KiB on links of 200 Mbit/s and 1 Gbit/s
+CHUNK = 128 << 10  # bytes per message of a chain broadcast: the fastest of 32 to 512 KiB on links of 0.2 and 1 Gbit/s
 _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
 _WIDER = {torch.int16: torch.int32, torch.uint16: torch.int32, **dict.fromkeys(_FLOAT8, torch.float32)}
 PLAIN = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -202,7 +203,7 @@ def one_way(sends: Pairs, receives: Pairs, group: Group) -> None:
 def as_bytes(tensor: Tensor) -> Tensor:
     """Return the bytes of `tensor` as a flat uint8 tensor."""
     flat = _contiguous(tensor.detach()).reshape(-1)
-    # One element is contiguous to torch whatever its stride, but not to `view`.
+    # A tensor of one element is contiguous whatever its stride, but `view` still checks the stride.
     return flat.as_strided(flat.shape, (1,)).view(torch.uint8)
 
 
@@ -225,7 +226,7 @@ def _along_a_chain(buffer: Tensor, source: int, group: Group) -> None:
 
 
 def _reducible(tensor: Tensor, op: str) -> tuple[Tensor, str]:
-    """Return a tensor and an op in place of these that every backend can all-reduce; a copy where it must."""
+    """Return an equivalent tensor and op that every backend can all-reduce. The tensor is a copy if necessary."""
     tensor = tensor.detach()
     if tensor.dtype == torch.bool:
         return _contiguous(tensor).view(torch.uint8), _BOOL_OPS[op]

@@ -1,8 +1,8 @@
 """Find modules that torch.compile has wrapped, without importing the compiler.
 
-Its import takes 4 s.
+Importing the compiler takes 4 s.
 
-`OptimizedModule`, `_compiled_call_impl`, `cached_backends` and the switch of the environment are not public. Read in
+`OptimizedModule`, `_compiled_call_impl`, `cached_backends` and the environment variable are not public. Read in
 torch 2.11, 2.13 and 2.15: `_dynamo/eval_frame.py`, `_dynamo/config.py`, `nn/modules/module.py`.
 """
 
@@ -65,7 +65,7 @@ def without_compiling() -> Iterator[None]:
     """Run compiled code eagerly in the block. A function that is called for the first time in the block may stay eager
     afterwards."""
     eager: Any = torch.compiler.set_stance("force_eager") if _frame() is not None else None
-    with eager or patch.dict(os.environ, {SWITCH: "1"}):  # read when the compiler is imported
+    with eager or patch.dict(os.environ, {SWITCH: "1"}):  # the compiler reads this variable when it is imported
         yield
 
 

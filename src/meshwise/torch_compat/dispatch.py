@@ -35,11 +35,11 @@ class _Through(TorchDispatchMode):
 
 
 def _handled(self: _Through, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-    with on_parts():  # below autograd, tensors are local
+    with on_parts():  # operators below autograd get local tensors
         return self.handler(func, args, kwargs or {})
 
 
-# Set afterwards: torch wraps a method of the class body for torch.compile, whose import takes 4 s.
+# Set outside of the class body, where torch would wrap it for torch.compile, whose import takes 4 s.
 _Through.__torch_dispatch__ = _handled  # type: ignore[assignment]
 
 
@@ -152,7 +152,7 @@ class StorageMap:
         return None if found is None else found[1]
 
     def set(self, tensor: Tensor, value: Any) -> None:
-        """Store `value` for the storage of `tensor`. Do nothing if the tensor has no storage, as a sparse tensor."""
+        """Store `value` for the storage of `tensor`. Do nothing if it has none, as for a sparse tensor."""
         storage = _storage(tensor)
         if storage is None:
             return
@@ -213,7 +213,7 @@ def _touched(operator: Any, args: Any, kwargs: dict[str, Any], result: Any) -> I
     of_torch = schema.name.startswith("aten::")
     yield from ((tensor, True) for tensor in made if _memory(tensor) not in own or not of_torch)
     asks_the_shape = name.endswith("_like") or name.startswith("new_")
-    asks_the_shape |= of_torch and any(_memory(tensor) in own for tensor in made)  # an undeclared view
+    asks_the_shape |= of_torch and any(_memory(tensor) in own for tensor in made)  # a view that the schema lacks
     named = dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | kwargs
     for argument in schema.arguments:
         alias = argument.alias_info

@@ -1,6 +1,6 @@
 """Ask CUDA and libc for facts that torch does not expose.
 
-That is: forks, the driver's count, a held stream, and freed memory that glibc keeps between live tensors.
+The facts are about forks, the driver's device count, a held stream, and freed memory that glibc keeps.
 
 `torch.cuda.device_count()` reads CUDA_VISIBLE_DEVICES again, through NVML, even after the driver has read it. The count
 that the driver keeps is private, and so is whether a forked process may ask it. PyTorch's own tests use
@@ -14,13 +14,13 @@ import ctypes
 
 import torch
 
-CYCLES_A_SECOND = 2_000_000_000  # the fastest devices; slower ones hold the stream a little longer
+CYCLES_A_SECOND = 2_000_000_000  # clock of the fastest devices; slower ones hold the stream a little longer
 
 
 def shown_gpus() -> int:
     """Return the number of CUDA devices that this process can use. A change of CUDA_VISIBLE_DEVICES does not affect it
     once CUDA is initialized."""
-    asked = getattr(torch._C, "_cuda_getDeviceCount", torch.cuda.device_count)  # a CPU build has no such count
+    asked = getattr(torch._C, "_cuda_getDeviceCount", torch.cuda.device_count)  # CPU builds lack the first function
     return int(asked())
 
 
@@ -52,5 +52,5 @@ def hold_stream(seconds: float) -> bool:
 
 def trim_heap() -> None:
     """Return freed memory to the operating system, if the C library is glibc. Takes some milliseconds."""
-    with contextlib.suppress(AttributeError, TypeError):  # not glibc
+    with contextlib.suppress(AttributeError, TypeError):  # other C libraries lack this function
         ctypes.CDLL(None).malloc_trim(0)

@@ -1,8 +1,9 @@
 """Let DTensor's operators take several meshes, and expand strategies once.
 
-DTensor accepts tensors of one mesh only in a `_foreach_` or fused operator and in a loss scaler's check: it is called
-once for each mesh. And it expands the sharding strategies of each tensor in such a list on its own, in milliseconds a
-tensor, although the parameters of equal blocks have the same ones, also on the meshes of other ranks.
+In `_foreach_` and fused operators, and in a loss scaler's check, DTensor accepts tensors of one mesh only. Here such an
+operator is called once for each mesh. DTensor also expands the sharding strategies of each tensor in such a list
+separately, which takes milliseconds per tensor, although the parameters of equal blocks have equal strategies, even on
+the meshes of other ranks.
 
 Both hooks are private. Read in torch 2.13: `distributed/tensor/_dispatch.py`, `_ops/utils.py`, `_dtensor_spec.py`,
 `_op_schema.py`. Strategies of another version are left as they are.
@@ -42,7 +43,7 @@ def take_several_meshes() -> None:
 def _by_mesh(
     handlers: dict[Any, Any], before: Any, operator: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]
 ) -> Any:
-    """Call the operator once for each device mesh; `before` is DTensor's own handler of it, if any."""
+    """Call the operator once for each device mesh. `before` is DTensor's own handler of the operator, if any."""
     first: Any = arguments[0]
     meshes = [tensor.device_mesh if isinstance(tensor, DTensor) else None for tensor in first]
     found: list[Any] = [None] * len(first)
@@ -113,7 +114,7 @@ def _on(mesh: Any, strategy: OpStrategy) -> OpStrategy:
             return type(old)(map(spec, old))
         if old is None:
             return None
-        new = object.__new__(DTensorSpec)  # skips checks that the old one has passed
+        new = object.__new__(DTensorSpec)  # skip the checks of `__init__`, which `old` has passed
         vars(new).update(vars(old), mesh=mesh, _hash=None)
         return new
 

@@ -41,8 +41,8 @@ NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
 COLLECTIVES: dict[Any, Callable[..., Any]] = {
     getattr(torch.ops.c10d, name).default: kernel for name, kernel in _META_FUNCTIONS.items()
 }
-"""What torch.distributed's own operators do with tensors without memory, as torch registers it: 0.4 ms sooner than
-through torch's fake tensor mode."""
+"""What torch.distributed's operators do with tensors without memory, as torch registers it. Calling these functions
+directly is 0.4 ms faster than going through torch's fake tensor mode."""
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any], "Call"], Any]
 """A function that gets the operator, its arguments, its keyword arguments and its `Call`, and returns its result."""
 
@@ -64,7 +64,7 @@ class FakeTensors(FakeTensorMode):
         self.usual = {*self.plain, "_is_param"}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FakeTensors:
-        return self  # a fake tensor's copy copies its attributes, such as the mode
+        return self  # copying a fake tensor copies its attributes too, such as the mode
 
     def batches(self, pairs: Iterator[tuple[Any, Any]]) -> Iterator[tuple[Any, Any]]:
         """Yield the pairs with a fake copy of each batch, which is read from the data set as real tensors."""
@@ -109,7 +109,7 @@ class Call:
     def _run(self) -> Any:
         if self.func in COLLECTIVES and self.mode.stands_for_real and not self.kwargs:
             return COLLECTIVES[self.func](*self.args)
-        cached = self.mode.cache_enabled  # cache keys would keep the memory of a replaced storage
+        cached = self.mode.cache_enabled  # `set_` is not cached: cache keys would keep the memory of a replaced storage
         self.mode.cache_enabled = cached and getattr(self.func, "overloadpacket", None) is not torch.ops.aten.set_
         try:
             out = self.mode.dispatch(self.func, self.types, self.args, self.kwargs)
@@ -119,22 +119,22 @@ class Call:
             return out
         finally:
             self.mode.cache_enabled = cached
-            # Its weak references would forbid `Module._apply` to swap tensors, as `model.half()` does with fake ones.
+            # Weak references in the memo would keep `Module._apply` from swapping tensors, as `model.half()` does.
             self.mode.fake_tensor_converter.meta_converter.tensor_memo.clear()
 
 
 def _handled(self: FakeTensors, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-    if func is _DEVICE and isinstance(args[0], FakeTensor):  # called by C++ for each read of a device
+    if func is _DEVICE and isinstance(args[0], FakeTensor):  # C++ calls this operator for each read of a device
         return args[0].device
-    if self.stands_for_real and func.namespace == "profiler":  # span names, no tensors
+    if self.stands_for_real and func.namespace == "profiler":  # these operators take span names, not tensors
         return func(*args, **(kwargs or {}))
     call = Call(self, func, types, args, kwargs or {})
-    if self.inside:  # a nested operator; an index by a mask counts its true entries
+    if self.inside:  # a nested operator, such as the `nonzero` of an index by a mask
         return call._valued() if operator_name(func) == "nonzero" else call._run()
     self.inside = True
     self.calls += 1
     try:
-        with on_parts():  # below autograd, tensors are local
+        with on_parts():  # operators below autograd get local tensors
             return self.handler(func, args, kwargs or {}, call)
     finally:
         self.inside = False
@@ -169,7 +169,7 @@ def _with_wide_statistics(func: Any, args: tuple[Any, ...], out: Any) -> Any:
     return (out[0], *(torch.empty_like(each, dtype=torch.float32) for each in out[1:3]), *out[3:])
 
 
-# Set afterwards: torch wraps a method of the class body for torch.compile, whose import takes 4 s.
+# Set outside of the class body, where torch would wrap it for torch.compile, whose import takes 4 s.
 FakeTensors.__torch_dispatch__ = _handled  # type: ignore[assignment,method-assign]
 
 
@@ -204,11 +204,11 @@ def sums_in_place(args: tuple[Any, ...]) -> bool:
     `csrc/autograd/input_buffer.cpp` of torch 2.13.
 
     Call this function only directly in a handler, because it looks at a fixed depth of the call stack."""
-    caller = sys._getframe(3).f_code  # beyond the handler and `_handled`, which C++ calls
+    caller = sys._getframe(3).f_code  # skip the handler and `_handled`, which C++ calls
     if caller.co_name != "_engine_run_backward" or torch.is_grad_enabled() or len(args) != 2:
         return False
     first = args[0]
-    alone = torch._C._storage_Use_Count(first.untyped_storage()._cdata) <= 2  # `first` and the storage made here
+    alone = torch._C._storage_Use_Count(first.untyped_storage()._cdata) <= 2  # uses: `first`, and the object made here
     return bool(alone and first.untyped_storage().nbytes() == first.nbytes)
 
 

@@ -3,9 +3,9 @@
 Equal calls get tensors of the same sizes.
 
 Calls are equal if their operator, the tensors' shapes, strides, offsets, dtypes, devices and sizes of memory, and all
-other arguments are equal. torch's own cache of fake tensors does the same in ten times the time. Neither covers results
-that depend on values, changed sizes, and tensors that are not fake.
-Read in torch 2.11, 2.13 and 2.15: `_subclasses/fake_tensor.py`, `_cached_dispatch_impl`, `FakeTensor.__new__`.
+other arguments are equal. torch's own cache of fake tensors does the same, but takes ten times as long. Neither covers
+results that depend on values, changed sizes, or tensors that are not fake. Read in torch 2.11, 2.13 and 2.15:
+`_subclasses/fake_tensor.py`, `_cached_dispatch_impl`, `FakeTensor.__new__`.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def _add(key: list[Any], args: Iterable[Any], tensors: list[Any]) -> bool:
             size = arg.untyped_storage().nbytes()
             key += (arg.shape, arg.stride(), arg.storage_offset(), arg.dtype, arg.fake_device, size)
         elif kind in _PLAIN:
-            key += (kind, arg)  # 1 == 1.0, but the dtypes differ
+            key += (kind, arg)  # with the type, since 1 == 1.0 but the results differ in dtype
         elif kind is list or kind is tuple:
             key += (kind, len(arg))
             if not _add(key, arg, tensors):
@@ -127,7 +127,7 @@ def _tensors(values: Iterable[Any]) -> list[Any]:
 
 
 def _spec(out: Any, tensors: list[Any]) -> Any:
-    """Describe one result of an operator call, for `_made`; NotImplemented if it could not make an equal one."""
+    """Describe one result of an operator call for `_made`. Return NotImplemented if `_made` cannot recreate it."""
     if out is None:
         return None
     if type(out) is not FakeTensor and not any(out is one for one in tensors):
@@ -162,7 +162,7 @@ def _made(spec: _Spec, mode: Any, tensors: list[Any]) -> Any:
     else:
         plain = torch.empty_strided(shape, stride, dtype=dtype, device=_META)
     fake = Tensor._make_subclass(FakeTensor, plain, False, dispatch_device=True, device_for_backend_keys=device)
-    if mode._allow_unsafe_data_ptr_access:  # needed to copy a module
+    if mode._allow_unsafe_data_ptr_access:  # deepcopy of a module reads data pointers
         torch._C._set_warn_deprecated_on_mutable_data_ptr(fake)
     else:
         torch._C._set_throw_on_mutable_data_ptr(fake)

@@ -23,12 +23,12 @@ from torch.utils import _device
 
 from meshwise.torch_compat import fake_autocast
 
-NAME, TOLD = "sim", "cuda"  # as torch and as programs see it
-_users = [0]  # rehearsals that use the device now
+NAME, TOLD = "sim", "cuda"  # the name that torch uses, and the name that programs see
+_users = [0]  # number of rehearsals that use the device now
 _stream: list[Stream] = []
 _pending: dict[str, set[int]] = {}
 _last: dict[str, int] = {}
-_records = [0]  # the number of records; places count within one record
+_records = [0]  # number of the current record; launches are counted from its beginning
 
 
 class _Done:
@@ -53,14 +53,14 @@ class Stream(_Done):
         Stream.made += 1
         self.name = name or f"stream {Stream.made}"
         self._before: list[Stream] = []
-        # FSDP2 of torch 2.15 reads these.
+        # FSDP2 of torch 2.15 reads these attributes.
         self.stream_id, self.device_index, self.device_type = Stream.made, 0, 20
 
     def wait_stream(self, other: Stream) -> None:
         self._wait(other.name, _last.get(other.name, -1))
 
     def wait_event(self, event: Event) -> None:
-        if event.of == _records[0]:  # earlier records have ended
+        if event.of == _records[0]:  # launches of earlier records have ended
             self._wait(event.stream, event.at)
 
     def record_event(self, event: Event | None = None) -> Event:
@@ -74,7 +74,7 @@ class Stream(_Done):
         return False
 
     def _wait(self, stream: str, place: int) -> None:
-        if place >= 0 and stream != self.name:  # a stream is in order anyway
+        if place >= 0 and stream != self.name:  # work within one stream is ordered anyway
             _pending.setdefault(self.name, set()).add(place)
 
     def __enter__(self) -> Stream:
@@ -181,13 +181,13 @@ def fake_device(main: str) -> Iterator[str]:
     _users[0] += 1
     _stream[:] = [Stream(name=main)]
     begin_record()
-    _device._device_constructors()  # torch caches these functions: cache the originals
+    _device._device_constructors()  # call it now, so that it caches the original functions
     try:
         real: Any = vars(torch.autograd)["_engine_run_backward"]
         with (
             patch.object(torch.autograd, "_engine_run_backward", _backward_that_tells(real)),
             patch.multiple(torch, tensor=_made_on_host(torch.tensor), as_tensor=_made_on_host(torch.as_tensor)),
-            patch.object(torch.accelerator, "current_stream", lambda *device: _stream[-1]),  # C++ has no stream for it
+            patch.object(torch.accelerator, "current_stream", lambda *device: _stream[-1]),  # C++ lacks its streams
         ):
             yield NAME
     finally:
@@ -195,11 +195,11 @@ def fake_device(main: str) -> Iterator[str]:
 
 
 def _made_on_host(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Make tensors for the fake device on the CPU and move them: it has no memory to write numbers into."""
+    """Make tensors for the fake device on the CPU, and move them. The device has no memory for their numbers."""
 
     @functools.wraps(make)
     def made(data: Any, *args: Any, device: Any = None, **kwargs: Any) -> Tensor:
-        where = _device.CURRENT_DEVICE if device is None else device  # from `with torch.device`
+        where = _device.CURRENT_DEVICE if device is None else device  # the device of an open `with torch.device`
         if where is None or torch.device(where).type not in (NAME, "cuda") or isinstance(data, Tensor):
             return make(data, *args, device=device, **kwargs)
         return make(data, *args, device="cpu", **kwargs).to(NAME)
@@ -272,7 +272,7 @@ def _register() -> None:
     _kept.extend([library, *fake_autocast.register()])
 
 
-_kept: list[Any] = []  # a freed library unregisters its operators
+_kept: list[Any] = []  # kept, because a freed library unregisters its operators
 
 
 def _gru_cell(gates: Tensor, hidden_gates: Tensor, before: Tensor, *biases: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -156,7 +156,7 @@ def with_values(
     except needs:
         ran = False
     try:
-        if any(tensor.numel() > MOST for tensor in tensors_in(out)):  # small inputs, large result: a mask of positions
+        if any(tensor.numel() > MOST for tensor in tensors_in(out)):  # large result of small inputs, such as a mask
             raise OverflowError
         real = _computed(func, args, kwargs)
     except Exception:  # no value if the CPU cannot compute it

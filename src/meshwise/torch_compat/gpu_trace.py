@@ -28,7 +28,7 @@ Listener = Any
 `wait(event, stream)` when a stream is told to wait, `delete(event)`, `allocate(address, stream)`, `free(address)`,
 `release()` when `empty_cache` has returned memory, and `await_event(event)`, `await_stream(stream)` and
 `await_device(device)`, when the host has waited, or a query has returned True: that work is completed."""
-LATE = 0.02  # seconds
+LATE = 0.02  # seconds by which a `synchronize` is delayed if there are other threads
 _listener: Listener | None = None
 _told = threading.local()
 

@@ -1,9 +1,9 @@
-"""Recover a loss from before a GradScaler scaled it.
+"""Recover the value of a loss before a GradScaler scaled it.
 
 Logs and charts should show the loss without the scale.
 
-`GradScaler.scale` is wrapped, since no public API has the loss. Read in torch 2.13: `amp/grad_scaler.py`,
-whose `scale` returns a new tensor, or the same one if the scaler is disabled.
+`GradScaler.scale` is wrapped, because no public API returns the unscaled loss. Read in torch 2.13:
+`amp/grad_scaler.py`, whose `scale` returns a new tensor, or the same one if the scaler is disabled.
 """
 
 from __future__ import annotations

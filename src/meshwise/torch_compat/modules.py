@@ -46,8 +46,8 @@ def hooked_parameters(module: nn.Module) -> list[str]:
 
 
 def gradient_hooks(parameter: Tensor) -> list[dict[int, Any]]:
-    """Return the dicts of a parameter's hooks, which a program may change: of those that change its gradient, and of
-    those that are called once the gradient is in `.grad`. A dict is new, and empty, if there was none."""
+    """Return two dicts of a parameter's hooks: those that may change its gradient, and those that are called once the
+    gradient is in `.grad`. Changing a dict changes the hooks. If a parameter has none, the dict is new and empty."""
     held = parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None)
     return [{} if each is None else each for each in held]
 

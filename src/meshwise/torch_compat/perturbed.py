@@ -3,10 +3,10 @@
 A quiet run hides races. Here ranks and streams are delayed at random, and a buffer that an exchange writes holds NaN
 until the program has waited for the exchange.
 
-The functions of `torch.distributed` are wrapped, where Python calls them by that name (as `fully_shard` and we do).
-An asynchronous exchange (`async_op=True`, `isend`, `irecv`) gets copies of its buffers. What it writes is NaN until its
-`wait` or its future ends; then the result is copied in. Two kinds of mistakes are noted: a buffer that changed while an
-exchange was writing or sending it, and an exchange that nobody has waited for.
+The functions of `torch.distributed` are wrapped, where Python calls them by that name (as `fully_shard` and meshwise
+do). An asynchronous exchange (`async_op=True`, `isend`, `irecv`) gets copies of its buffers. What it writes is NaN
+until its `wait` or its future ends; then the result is copied in. Two kinds of mistakes are noted: a buffer that
+changed while an exchange was writing or sending it, and an exchange for which nobody has waited.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ WRITES_AND_READS: dict[str, tuple[int | None, int | None]] = {
     "barrier": (None, None),
 }
 """Maps a function of torch.distributed to the indices of the argument written and the argument sent (None: nothing)."""
-OFTEN, LATE = 0.2, 0.002  # every fifth exchange begins or ends up to 2 ms late
+OFTEN, LATE = 0.2, 0.002  # one exchange in five begins or ends up to 2 ms late
 SELDOM, VERY_LATE = 0.04, 0.05
 BYTE = 0xFF  # fills buffers that are sent as bytes: NaN in every floating dtype
 
@@ -135,7 +135,7 @@ class _Exchange:
                     self._owner.note(f"{self.name}: its buffer was written before the exchange ended")
                 tensor.detach().copy_(result)
                 _spoil(result)
-            for tensor, before in zip(self._reads, _tensors(self.sent), strict=False):  # writes are checked above
+            for tensor, before in zip(self._reads, _tensors(self.sent), strict=False):  # written ones are checked above
                 if not torch.equal(as_bytes(tensor), as_bytes(before)):
                     self._owner.note(f"{self.name}: its data was changed before the exchange ended")
 
@@ -196,7 +196,7 @@ def perturbed(seed: int, rank: int) -> Iterator[Perturbed]:
         return call
 
     def point_to_point(op: Any, *args: Any, **kwargs: Any) -> Any:
-        return point(ours.get(op, op), *args, **kwargs)  # torch compares with its own functions
+        return point(ours.get(op, op), *args, **kwargs)  # torch compares `op` with its own functions
 
     changed: dict[str, Any] = {
         name: surrounded(name, getattr(dist, name)) for name in WRITES_AND_READS if hasattr(dist, name)

@@ -1,9 +1,9 @@
 """Mark ranges for profilers; count a call's allocations and FLOPs.
 
 A `record_function` costs 6 µs even when nobody profiles, so it is made only while torch's profiler runs. The flag that
-says so is private; where it is missing, no range is made. So are kineto's events of the host's allocations.
-Operators without a formula in torch's flop counter count no FLOPs: they are bound by memory. A causal attention counts
-half, as its fused kernels compute half. Read in torch 2.11, 2.13 and 2.15: `autograd/profiler.py`,
+says so is private; where it is missing, no range is made. Kineto's events of host allocations are private too.
+Operators without a formula in torch's flop counter count no FLOPs: they are bound by memory. Causal attention counts
+half, because its fused kernels compute half. Read in torch 2.11, 2.13 and 2.15: `autograd/profiler.py`,
 `csrc/profiler/kineto_shim.h`, `utils/flop_counter.py`. Tested in tests/planner/test_measured.py.
 """
 
@@ -23,8 +23,8 @@ from torch.profiler import ProfilerActivity, profile
 from meshwise.torch_compat.dispatch import named_arguments
 
 PREFIX = "meshwise."
-# Nsight Systems sets the first for processes that it starts; the second is for those that it attaches to.
-# From torch's build, not its devices: calling `is_available` at import would break CUDA in later forks.
+# Nsight Systems sets its variable for processes that it starts. For others, the user sets MESHWISE_NVTX. HAS_NVTX
+# depends on torch's build only, since `is_available` at import would break CUDA in later forks.
 HAS_NVTX = bool(torch.version.cuda or torch.version.hip)
 NVTX = HAS_NVTX and bool({"NSYS_PROFILING_SESSION_ID", "MESHWISE_NVTX"} & os.environ.keys())
 

@@ -2,7 +2,7 @@
 
 Each of them passes through one function, which is wrapped. `end` restores it, unless it was replaced again since.
 `.grad` is an attribute in C: a property of the same name hides it on the classes of parameters, only while
-gradients wait on their rank, so that no other step pays for it. Our own code and autograd bypass the property.
+gradients wait on their rank, so that no other step pays for it. Autograd and meshwise's own code bypass the property.
 Read in torch 2.11, 2.13 and 2.15: `utils/data/dataloader.py`, `autograd/__init__.py`,
 `distributed/device_mesh.py`, `_C/TensorBase.grad`.
 """
@@ -28,7 +28,7 @@ from meshwise.spec.user_code import OURS
 
 End = Callable[[], None]
 TORCH = str(Path(torch.__file__).parent) + os.sep
-"""What the names of torch's files begin with."""
+"""The folder of torch, with which the paths of its files begin."""
 
 PLACES: dict[str, list[Any]] = {
     "__next__": [_BaseDataLoaderIter],
@@ -55,8 +55,8 @@ def around(name: str, context: Callable[[], AbstractContextManager[None]]) -> En
 
 
 def put(owners: list[Any], name: str, made_of: Callable[[Any], Any]) -> End:
-    """Replace the function `name` of each module or class in `owners` by the wrapper `made_of(function)`. The function
-    is read from the first owner. Return a function that puts the original back into all owners."""
+    """Replace the function `name` of each module or class in `owners` with the wrapper `made_of(function)`. The
+    function is read from the first owner. Return a function that puts the original back into all owners."""
     plain: Any = getattr(owners[0], name)
     put = made_of(plain)
     for owner in owners:

@@ -63,7 +63,7 @@ class Group:
             ("_all_gather_comm", "all-gather of parameters", "output_tensor"),
             ("_reduce_scatter_comm", "reduce-scatter of gradients", "input_tensor"),
         ):
-            if hasattr(self._group, name):  # otherwise its collectives run unwrapped
+            if hasattr(self._group, name):  # without the attribute, its collectives run unwrapped
                 setattr(self._group, name, _Surrounded(getattr(self._group, name), kind, of, around))
 
     def before_reducing(self, call: Before) -> None:
@@ -85,7 +85,7 @@ class Group:
     @property
     def ran(self) -> bool:
         """Whether a forward of the sharded model has run on this rank since the last backward."""
-        return bool(getattr(self._group.comm_ctx, "post_forward_order", ()))  # missing before the first forward
+        return bool(getattr(self._group.comm_ctx, "post_forward_order", ()))  # unset before the first forward
 
     def reached(self) -> list[bool]:
         """Return a list that says for each parameter of the group whether it has a gradient that is not reduced yet."""
@@ -101,7 +101,7 @@ class Group:
         for part in self._group.fsdp_params:
             own, wholes = part._sharded_param_data, part.all_gather_outputs
             if part.fsdp_placement.dim != 0 or len(wholes) != 1 or wholes[0].untyped_storage().size() == 0:
-                continue  # stacked experts; a torch extension; not gathered now
+                continue  # cannot be compared: stacked experts, a torch extension, or not gathered now
             there = wholes[0].narrow(0, rank * own.numel(), own.numel())
             if not torch.equal(there.view(torch.uint8), own.to(there).view(torch.uint8)):
                 found: nn.Parameter = part._unsharded_param
@@ -121,7 +121,7 @@ class Group:
 
     def in_one_dtype(self) -> None:
         """Cast the gradients that are not reduced yet to the dtype in which they will be reduced."""
-        if hasattr(self._group, "_set_unsharded_grad_dtypes"):  # torch 2.15
+        if hasattr(self._group, "_set_unsharded_grad_dtypes"):  # since torch 2.15
             self._group._set_unsharded_grad_dtypes(defer_upcast=False)
             return
         for part in self._group.fsdp_params:
@@ -145,7 +145,7 @@ class Group:
             empty(held)
             found.append((held, modules, seen))
             self._group.fsdp_params.remove(part)
-        if hasattr(self._group, "_init_reduce_scatter_param_order"):  # torch 2.15
+        if hasattr(self._group, "_init_reduce_scatter_param_order"):  # since torch 2.15
             wider = self._group._fsdp_params_with_wider_grad_dtype
             wider[:] = [part for part in wider if part in self._group.fsdp_params]
             self._group._init_reduce_scatter_param_order()
@@ -164,7 +164,7 @@ def groups_of(module: FSDPModule) -> list[Group]:
     """Return the parameter groups of one sharded module, without those of sharded modules inside it."""
     state: Any = module._get_fsdp_state()
     found = getattr(state, "_fsdp_param_groups", None)
-    if found is None:  # torch 2.11: one group, or none
+    if found is None:  # torch 2.11 has at most one group per module
         found = [state._fsdp_param_group] if state._fsdp_param_group is not None else []
     return [Group(group) for group in found]
 

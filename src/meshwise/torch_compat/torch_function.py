@@ -19,7 +19,7 @@ from torch.utils import checkpoint
 Func = Callable[..., Any]
 Args = Sequence[Any]
 Kwargs = Mapping[str, Any]
-"""What `__torch_function__` gets: a function of torch, and its arguments."""
+"""The arguments of `__torch_function__`: a function of torch, and that function's arguments."""
 
 
 def on_parts() -> AbstractContextManager[None]:
@@ -79,7 +79,7 @@ def check_parts_by_default() -> None:
 
 
 changed: set[str] = set()
-"""The functions of torch whose arguments are changed too. BackwardHookFunction is that of full backward hooks."""
+"""Names of torch's own functions whose arguments are changed too, such as that of full backward hooks."""
 
 
 def change_arguments_of_functions(change: Callable[[str, Sequence[Any]], Sequence[Any]]) -> None:
@@ -88,7 +88,7 @@ def change_arguments_of_functions(change: Callable[[str, Sequence[Any]], Sequenc
 
     torch does not pass such calls to `__torch_function__` of tensor subclasses. If the arguments stayed, the forward
     would get whole tensors, but the backward local tensors. torch's own functions are not changed."""
-    own = inspect.getattr_static(Function, "apply")  # in Python; since torch 2.15 in C
+    own = inspect.getattr_static(Function, "apply")  # a Python method; implemented in C since torch 2.15
 
     def apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
         if is_asked() and (cls.__name__ in changed or not cls.__module__.startswith("torch.")):

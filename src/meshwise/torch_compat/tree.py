@@ -88,7 +88,7 @@ def _like_mapping(tree: Mapping[Any, Any], values: list[Any]) -> Any:
 
 
 def _with_fields(tree: Any, values: list[Any]) -> Any:
-    """Return a copy of a dataclass, frozen or not, with new field values; itself if none has changed."""
+    """Return a copy of a dataclass, frozen or not, with new field values. Return `tree` itself if none has changed."""
     changed = [(f.name, new) for f, new in zip(fields(tree), values, strict=True) if new is not getattr(tree, f.name)]
     other = shallow_copy(tree) if changed else tree
     for name, value in changed:

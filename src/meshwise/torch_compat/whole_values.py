@@ -1,10 +1,10 @@
 """Make reads of a sharded tensor return the whole value.
 
-DTensor does not.
+DTensor itself does not do this.
 
-`item`, `float` and `bool` of a DTensor read this rank's part, `format`, `tolist` and `numpy` fail. For the meshes that
-are given here they reduce or gather first, which all ranks must do together: `meet` is called before each exchange of
-a read. Operators that exchange inside (the sum of two norms) call it too.
+`item`, `float` and `bool` of a DTensor read this rank's part; `format`, `tolist` and `numpy` fail. For meshes that were
+passed to `read_whole`, reads reduce or gather first. All ranks must do this together, so `meet` is called before each
+exchange. Operators that communicate internally (the sum of two norms) call it too.
 
 The hooks are private. Read in torch 2.13: `distributed/tensor/_dispatch.py`, `_redistribute.py`,
 `_api.py`, `nn/utils/clip_grad.py`, `optim/swa_utils.py`.
@@ -47,7 +47,7 @@ def read_whole(mesh: DeviceMesh, meet: Meet, weigh: Callable[[Tensor], Tensor] |
     _meets[mesh] = meet
     if weigh is not None:
         _weighs[mesh] = weakref.WeakMethod(weigh)
-    if mesh.ndim > 1:  # torch warns about each number summed over two axes in turn
+    if mesh.ndim > 1:  # torch warns about each number that is summed over two axes
         logging.getLogger(_redistribute.__name__).setLevel(logging.ERROR)
     _install()
 
@@ -194,7 +194,7 @@ def _on_wholes(operator: Any, arguments: tuple[Any, ...], keywords: dict[str, An
     """Gather the arguments of an operator that returns a single number, and run it on the whole tensors."""
     first: Any = arguments[0]
     if operator is torch.ops.aten._local_scalar_dense.default and first.device_mesh not in _meets:
-        return operator(first._local_tensor)  # torch's own behaviour
+        return operator(first._local_tensor)  # torch's own behavior
     return operator(*[whole(a) if isinstance(a, DTensor) else a for a in arguments], **keywords)
 
 
@@ -231,12 +231,12 @@ def _on_a_plain_number(
 def _reader(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def read(tensor: Any, *arguments: Any, **keywords: Any) -> Any:
-        moved = sys._getframe(1).f_code.co_filename == nn.modules.module.__file__  # model.cpu() keeps it sharded
+        moved = sys._getframe(1).f_code.co_filename == nn.modules.module.__file__  # `model.cpu()` keeps tensors sharded
         if moved or tensor.device_mesh not in _meets:
             return original(tensor, *arguments, **keywords)
-        kept = name in ("__repr__", "__reduce_ex__")  # printed and saved as on one device
+        kept = name in ("__repr__", "__reduce_ex__")  # print and pickle the tensor as on one device
         there = whole(tensor.detach() if kept else tensor)
-        if name == "__reduce_ex__":  # one at a time: they may not all fit on a device
+        if name == "__reduce_ex__":  # the whole tensors may not all fit on a device
             there = there.cpu()
         if kept and isinstance(tensor, nn.Parameter):
             there = nn.Parameter(there, tensor.requires_grad)
@@ -265,7 +265,7 @@ def _apart(grouped: Callable[..., Any]) -> Callable[..., Any]:
 def _plain(total_norm: Callable[..., Tensor]) -> Callable[..., Tensor]:
     @functools.wraps(total_norm)
     def plain(tensors: Any, norm_type: float = 2.0, *arguments: Any, **keywords: Any) -> Tensor:
-        by_mesh: dict[Any, list[Tensor]] = {}  # DTensor adds only tensors of one mesh
+        by_mesh: dict[Any, list[Tensor]] = {}  # DTensor can only add tensors of one mesh
         for tensor in [tensors] if isinstance(tensors, Tensor) else tensors:
             by_mesh.setdefault(tensor.device_mesh if isinstance(tensor, DTensor) else None, []).append(tensor)
         norms = [total_norm(of_one, norm_type, *arguments, **keywords) for of_one in by_mesh.values() or [[]]]
