@@ -1,6 +1,6 @@
-"""Record spans of each rank, and analyse where time went.
+"""Record spans of each rank, and analyze where time went.
 
-Views draw a run from this analysis.
+Views show the analysis of a run.
 """
 
 from meshwise.spec.lazy import files_of

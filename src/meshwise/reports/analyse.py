@@ -1,6 +1,6 @@
 """Compute the report of a timeline.
 
-The report's numbers are computed here alone; views only show them.
+Only this module computes the report's numbers; views show them.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def goodput_of(timeline: Timeline, table: StepTable) -> tuple[float, list[Goodpu
     alive = sum(session.ended - session.began for session in timeline.sessions) / 1e9
     queued = sum(attempt.waited or 0.0 for attempt in attempts_of(timeline.facts))
     wall = alive + queued
-    counted = table.seconds[table.counted][:, :, :OUTSIDE].sum(axis=0)  # (ranks, kinds)
+    counted = table.seconds[table.counted][:, :, :OUTSIDE].sum(axis=0)  # shape: (ranks, kinds)
     ranks = max(len(table.ranks), 1)
     of_kind = counted.sum(axis=0) / ranks
     waiting = {name: float(of_kind[code]) for name, code in WAITING.items()}
@@ -83,7 +83,7 @@ def _around(timeline: Timeline, table: StepTable, wall: float) -> tuple[float, f
         return wall, 0.0
     for rank in table.ranks.tolist():
         spans = timeline.of_rank(rank)
-        spans = spans[spans["end"] > spans["start"]]  # an empty span bounds nothing
+        spans = spans[spans["end"] > spans["start"]]  # leave out empty spans
         session = session_of(spans["start"], timeline.sessions)
         for number, facts in enumerate(timeline.sessions):
             inside = spans[session == number]
@@ -196,7 +196,7 @@ def _throughput(timeline: Timeline, seconds: float) -> float | None:
 
 
 def _rank(facts: Rank, timeline: Timeline, table: StepTable) -> RankReport:
-    column = table.ranks == facts.rank  # one rank, or none without spans
+    column = table.ranks == facts.rank  # selects no column for a rank without spans
     total = table.seconds[table.counted][:, column].sum(axis=(0, 1))
     done = table.trained & table.present[:, column].any(axis=1)
     steps = table.seconds[done][:, column][:, :, OF_STEP].sum(axis=(1, 2))
@@ -229,7 +229,7 @@ def _rank(facts: Rank, timeline: Timeline, table: StepTable) -> RankReport:
 
 
 def _memory(timeline: Timeline, rank: int) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
-    """Return the largest value in bytes of each memory counter of a rank, in all and by phase."""
+    """Return the largest value of each memory counter of a rank in bytes, overall and by phase."""
     counters = [c for c in timeline.counters if c.rank == rank and c.name not in NOT_MEMORY]
     peaks = {c.name: float(c.value.max()) for c in counters}
     by_phase = {

@@ -14,8 +14,8 @@ first kind in this list that is under way owns the moment; this is the attributi
     idle                            none of them
 
 A collective counts as waiting until the last rank has arrived, and as communication from then on (but see
-`Arrivals.until`). A backward computes until its last bucket is handed over. Communication while computing owns the
-moment is hidden: it costs no time, and is counted separately.
+`Arrivals.until`). A backward computes until its last bucket is handed over. Communication is hidden while computing
+owns the moment: it costs no time, and is counted separately.
 """
 
 from __future__ import annotations
@@ -143,19 +143,19 @@ OUTSIDE = len(KINDS)
 
 OWNERS = np.array(
     [
-        *(KIND[kind] for kind in ("waiting", "communication")),  # of a blocking collective
+        *(KIND[kind] for kind in ("waiting", "communication")),  # a blocking collective
         *(KIND[kind] for kind in ("forward", "backward", "optimizer", "evaluate", "checkpoint", "transfer")),
-        *(KIND[kind] for kind in ("waiting", "communication")),  # of a collective that overlaps with computing
-        *(KIND[kind] for kind in ("backward", "data", "waiting")),  # this backward: after its last bucket
+        *(KIND[kind] for kind in ("waiting", "communication")),  # a collective that overlaps with computing
+        *(KIND[kind] for kind in ("backward", "data", "waiting")),  # `backward` is its part after the last bucket
         OUTSIDE,
         KIND["idle"],
     ]
 )
-"""What a moment of a rank's time can be attributed to, each as the kind of time as which it counts. Where several apply
-to a moment, the first of them is chosen. The place of one in this list is its number below."""
+"""The owners to which a moment of a rank's time can be attributed, each given by the kind of time as which it counts.
+If several owners apply to a moment, the first of them is chosen. The numbers below are indices in this list."""
 BLOCKING, COMPUTING, BACKWARD, OVERLAPPED, BACKWARD_END, OUTSIDE_OWNER, NOBODY = 0, range(2, 8), 3, 8, 10, 13, 14
-"""The numbers of owners. Of two that follow each other, as waiting and communication, the first. Communication while a
-rank computes is hidden: it costs no time."""
+"""Numbers of owners. A pair of waiting and communication is named by the number of waiting, the first of the two.
+Communication is hidden while the rank computes: it then costs no time."""
 OWNER_OF_KIND = np.array([np.flatnonzero(code == OWNERS)[-1] for code in KIND.values()])
 """The owner of a span, by the span's kind. `_claims` treats communication and backward."""
 

@@ -1,6 +1,6 @@
 """Compare two runs: step time by kind, and whether differences are chance.
 
-A ratio's interval comes from a bootstrap over the steps of each run, in blocks of neighbouring steps, since neighbours
+A ratio's interval comes from a bootstrap over the steps of each run, in blocks of neighboring steps, because neighbors
 are alike (Künsch 1989, https://doi.org/10.1214/aos/1176347265). The interval covers how steps vary within these two
 runs. It cannot cover how much a run differs from the same run on another day.
 """
@@ -117,7 +117,7 @@ def _settings(report: Report) -> dict[str, str]:
     found |= {"arguments": shlex.join(map(str, facts.get("arguments") or ()))}
     found |= fields_of(str(facts.get("plan") or ""))
     said = {name: str(value) for name, value in found.items() if value not in (None, "", [], False)}
-    return {name: text for name, text in said.items() if name not in ("settings", "plan")}  # shown as the plan's fields
+    return {name: text for name, text in said.items() if name not in ("settings", "plan")}  # fields replace these
 
 
 def _differs(first: Mapping[str, str], second: Mapping[str, str]) -> list[str]:

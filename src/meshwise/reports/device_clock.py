@@ -1,4 +1,4 @@
-"""Map CUDA events to the host's clock, without synchronising.
+"""Map CUDA events to the host's clock, without synchronizing.
 
 The events are recorded in an accelerator's stream.
 

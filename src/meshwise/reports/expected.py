@@ -117,9 +117,9 @@ SAMPLES = [KIND[kind] for kind in ("forward", "backward", "data", "transfer")]
 
 def one_device_seconds(table: StepTable, collectives: Sequence[CollectiveReport]) -> tuple[float, float]:
     """Estimate how many seconds a step would take on one device."""
-    seconds = table.seconds[table.steady]  # (steps, ranks, kinds)
+    seconds = table.seconds[table.steady]  # shape: (steps, ranks, kinds)
     samples, optimizer = seconds[:, :, SAMPLES].sum(axis=2), seconds[:, :, KIND["optimizer"]]
-    divided = any(c.of == "parameters" or c.name == "reduce-scatter" for c in collectives)  # so are steps
+    divided = any(c.of == "parameters" or c.name == "reduce-scatter" for c in collectives)  # steps are divided too
     steps = optimizer.sum(axis=1) if divided else optimizer.min(axis=1)
     idle = seconds[:, :, KIND["idle"]].min(axis=1)
     most = samples.sum(axis=1) + steps + idle

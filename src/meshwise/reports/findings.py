@@ -100,7 +100,7 @@ def findings_of(
     found = [*stragglers, *_of_step(shares, stragglers), *_communication(shares, stragglers)]
     found += [*_of_run(goodput, facts.program), *_stalls(table)]
     found.sort(key=lambda finding: -finding.share)
-    late = [one for one in stragglers if one.kind == "late"]  # not a limit by itself, so below the verdict
+    late = [one for one in stragglers if one.kind == "late"]  # late ranks are no limit by themselves: list them last
     found = [one for one in found if one.kind != "late"]
     return [*_slower_than_one(shares), *found, _computing(shares), *late, *_memory(counters)]
 

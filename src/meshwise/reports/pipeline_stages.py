@@ -1,6 +1,6 @@
 """Measure a pipeline's stages: compute, waiting, bubble.
 
-It measures how long each stage takes, until when it waits for another stage, and the bubble.
+The report has the time that each stage takes, its waits for other stages, and the bubble.
 
 The bubble is the share of the time from a step's first forward to its last backward in which a rank has no forward and
 no backward under way, mean over ranks. The schedule's own bubble is found by simulating the recorded order of actions.

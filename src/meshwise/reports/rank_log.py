@@ -30,7 +30,7 @@ CLEAR = 3.0
 """A burst of clock round trips is congested if even its shortest trip takes this many times as long as the shortest
 trip of all bursts. `fit_clock` first leaves out such bursts: congestion in one direction looks like clock drift."""
 DRIFT = 1e-4
-"""Assumed upper bound of the drift between two clocks: 100 µs per second. A bad quartz oscillator drifts that much."""
+"""Assumed upper bound of the drift between two clocks: 100 µs per second, as for a bad quartz oscillator."""
 BURST = 1_000_000_000  # ns: samples closer than this belong to one burst
 
 

@@ -68,15 +68,15 @@ def read_timeline(folder: Path, *, last_blocks: int | None = None, metrics: Metr
     for path in sorted((folder / names.SPANS).glob("rank*.jsonl"), key=place_of):
         found, unread = read_rank_log(path, last_blocks)
         if last_blocks is not None and logs and found and logs[-1].rank == found[-1].rank:
-            logs[-1].packed = []  # from an earlier attempt
+            logs[-1].packed = []  # `--live` needs no spans of earlier attempts
         logs += found
         missing += [unread] if unread else []
     facts |= {"program": "job" if "request" in facts else next((log.program for log in logs if log.program), "script")}
-    for text in list({log.rank: log.divided for log in logs if log.divided}.values())[:1]:  # the newest session
+    for text in list({log.rank: log.divided for log in logs if log.divided}.values())[:1]:  # from the newest session
         facts["divided"] = text
     entries = facts.get("sessions") or [{"began": min((log.unix for log in logs), default=0.0)}]
     began = [float(entry["began"]) for entry in entries]
-    for log in logs:  # the newest session that began before this log; host clocks may differ by a second
+    for log in logs:  # find the newest session that began before this log; clocks may differ by 1 s
         by_time = max([i for i, start in enumerate(began) if start <= log.unix + 1.0], default=0)
         log.session = log.attempt - 1 if 0 < log.attempt <= len(began) else by_time
     _align(logs, began)
@@ -86,7 +86,7 @@ def read_timeline(folder: Path, *, last_blocks: int | None = None, metrics: Metr
     sessions = _sessions(facts, entries, ranks, spans)
     missing += _missing(facts, logs, spans, ranks)
     counters = _counters(logs)
-    if all(counter.name != "loss" for counter in counters):  # in a script, the engine records the loss
+    if all(counter.name != "loss" for counter in counters):  # in scripts, the engine records the loss itself
         counters += _losses(metrics.losses, spans)
     dtypes = {key: dtype for log in logs for key, dtype in log.dtypes.items()}
     lists = tuple(kinds), tuple(counters), tuple(ranks), tuple(clocks), tuple(sessions), tuple(missing)
@@ -256,6 +256,6 @@ def _losses(losses: Mapping[int, float], spans: Spans) -> list[Counter]:
     if not losses or not len(spans):
         return []
     first = spans[(spans["rank"] == spans["rank"][0]) & (spans["kind"] == KIND["optimizer"])]
-    ended = dict(zip(first["step"].tolist(), first["end"].tolist(), strict=True))  # last time, if repeated
+    ended = dict(zip(first["step"].tolist(), first["end"].tolist(), strict=True))  # a repeated step: its last end
     rows = [(end, step, NO_PHASE, losses[step]) for step, end in ended.items() if step in losses]
     return [_counter(int(spans["rank"][0]), "loss", rows)] if rows else []

@@ -2,7 +2,7 @@
 
 Recording a span takes two readings of the clock and one append; the log's thread drains, encodes and writes. On CUDA,
 device work is marked by events, which are read once `query` says that they have passed, so recording never
-synchronises. If nobody drains the recorder, the oldest spans are dropped and counted.
+synchronizes. If nobody drains the recorder, the oldest spans are dropped and counted.
 
 One process is one rank and has one recorder, `current()`, which is off until recording is switched on.
 """
@@ -26,7 +26,7 @@ Mark = int | DeviceMark
 """A moment: either a time of the rank's clock in ns, or a mark recorded in the device's stream."""
 Count = tuple[int, int, int, str, Any]
 """One value of a counter: time (ns), step, kind of the phase that ended at that time (-1 for none), name, value."""
-BEATS, PHASE = 0, 2  # indices of a pulse's words: workers/heartbeat.py
+BEATS, PHASE = 0, 2  # indices into a pulse's words (workers/heartbeat.py)
 CAPACITY = 200_000  # spans kept if no log drains them: about 40 MB
 
 
@@ -67,7 +67,7 @@ class Recorder:
         timed = functools.partial(torch.Event, device, enable_timing=True)
         self.device = DeviceClock(clock, timed) if has_streams(device) else None
         """Records marks in the device's stream. It is None if the device does not run asynchronously."""
-        self._memory_wanted, self.takes_memory = True, False  # in the first step: a short run has no other
+        self._memory_wanted, self.takes_memory = True, False  # measure the first step: a short run has no other
 
     def begin_step(self, step: int) -> None:
         """Record the following spans under this step number. If more than CAPACITY spans wait for `drain`, drop the
@@ -278,7 +278,7 @@ class _Open:
         if self._profiled is not None:
             self._profiled.__exit__(kind, error, trace)
         if error is None:  # after an error, keep the phase for the report
-            if (pulse := recorder.pulse) is not None:  # as in `turn`
+            if (pulse := recorder.pulse) is not None:  # inlined as in `turn`
                 pulse.words[PHASE] = pulse.names.get(self._before) or pulse.name(self._before)
                 pulse.words[BEATS] = pulse.beats = pulse.beats + 1
             recorder.phase = self._before

@@ -30,7 +30,7 @@ def figure(report: Report) -> Page:
     return Page(str(page))
 
 
-setattr(Report, "figure", figure)  # noqa: B010  # a report does not know its views
+setattr(Report, "figure", figure)  # noqa: B010  # set here, since `Report` does not import views
 
 
 def report(run: str | Path | RunSummary | None = None, *, steps: tuple[int, int] | None = None) -> Report:
@@ -46,7 +46,7 @@ def report(run: str | Path | RunSummary | None = None, *, steps: tuple[int, int]
 
 
 def compare(first: str | Path, second: str | Path) -> RunComparison:
-    """Compare two runs by each kind of time that they spent."""
+    """Compare how much of each kind of time two runs spent."""
     runs = []
     for run in (first, second):
         folder = run_folder(run)

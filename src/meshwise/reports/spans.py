@@ -41,8 +41,8 @@ WIDTH = 6
 """Number of integers that a recorder keeps per span: code, start, end, step, bytes, collective."""
 VERSION = 2
 """Version of the format of a log. It covers the packing of spans and all other lines."""
-QUANTUM = 1000  # ns
-LEVEL = 1  # deflate's level: higher ones save 5 % and take twice as long
+QUANTUM = 1000  # resolution of stored times in ns
+LEVEL = 1  # deflate's compression level: higher levels save 5 % and take twice as long
 Rows = NDArray[np.int64]
 """An array of shape (spans, WIDTH) with the columns code, start, end, step, bytes, collective."""
 Column = NDArray[np.int64]
@@ -246,7 +246,7 @@ class Timeline:
         later = [(counter, counter.time >= newest.began) for counter in self.counters]
         counters = tuple(counter.where(kept) for counter, kept in later if kept.any())
         spans = self.spans[self.spans["start"] >= newest.began]
-        ranks = tuple(rank for rank in self.ranks if rank.last >= newest.began)  # possibly fewer than before
+        ranks = tuple(rank for rank in self.ranks if rank.last >= newest.began)  # a restarted run may have fewer ranks
         return replace(self, spans=spans, counters=counters, sessions=(newest,), ranks=ranks or self.ranks)
 
     def of_steps(self, first: int, last: int) -> Spans:

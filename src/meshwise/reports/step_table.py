@@ -59,7 +59,7 @@ def sync_points_of(arrivals: Arrivals, spans: Sequence[Spans], attributions: Seq
         return NONE
     arrival, end, overlapped = arrivals.arrival[use], arrivals.end[use], arrivals.overlapped[use]
     leaving = np.stack([_left(s, arrival[:, r], end[:, r], overlapped) for r, s in enumerate(spans)], axis=1)
-    # The collectives of one backward are left together: they are one sync point.
+    # A rank leaves all collectives of one backward at the same time, so they form one sync point.
     point = np.concatenate([[0], np.cumsum(np.diff(leaving[:, 0]) > 0)])
     last = np.flatnonzero(np.diff(point, append=point[-1] + 1))
     left = np.maximum.accumulate(leaving[last], axis=0)
@@ -69,7 +69,7 @@ def sync_points_of(arrivals: Arrivals, spans: Sequence[Spans], attributions: Seq
     delay = _excess(came - before, rank) / 1e9
     work = np.stack(
         [a.sums(before[:, r])[:, :OUTSIDE] for r, a in enumerate(attributions)], axis=1
-    )  # (m, ranks, kinds)
+    )  # shape: (sync points, ranks, kinds)
     excess = np.stack([_excess(work[:, :, kind], rank) for kind in WORK], axis=1)
     phase = np.array(WORK)[excess.argmax(axis=1)]
     cost = _cost(arrival, end, before, point, rank)
@@ -132,7 +132,7 @@ def last_of_steps(sync_points: SyncPoints) -> Whole:
 
 
 def straggler_ranks(sync_points: SyncPoints, ranks: Whole) -> list[int]:
-    """Return the ranks that are last so often that it cannot be chance."""
+    """Return the ranks that are last more often than chance would explain."""
     use = sync_points.overlapped if sync_points.overlapped.any() else np.ones(len(sync_points.overlapped), bool)
     last, total, fair = sync_points.rank[use], int(use.sum()), 1 / max(len(ranks), 1)
     times = {rank: int((last == rank).sum()) for rank in ranks.tolist()}
@@ -173,7 +173,7 @@ class StepTable:
 
     @property
     def counted(self) -> NDArray[np.bool_]:
-        """Mask of the steps that count. Step 0 is left out, and steps whose work was lost in a restart."""
+        """Mask of the steps that count: all but step 0 and steps whose work was lost in a restart."""
         return (self.step > 0) & ~self.lost
 
     @property

@@ -31,7 +31,7 @@ Whole = NDArray[np.int64]
 Event = dict[str, Any]
 COPIES = 1 << 16
 """The ids of the threads of a lane: the lane and its further copies."""
-CHUNK = 1 << 14  # spans held as Python numbers at once
+CHUNK = 1 << 14  # spans to convert to Python numbers at a time
 _json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
@@ -90,7 +90,7 @@ def _rank_rows(spans: Spans, first: int) -> tuple[Spans, Whole]:
 def _copies(spans: Spans) -> Whole:
     """Return on which row of its lane each span is drawn."""
     copy = np.zeros(len(spans), np.int64)
-    lanes: list[list[list[tuple[int, bool]]]] = [[] for _ in LANES]  # the open spans of each copy: end, collective
+    lanes: list[list[list[tuple[int, bool]]]] = [[] for _ in LANES]  # (end, is collective) of each copy's open spans
     for at, (start, end, lane, kind) in enumerate(_columns(spans, "start", "end", "lane", "kind")):
         stacks = lanes[lane]
         number = next((number for number, stack in enumerate(stacks) if _has_room(stack, start, end)), len(stacks))

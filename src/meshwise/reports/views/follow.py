@@ -1,7 +1,7 @@
 """Follow a run from outside, updating its report until it ends.
 
-It only reads the run's folder, so following can start and stop at any time, on any machine that sees the folder. Of a
-long run it reads only the newest part, and what it shows is then about that part alone.
+It only reads the run's folder, so following can start and stop at any time, on any machine that sees the folder. It
+reads only the newest part of a long run, and then shows only that part.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def _of_now(timeline: Timeline, report: Report, running: bool) -> tuple[Report, 
 
 
 def silence(snapshot: Snapshot) -> str:
-    """Return a warning if the logs of a run have not grown for SILENT seconds, else ""."""
+    """Return a warning if the logs of a run have not grown for SILENT seconds. Return "" otherwise."""
     seconds = time.time() - max((changed for changed, _ in snapshot.files.values()), default=math.inf) / 1e9
     if seconds <= SILENT:
         return ""

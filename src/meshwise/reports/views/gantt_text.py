@@ -5,8 +5,8 @@ Idle time shows only in columns that hold nothing else. The thin row below a ran
 with the rank's computing. Where a pipeline stage begins a microbatch, the last digit of the microbatch's number is
 drawn.
 
-Mermaid's chart fits into a README, an issue or a notebook. Mermaid only knows whole milliseconds. If the bars take less
-than 0.1 s, their times are written in µs as if these were ms, and the axis is labelled in µs.
+Mermaid's chart fits into a README, an issue or a notebook. Mermaid only supports whole milliseconds. If the bars take
+less than 0.1 s, their times are written in µs as if these were ms, and the axis is labeled in µs.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def _of(bars: Sequence[Bar], rank: int, step: int | None) -> list[Bar]:
 def column_kinds(bars: Sequence[Bar], times: StepTimes, columns: int) -> list[str]:
     """Divide `times` into `columns` equal slices, and return for each slice the kind of time that takes most of it."""
     share = [dict.fromkeys(KINDS, 0) for _ in range(columns)]
-    whole = max(round(times.seconds * 1e9), 1)  # whole ns: a span that ends where a column begins is outside
+    whole = max(round(times.seconds * 1e9), 1)  # whole ns, so that a span that ends where a column begins is outside
     for bar in bars:
         first, last = (round((at - times.start) * 1e9) * columns for at in (bar.start, bar.start + bar.seconds))
         for column in range(max(0, first // whole), min(columns, -(-last // whole))):
@@ -128,7 +128,7 @@ MOST_BARS = 60
 IN_MICROSECONDS = 0.1  # seconds; shorter charts use µs
 TAGS = {"waiting": "crit, ", "communication": "active, "}
 PLAIN = re.compile(r"[^\w .,/+*=()·±-]")
-"""Matches characters to replace by character codes, since `:`, `;`, `#` and others have a meaning in Mermaid."""
+"""Matches characters to replace with character codes, since `:`, `;`, `#` and others have a meaning in Mermaid."""
 
 
 def render(report: Report, timeline: Timeline) -> str:
@@ -188,6 +188,6 @@ def _task(bar: Bar, origin: float, per_second: float) -> str:
 
 
 def _escaped(text: str) -> str:
-    """Put text on one line and replace special characters by Mermaid's character codes, such as `#58;` for a colon."""
+    """Put text on one line, and replace special characters with Mermaid's codes, such as `#58;` for a colon."""
     line = " ".join(re.sub(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]", " ", text).split())
     return PLAIN.sub(lambda found: f"#{ord(found[0])};", line)

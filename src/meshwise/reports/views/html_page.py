@@ -1,9 +1,9 @@
 """Write the report as JSON, or as one offline HTML page.
 
-The JSON has each number, and its display text. Everything on the page is drawn from the JSON that the page contains.
+The JSON has each number and its display text. Everything on the page is drawn from the JSON that the page contains.
 
-`html_page.js` builds the page; each number shown names its path in the JSON (`data-path`), which has its text too. The
-charts are plotly's: plotly-basic.min.js is plotly.js-basic-dist-min 4.1.1 of npm, unchanged (MIT).
+`html_page.js` builds the page; each displayed number names its path in the JSON (`data-path`), which also has its text.
+plotly draws the charts: plotly-basic.min.js is plotly.js-basic-dist-min 4.1.1 of npm, unchanged (MIT).
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def _hints(kind: type) -> dict[str, Any]:
 
 
 def _unit(hint: Any) -> Callable[[Any], str] | None:
-    """Return what formats numbers of a type such as `Seconds` or `Seconds | None`; None for other types."""
+    """Return the function that formats numbers of a type such as `Seconds | None`. None for other types."""
     if get_origin(hint) is Annotated:
         write: Callable[[Any], str] = get_args(hint)[1]
         return write

@@ -1,7 +1,6 @@
 """Show the progress of a run, live or as plain lines.
 
-A terminal that closes in the middle of a run ends the drawing, never the run. Not covered: widgets of notebooks, where
-plain lines are shown.
+A terminal that closes in the middle of a run ends the drawing, never the run. Notebooks get plain lines, not a widget.
 """
 
 from __future__ import annotations
@@ -124,7 +123,7 @@ class LiveView:
         """Print text of the run as it is. Markup of the console library is not interpreted."""
         with self._lock:
             if self._live is not None:
-                # Keep ANSI colours; drop cursor movements and carriage returns.
+                # Keep ANSI colors; drop cursor movements and carriage returns.
                 self._console.print(Text.from_ansi(text), soft_wrap=True, highlight=False)
             elif not self._console.quiet:
                 self._console.file.write(f"{text}\n")

@@ -3,7 +3,7 @@
 Each view is a file of this folder with a function such as `render(report, timeline)`, and a line here.
 
 The command line has an option for each view: `--html` writes report.html, `--mermaid` prints. A view is imported only
-when it is asked for, since the options' help needs no view.
+when it is requested, because the help of the options needs no view.
 """
 
 from __future__ import annotations
