@@ -28,7 +28,7 @@ from meshwise.transfer.collectives import gather_objects
 from meshwise.transfer.groups import everyone, get_rank
 
 Name = TypeVar("Name", str, tuple[str, str])
-LACKS = float("inf")  # the difference of a rank that lacks what the others have
+LACKS = float("inf")  # the difference of a rank that lacks a value
 TINY = torch.finfo(torch.float64).tiny
 
 

@@ -131,7 +131,7 @@ def check_options(options: CheckOptions, forks: Forks | None = None) -> Proof | 
         program = _script(Path(script), options, plan, slots, folder) if script else _job(options, slots, folder)
         passes = Passes(_passes(specs, plan, devices), options.steps, options.notify, options.progress)
         traces = partial(_traces, program, forks)
-        apart = slots if slots[0].device == "cpu" else slots[:1]  # where another pass needs no device memory
+        apart = slots if slots[0].device == "cpu" else slots[:1]  # on CPUs, each pass gets its own slot
         ones = traces([(spec, None) for spec in specs], [[slot] for slot in apart], passes)
         one = trace_to_compare(ones[0], program.name)
         drawn = [found.trace.draws if found.trace is not None else {} for found in ones]
@@ -175,7 +175,7 @@ def _plain(
         refuse_unjudged(script.name, records)
         try:
             (one,) = launched(Follow(records), "one", passes)
-        except WorkerFailed as failed:  # it may not run on one device, but report what was counted
+        except WorkerFailed as failed:  # a script that fails on one device still gets a report of the counts
             one = Record(0, refused=f"it fails with {str(failed).splitlines()[-1]}")
         assert one is not None
         once_more = partial(launched, Follow(records), "again", says(["one process again, to measure differences"]))
@@ -185,7 +185,7 @@ def _plain(
 def _in_scratch(folder: Path, call: Callable[[], Any]) -> Any:
     """Call `call`. From then until this process ends, all files that Python code writes go to `folder` instead."""
     os.environ["WANDB_MODE"] = "disabled"
-    torch.set_num_threads(1)  # the same sums in the same order on both sides
+    torch.set_num_threads(1)  # both sides must add in the same order
     if can_lock():
         lock_files(free_folders())
     _kept.enter_context(scratch_files(folder))
@@ -233,7 +233,7 @@ def _traces(
     if not program.alone and places[0][0].device == "cpu" and wanted[0][1] is None:
         return [_in_this_process(program, spec, passes) for spec, _ in wanted]
     halt = Halt()
-    forks.server(os.environ)  # by this thread: a server ends with the thread that began it
+    forks.server(os.environ)  # start it in this thread: a server ends with the thread that started it
 
     def run(group: Sequence[tuple[CheckSpec, Draws | None]], slots: Sequence[WorkerSlot]) -> list[ProgramTrace]:
         listeners = Listeners(passes.begin(), hang_limit=HANG_LIMIT, idle=True)
@@ -248,7 +248,7 @@ def _traces(
         try:
             return [trace for each in begun for trace in each.result()]
         except BaseException:
-            halt.at_once = True  # the others end too, before the pool waits for them
+            halt.at_once = True  # end the other runs, too, before the pool waits for them
             raise
 
 
@@ -281,7 +281,7 @@ def _in_this_process(program: CheckedProgram, spec: CheckSpec, passes: Passes) -
 
 
 def _job(options: CheckOptions, slots: Sequence[WorkerSlot], folder: Path) -> CheckedProgram:
-    name = _find_job(options).name  # here too, to report errors before any worker starts
+    name = _find_job(options).name  # called here, too, to report errors before any worker starts
     plain = replace(options, notify=CheckOptions.notify, progress=CheckOptions.progress)
     return CheckedProgram(name, partial(_trace_job, plain, slots[0].device == "cpu", folder), alone=False)
 

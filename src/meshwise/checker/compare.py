@@ -76,7 +76,7 @@ def compare(reference: Trace, actual: Trace) -> Comparison:
         gradients = _reduced_by_hand(_over_ranks(_gradients(number, mine, other), other.rank_divergence))
         outputs = _over_ranks(compared_outputs(number, mine, other, unseen), other.rank_divergence)
         wrong = any(d.fault for d in gradients)
-        found += [d for d in contents if wrong or not d.fault]  # a difference without effect may have any reason
+        found += [d for d in contents if wrong or not d.fault]  # contents without effect on gradients do not count
         found += outputs if wrong else of_samples(outputs, unseen)
         found += gradients
         note_noise(noise, mine.gradients, other.gradients)
@@ -210,7 +210,7 @@ def _after(step: int, mine: StepTrace, other: StepTrace, noise: Named) -> Iterat
         yield from tensors("optimizer state", step, *states, noise=of_key)
     yield from tensors("parameters", step, mine.parameters, other.parameters, noise=noise)
     yield from tensors("buffers", step, mine.buffers, other.buffers)
-    if mine.scheduler and other.scheduler:  # an ended program may have dropped them
+    if mine.scheduler and other.scheduler:  # a program that has ended may have dropped its scheduler
         yield from numbers("scheduler", step, mine.scheduler, other.scheduler)
 
 

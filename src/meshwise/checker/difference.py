@@ -16,7 +16,7 @@ from torch import Tensor
 from meshwise.checker.trace import Named
 
 LIMIT = 1e-9
-FLOOR = 1e-3  # of the largest value of a kind: the smallest scale of a difference
+FLOOR = 1e-3  # the smallest scale of a difference, as a fraction of the largest value of its kind
 
 
 def ratio(difference: Tensor, scale: Tensor) -> float:

@@ -47,7 +47,7 @@ from meshwise.transfer.reading import wait_for_all
 from meshwise.workers import heartbeat
 from meshwise.workers.verb_log import log_verb
 
-GRACE = 60.0  # seconds for all ranks to reach the same point of the program, if no launcher watches
+GRACE = 60.0  # seconds for all ranks to reach the same point of the program, if no launcher watches them
 
 
 class EngineWatcher:
@@ -70,8 +70,8 @@ class EngineWatcher:
         self.tracer: ModelTracer | None = None
         self._model: nn.Module = nn.Module()
         self._batch: tuple[Rows, list[list[int]]] | None = None
-        self._contents: Any = None  # of that batch
-        self._loader: Any = None  # that yielded it
+        self._contents: Any = None  # contents of the current batch
+        self._loader: Any = None  # the loader that yielded the current batch
         self.reading = Reading()
         """Which data set, random generator and collate function the batches come from."""
         self._forward: contextlib.ExitStack | None = None
@@ -79,11 +79,11 @@ class EngineWatcher:
         self._waiting: dict[tuple[int, int], tuple[tuple[Rows, list[list[int]]], RowDraws]] = {}
         self.hints = Hints() if draws is None and job is None else None
         """Collects warnings about likely mistakes in a script on one device. None for a job or under a plan."""
-        self._left: dict[str, float] = {}  # left by an optimizer's last step: see `local_sums`
-        self._has_loaded = False  # since then
-        self._stepped: tuple[Optimizer | None, StepTrace] | None = None  # the last step, until the next backward
+        self._left: dict[str, float] = {}  # sums of values after an optimizer's last step: see `local_sums`
+        self._has_loaded = False  # whether a state dict was loaded since that step
+        self._stepped: tuple[Optimizer | None, StepTrace] | None = None  # the last step, kept until the next backward
         self._in_step = False
-        self._reduced = 0.0  # a sum of the parameters when gradients were reduced last
+        self._reduced = 0.0  # a sum of the parameters when gradients were last reduced
         self._meetings = self._sums = 0
         self._unsummed = dict[str, None]()
 
@@ -228,7 +228,7 @@ class EngineWatcher:
     def loss_known(self, loss: Tensor, scale: float = 1.0) -> None:
         """Add a loss to the recorded loss of the current step."""
         if self.tracer is not None:
-            if self._job is not None:  # complete by now: sums over pipeline stages come last
+            if self._job is not None:  # gradients are complete: sums over pipeline stages come last
                 gradients = gradients_of(self._model)
                 self.tracer.step.gradients = {name: g / scale for name, g in gradients.items()}
             self.tracer.step.loss += float(loss)
@@ -238,18 +238,18 @@ class EngineWatcher:
     def step_begins(self, optimizer: Optimizer) -> None:
         """Record the state at the beginning of an optimizer step."""
         if self.tracer is None and self._job is not None:
-            self._start()  # a closure asks for the first batch inside it
+            self._start()  # a closure asks for the first batch inside the step
         if self.tracer is None:
             return
         self._wait_for_ranks("optimizer.step")
-        if self.tracer.step.samples:  # else a closure may run a forward and a backward inside the step
+        if self.tracer.step.samples:  # without samples, a closure may run forward and backward inside the step
             self._end_forward(discard=True)
         self._in_step = True
         self.complete_step()
         self.tracer.step.learning_rates = learning_rates_of(optimizer)
         if self._job is None or self._job.clip_norm is not None:
             self.tracer.step.clipped_gradients = gradients_of(self._model)
-            if not self.tracer.step.gradients:  # every backward was in mw.accumulate(): known only now
+            if not self.tracer.step.gradients:  # every backward ran in mw.accumulate(), so gradients are only known now
                 self.tracer.step.gradients = self.tracer.step.clipped_gradients
         under_way = open_exchanges() if self._spec.perturb else []
         if under_way and any(is_nan(g) for g in gradients_of(self._model).values()):
@@ -264,7 +264,7 @@ class EngineWatcher:
         if self._engine.whole is not None and not self.tracer.step.samples:  # only torch.autograd.grad ran
             with self.backward(False):
                 pass
-        if self.found.backwards == 0:  # nor in a closure that the step has called
+        if self.found.backwards == 0:  # neither before the step nor in its closure
             raise UsageError(
                 "optimizer.step() was called before any mw.backward. Write mw.backward(loss) instead of "
                 "loss.backward()."
@@ -306,7 +306,7 @@ class EngineWatcher:
             across_ranks.collect_step(step, self._model, optimizer, divided=divided)
             steps.append(step)
             say_step(len(steps))
-        step.scheduler = self._scheduler_of(optimizer) or step.scheduler  # the program may have let it go
+        step.scheduler = self._scheduler_of(optimizer) or step.scheduler  # the program may have dropped the scheduler
         step.rank_divergence |= across_ranks.numbers_diverge("scheduler", step.scheduler)
 
     def _scheduler_of(self, optimizer: Optimizer | None) -> dict[str, float]:
@@ -329,7 +329,7 @@ class EngineWatcher:
         divided = plan.state_divided and not plan.parameters_divided
         across_ranks.collect_step(state, model, optimizer, divided=divided)
         state.scheduler = scheduler_numbers(scheduler)
-        for kind in ("parameters", "buffers", "optimizer_state"):  # equal values are kept once
+        for kind in ("parameters", "buffers", "optimizer_state"):  # share equal tensors with the last step
             before = getattr(self.found.trace.steps[-1], kind)
             now = getattr(state, kind).items()
             setattr(state, kind, {n: before[n] if n in before and torch.equal(t, before[n]) else t for n, t in now})
@@ -373,7 +373,7 @@ class EngineWatcher:
                 by_hand = any(map(_is_by_hand, trace.steps))
                 trace.hints = self.hints.end(by_hand=by_hand, per_rank=self._engine.whole is None)
             for place in self._unsummed:
-                trace.evaluation[f"the loop at {place}, {UNSUMMED}"] = math.nan  # on one device it needs none
+                trace.evaluation[f"the loop at {place}, {UNSUMMED}"] = math.nan  # only several ranks need a sum
         return self.found
 
     def _wait_for_ranks(self, where: str) -> None:

@@ -73,10 +73,10 @@ class Hints:
         self._said: dict[str, None] = {}
         self._loops: list[_Loop] = []
         self._window, self._windows = _Window(), list[_Window]()
-        self._zeroed = self._ticked = ""  # where, since the last backward
+        self._zeroed = self._ticked = ""  # lines of zero_grad and scheduler steps since the last backward
         self._evaluated = dict[tuple[str, int], None]()
         self._files = dict[str, None]()
-        self._begun = 0  # random draws before the call of a model that runs now
+        self._begun = 0  # how many random draws came before the running call of a model
 
     def follow(self, tracer: ModelTracer, model: nn.Module) -> None:
         """Observe the calls of a model that trains."""
@@ -110,7 +110,7 @@ class Hints:
             none = all(p.grad is None or not p.grad.any() for p in model.parameters())
             window.zeroed += [self._zeroed] if self._zeroed and none else []
             window.ticked += [self._ticked] if self._ticked else []
-            window.moved |= now != window.parameters  # like a look-ahead step
+            window.moved |= now != window.parameters  # for example by a look-ahead step
         window.backwards, window.parameters = window.backwards + 1, now
         self._zeroed = self._ticked = ""
 

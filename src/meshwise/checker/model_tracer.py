@@ -67,24 +67,24 @@ class ModelTracer:
         self.step = StepTrace()
         self._seed, self._reference, self._upcast, self._perturb = seed, reference, upcast, perturb
         self._whole = whole
-        self._at = 0, -1  # the step that began last, its newest microbatch
-        self._begun = 0  # microbatches before this step
-        self._forwards = 0  # of microbatches, and of batches without a backward
-        self._rows: Rows  # of that microbatch, like its draws
+        self._at = 0, -1  # (number of the step that began last, number of its latest microbatch)
+        self._begun = 0  # number of microbatches before this step
+        self._forwards = 0  # number of forwards, including those of batches without a backward
+        self._rows: Rows  # the rows of the current microbatch
         self.draws: RowDraws
         """The random draws of the current microbatch."""
         self._calls: dict[str, int] = {}
         self.in_forward = False
         """Whether the forward pass of a microbatch is being traced."""
         self._numbers = NotedNumbers()
-        self._running = list[str]()  # modules, the innermost last
-        self._open_calls: list[list[int]] = []  # of each: draws before it, draws of the calls inside it
+        self._running = list[str]()  # names of the running modules, the innermost last
+        self._open_calls: list[list[int]] = []  # for each open call: draws before it, draws in nested calls
         self._norms_left: dict[str, float] | None = None
         self._in_backward = False
-        self._own: Named | None = None  # of this rank, in the running backward
-        self._of_loss: Any = None  # the hook of the newest loss
+        self._own: Named | None = None  # this rank's own gradients in the running backward
+        self._of_loss: Any = None  # the hook registered on the latest loss
         self._own_factor = 1.0  # the factor that the running backward applied to the loss
-        self._hooked = WeakIdKeyDictionary()  # parameters that `_keep_own` is called for
+        self._hooked = WeakIdKeyDictionary()  # parameters for which `_keep_own` is called
         self.follow(model)
 
     def follow(self, model: nn.Module) -> None:
@@ -182,8 +182,8 @@ class ModelTracer:
             yield
         self._own, self._in_backward = None, False
         if self._of_loss is not None:
-            self._of_loss.remove()  # code that inspects gradients skips a program's hooked tensors
-        # A rerun that draws the same numbers is the same call, and not recorded again.
+            self._of_loss.remove()  # code that inspects gradients skips tensors with hooks
+        # A recomputation that draws the same numbers repeats calls, which are not recorded again.
         self.step.rng_mismatch |= len(self.draws.log) > drawn
         self._norms_left = local_norms(self._model)
 
@@ -242,7 +242,7 @@ class ModelTracer:
     def keyed(self, function: Callable[..., Any], rows: Sequence[Rows]) -> Callable[..., Any]:
         """Wrap a function that evaluates a job."""
         batches = iter(enumerate(rows))
-        now: list[Any] = []  # the batch, its number and rows: a rank with two stages of a pipeline calls it twice
+        now: list[Any] = []  # the current batch, its number and rows; a rank with two pipeline stages calls twice
 
         def evaluated(*args: Any) -> Any:
             if not now or args[-1] is not now[0]:
@@ -275,15 +275,15 @@ class ModelTracer:
 
     def _keep(self, name: str, kind: str, tensor: Tensor) -> None:
         number = self._calls[name] = self._calls.get(name, -1) + 1
-        with without_interception():  # selective recomputation counts the operators of a block
+        with without_interception():  # selective recomputation must not count these operators
             value = full_tensor(part_of(tensor, self._rows.total))
             found = sketches(value, self._rows.count)
         if self._rows.samples > 0:
             output = Output(self._at[1], name, kind, number, tuple(value.shape), self._rows.count, found)
             self.step.outputs.append(output)
             first = self._at == (0, 0) and not self._whole
-            if first and type(tensor) is Tensor and tensor.grad_fn is not None:  # a hook of the tensor
-                tensor.grad_fn.register_prehook(partial(self._keep_back, output, tensor.output_nr))  # would be seen
+            if first and type(tensor) is Tensor and tensor.grad_fn is not None:  # a tensor hook would be seen
+                tensor.grad_fn.register_prehook(partial(self._keep_back, output, tensor.output_nr))
 
     def _keep_back(self, output: Output, number: int, gradients: tuple[Tensor | None, ...]) -> None:
         """Record the gradient that reaches a module's output in the backward pass of this rank's own loss."""

@@ -35,7 +35,7 @@ from meshwise.training.engine.weighing import as_weight, split_weight
 from meshwise.training.job.job import Job
 from meshwise.training.job.run import Data, open_data, read_parts
 
-STATE = 2  # tensors of a parameter's size that an optimizer keeps; Adam's
+STATE = 2  # tensors per parameter in an optimizer's state, as for Adam
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ def _train(run: _Reference, test: Data | None) -> None:
             step.clipped_gradients = model_state.gradients_of(model) if job.clip_norm is not None else {}
             optimizer.step()
         take_noise(model, run.spec.noise, number)
-        model.zero_grad()  # also for parameters that the optimizer does not hold
+        model.zero_grad()  # also clears parameters that the optimizer does not hold
         if scheduler is not None:
             scheduler.step()
         step.optimizer_state = model_state.optimizer_state_of(optimizer, model)

@@ -31,9 +31,9 @@ def output_difference(one: Output, ranks: Sequence[Output]) -> tuple[float, floa
     if "each" in one.sketches and _fits(one, ranks, 0, padded=True):
         each = [rank.sketches["each"] for rank in ranks if "each" in rank.sketches]
         sizes = _positions_difference(one.sketches["each"], each)
-    if not _all_equal(sizes) and all(rank.shape == one.shape for rank in ranks):  # the same on every rank
+    if not _all_equal(sizes) and all(rank.shape == one.shape for rank in ranks):  # each rank may have the whole output
         sizes = [rows_difference(one.sketches["whole"], rank.sketches["whole"]) for rank in ranks]
-    return max(sizes) if _all_equal(sizes) else None  # if they differ, it is unknown whether rows are samples
+    return max(sizes) if _all_equal(sizes) else None  # if ranks differ, it is unknown whether rows are samples
 
 
 @dataclass(frozen=True)

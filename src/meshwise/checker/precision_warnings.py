@@ -26,7 +26,7 @@ TIMES = 100.0
 order of summation stays below this limit. A cast to bfloat16 or float16 exceeds it."""
 FIRST_STEP = ("loss", "gradients")
 """Values that are judged in step 1 only. Later values depend on updates, and Adam enlarges rounding errors."""
-SOME = 8  # values
+SOME = 8  # tensors of up to this many values may fit a lower precision by chance
 EPS = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 NO_ROUNDING = (
     "not looked at (--no-rounding): the plan's own precision, which would show a cast to a lower precision on one side "
@@ -46,7 +46,7 @@ def rounding_warnings(rounded: Sequence[Comparison], dtypes: Dtypes) -> Iterator
     for kind in FIRST_STEP:
         found = ([d.relative for d in side.differences if d.kind == kind and d.step == 1] for side in rounded)
         one, plan = (max(each, default=0.0) for each in found)
-        if plan > TIMES * max(one, least) and not (math.isinf(plan) and dtypes.scaled):  # that skips such a step
+        if plan > TIMES * max(one, least) and not (math.isinf(plan) and dtypes.scaled):  # a scaler skips such steps
             yield (
                 f"rounding of the {kind} in step 1 is {plan:.1e} under the plan and {one:.1e} on one device, in the "
                 "same precision: something is cast to a lower precision under the plan alone, or overflows there."

@@ -14,8 +14,8 @@ Printed = Sequence[tuple[str, str]]
 """Source lines of the script, such as train.py:31, each with a text that the line prints, in the order of printing."""
 _NUMBER = re.compile(r"(?<![\w.])[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
 _WORD = re.compile(r"[a-z]+")
-_CLOSE = Decimal("1e-6")  # of the number's size: both sides compute in float64
-MOMENT = Decimal("0.1")  # of the number's size: no rounding of a few steps
+_CLOSE = Decimal("1e-6")  # relative to the number: both sides compute in float64
+MOMENT = Decimal("0.1")  # relative to the number: more than a few steps of rounding could cause
 _UNIT = re.compile(
     r"\s*([kmgt]?i?b|bytes|[nuµm]?s|secs?|seconds?|mins?|minutes?|m|h|hours?|devices?|ranks?|workers?|gpus?|processes)"
     r"(?![a-z])|\s*[a-z]*\s*(/|per)\s*(s|sec|second|min|minute)(?![a-z])|:\d",
@@ -74,7 +74,7 @@ def numbers_apart(text: str, other: str, again: str) -> list[tuple[Decimal, Deci
 
 
 def _close(a: Decimal, b: Decimal) -> bool:
-    if a.as_tuple().exponent == b.as_tuple().exponent == 0:  # counts
+    if a.as_tuple().exponent == b.as_tuple().exponent == 0:  # both numbers are counts
         return a == b
     last = Decimal(1).scaleb(max(int(a.as_tuple().exponent), int(b.as_tuple().exponent)))
     return abs(a - b) <= max(last, _CLOSE * abs(a))

@@ -122,7 +122,7 @@ def prove(
         cause_of(comparison, reference, actual, spec.plan),
         tuple(_rounding(of_rounded)),
         (
-            # dropout is keyed in a check
+            # a check keys dropout, so these notes would be wrong
             *(note for note in actual.notes if note not in OF_DRAWS and note not in warnings),
             *(harmless if comparison.equal else [*wrong, *harmless]),
             *([] if looked else [OTHER_STEPS if rounded else NO_ROUNDING]),
@@ -176,7 +176,7 @@ class PlainProof:
 
     @property
     def verdict(self) -> Verdict:
-        """The verdict: different if a finding is wrong, doubtful if not everything could be judged, else equal."""
+        """The verdict: different if a finding is wrong, doubtful if not everything could be judged, otherwise equal."""
         if any(finding.wrong for finding in self.findings):
             return Verdict.DIFFERENT
         return Verdict.DOUBTFUL if self.not_judged else Verdict.EQUAL

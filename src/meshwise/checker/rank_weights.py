@@ -20,7 +20,7 @@ from meshwise.checker.noise import NOISE
 from meshwise.checker.sketches import pieces
 from meshwise.checker.trace import StepTrace
 
-ROUNDING = 100 * LIMIT  # relative to the target: a step magnifies a start that differs by 1e-13
+ROUNDING = 100 * LIMIT  # relative to the target: a step may magnify a difference of 1e-13 at the start
 
 
 @dataclass(frozen=True)

@@ -9,13 +9,13 @@ passes.
 
 from __future__ import annotations
 
-EVALUATED = 3  # batches of an evaluation
-AFTER = 30  # backwards after the steps that are compared
+EVALUATED = 3  # how many batches an evaluation reads
+AFTER = 30  # how many backwards may follow the compared steps
 
 
 class ScriptEnds(BaseException):
-    """Raised inside a script to end it when the check has seen enough. It is no `Exception`, so that `except Exception`
-    in the script does not catch it."""
+    """Raised inside a script to end it when the check has seen enough. It is not an `Exception`, so that
+    `except Exception` in the script does not catch it."""
 
 
 class ShortLoops:
@@ -26,8 +26,8 @@ class ShortLoops:
         self.made = 0
         """The number of optimizer steps made so far."""
         self._batches, self._trained = 0, False
-        self._since_step = self._a_step = 0  # batches since the last step; batches that made the last step
-        self._after = 0  # backwards since the last step that is compared
+        self._since_step = self._a_step = 0  # batches since the last step; batches that the last step took
+        self._after = 0  # backwards since the last compared step
 
     def loop_begins(self) -> None:
         """Record that a loop over batches begins."""

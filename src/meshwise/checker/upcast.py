@@ -27,7 +27,7 @@ from meshwise.torch_compat.modules import WIDE
 from meshwise.torch_compat.tree import map_tensors, tensors_in
 
 FACTORIES = {"rand", "randn", "rand_like", "randn_like"}
-SHAPED_LIKE = {"new_empty", "new_empty_strided"}  # reads no number: copy.deepcopy sets its storage
+SHAPED_LIKE = {"new_empty", "new_empty_strided"}  # only allocates: copy.deepcopy sets the storage
 _NARROW = {torch.float64: torch.float32, torch.complex128: torch.complex64}
 OF_A_SCALER = {"_amp_foreach_non_finite_check_and_unscale_", "_amp_update_scale_"}
 
@@ -65,7 +65,7 @@ def called_in_float64(active: bool = True) -> Iterator[None]:
     before: dict[Tensor, torch.dtype] = {}
 
     def widen(module: nn.Module, inputs: Any) -> None:
-        if torch.get_default_dtype() != torch.float64:  # outside of `upcast`: a job's model is made, and calls parts
+        if torch.get_default_dtype() != torch.float64:  # outside of `upcast`, as when a job's model is built
             return
         for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
             if tensor.dtype in WIDE and not isinstance(tensor, DTensor):
@@ -88,13 +88,13 @@ def _in_float64(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     name = operator_name(operator)
     if name in OF_A_SCALER:
         return _narrow(operator, args)
-    if kwargs.get("dtype") in WIDE and not (name == "empty" and list(args[0]) == [0]):  # torch.load sets its storage
+    if kwargs.get("dtype") in WIDE and not (name == "empty" and list(args[0]) == [0]):  # torch.load sets the storage
         kwargs = {**kwargs, "dtype": WIDE[kwargs["dtype"]]}
     args, kwargs = _read_as_float64(operator, args, kwargs)
     if name == "_grouped_mm":
         return grouped_product(*args, **kwargs)
     result = operator(*args, **kwargs)
-    if name == "lift_fresh" and result.dtype in WIDE:  # torch.tensor(..., dtype=torch.float32)
+    if name == "lift_fresh" and result.dtype in WIDE:  # as in torch.tensor(..., dtype=torch.float32)
         return result.to(WIDE[result.dtype])
     return result
 

@@ -25,7 +25,7 @@ from meshwise.transfer.splitmix import mixed
 
 
 class RowDraws(KeyedDraws):
-    """Computes random numbers also for rows that are not those of a batch, as of two batches in one tensor."""
+    """Computes random numbers also for rows that do not make up one batch, such as the rows of two batches."""
 
     _part: SplitPart | None = None
 
@@ -34,7 +34,7 @@ class RowDraws(KeyedDraws):
         self._part, self._layout = part, by_reference(reference, Rows(0, part.own, part.length, part.own))
 
     def attempt(self) -> Callable[[], None]:
-        """Return a function that makes the next draw the one that would come next now."""
+        """Return a function that resets the draws: the draw that would come next now is repeated."""
         calls, drawn = dict(self._calls), len(self.log)
 
         def redraw() -> None:
@@ -50,7 +50,7 @@ class RowDraws(KeyedDraws):
         values = keyed_uniform(mixed(*self._key, call), whole, device)
         if dim is None:
             return values
-        each = values.unflatten(dim, (self._part.length, -1))  # such as heads of a row
+        each = values.unflatten(dim, (self._part.length, -1))  # a row may have several entries, such as attention heads
         own = replace(self._part, dim=dim).slice_of(each).flatten(dim, dim + 1)
         return own[tuple(map(slice, shape))]
 
@@ -81,5 +81,5 @@ def part_of(tensor: Tensor, samples: int) -> Tensor:
         with on_parts():
             local = tensor.detach().as_subclass(Tensor)
         return gather(split_again(local, parts_of(tensor, above=0)))
-    with part.axis.unheard():  # reading from outside does not mix rows
+    with part.axis.unheard():  # this read must not count as mixing rows
         return gather(tensor.detach())

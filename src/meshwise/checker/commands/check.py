@@ -47,9 +47,9 @@ def check(
     if is_script(options.job):
         check_script(str(options.job), options)
     with _progress_shown(str(options.job)) as (notify, progress), closing(Forks(PRELOAD_OF_CHECK, stays=True)) as forks:
-        notify(f"a check of {plural(options.steps, 'step')}")  # at once: torch is still to be imported
+        notify(f"a check of {plural(options.steps, 'step')}")  # printed first, since importing torch takes time
         if "torch" not in sys.modules:
-            forks.server(os.environ)  # which imports it too, beside this process
+            forks.server(os.environ)  # the server imports torch, too, beside this process
         options = replace(options, arguments=context.args, notify=notify, progress=progress)
         try:
             proof = checker.check.check_options(options, forks)
@@ -73,5 +73,5 @@ def _progress_shown(job: str) -> Iterator[tuple[Callable[[str], None], Callable[
     def line(text: str) -> None:
         console.print(f"{job}  {text}", style="dim", markup=False, highlight=False, soft_wrap=True)
 
-    with console.status("checking") as status:  # draws only on a terminal
+    with console.status("checking") as status:  # a status is drawn only on a terminal
         yield line, status.update

@@ -41,7 +41,7 @@ def reads(ranks: Sequence[Record], one: Record, agrees: bool) -> Iterator[Findin
     for passes in _by_pass(ranks):
         first, trained = passes[0], any(p.trained for p in passes)
         alone = [p for p in one.passes if (p.loader, p.number) == (first.loader, first.number)]
-        draws_again = any(len(set(p.read)) < len(p.read) for p in alone)  # a sampler with replacement
+        draws_again = any(len(set(p.read)) < len(p.read) for p in alone)  # the sampler draws with replacement
         shared = len(passes) == len(ranks) > 1 and not has_own_data(ranks)
         if first.number == 0 and shared and not draws_again and not any(p.endless for p in passes):
             once = OF_ACCELERATE if ranks[0].accelerate else OF_DDP
@@ -126,10 +126,10 @@ def schedule(ranks: Sequence[Record], one: Record, pairs: Sequence[tuple[Step, S
         return
     horizons = many.horizon, one.horizon
     if many.length and many.horizon / ticks[0] * one.length == one.horizon / ticks[1] * many.length:
-        return  # it ends at the same fraction of the training, as with max_steps
-    paces = [t * _whole_steps(n, h / t) for t, n, h in zip(ticks, lengths, horizons, strict=True)]  # ticks of an epoch
+        return  # the schedule ends at the same fraction of the training, as with max_steps
+    paces = [t * _whole_steps(n, h / t) for t, n, h in zip(ticks, lengths, horizons, strict=True)]  # ticks per epoch
     epochs = [h / pace for h, pace in zip(horizons, paces, strict=True)]
-    if abs(paces[0] * one.horizon / many.horizon - paces[1]) > max(len(ranks), 0.1 * paces[1]):  # a batch may be uneven
+    if abs(paces[0] * one.horizon / many.horizon - paces[1]) > max(len(ranks), 0.1 * paces[1]):  # batches may be uneven
         by_steps = ticks[0] == ticks[1] and many.horizon == one.horizon and abs(epochs[1] - round(epochs[1])) > 0.01
         evidence = f"the schedule ends after {epochs[0]:.3g} epochs on {len(ranks)} devices and after {epochs[1]:.3g} "
         evidence += f"on one ({ticks[0]:g} and {ticks[1]:g} ticks a step, {many.horizon} and {one.horizon} in all)."

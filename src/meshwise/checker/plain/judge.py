@@ -35,7 +35,7 @@ def judge(script: str, devices: str, ranks: Sequence[Record], one: Record, repea
     largest = max((_apart(b, a)[0] for a, b in [*pairs, *clipped]), default=0.0)
     between = [*_unreduced(ranks), *_clips(ranks)]
     shown = list(counts.shown(ranks, one, devices, one))
-    if any(finding.wrong for finding in shown):  # the number may be a measurement
+    if any(finding.wrong for finding in shown):  # the printed number may be a measurement
         shown = list(counts.shown(ranks, one, devices, next(iter(repeat()), None) or one))
     found = [
         *counts.reads(ranks, one, counts.agrees(ranks[0], one, shown)),
@@ -48,7 +48,7 @@ def judge(script: str, devices: str, ranks: Sequence[Record], one: Record, repea
         *counts.left_over(ranks[0]),
         *([] if _reads_others(ranks) else shown),
     ]
-    once = {(each.kind, each.places): each for each in reversed(found)}  # the first of each kind and line
+    once = {(each.kind, each.places): each for each in reversed(found)}  # keep the first of each kind and line
     epochs = len({p.number for p in ranks[0].passes if p.trained})
     return PlainProof(script, devices, len(pairs), epochs, largest, tuple(reversed(once.values())), tuple(not_judged))
 
@@ -75,7 +75,7 @@ def _not_judged(ranks: Sequence[Record], one: Record) -> Iterator[str]:
 
 def _apart(first: Step, other: Step) -> tuple[float, str]:
     """Return the largest difference between the gradients of two steps, and the name of the parameter that has it."""
-    held = first.parameters.keys() & other.parameters.keys()  # ranks differ with ZeroRedundancyOptimizer
+    held = first.parameters.keys() & other.parameters.keys()  # with ZeroRedundancyOptimizer, ranks differ
     one, many = ({n: g for n, g in step.gradients.items() if n in held} for step in (first, other))
     names = [name for name in one if name in many and one[name].shape == many[name].shape]
     size = max((float(one[name].norm()) for name in names), default=0.0)

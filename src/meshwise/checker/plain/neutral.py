@@ -80,7 +80,7 @@ def _by_parts(plain: Callable[..., Tensor], rows: Mapping[int, list[int]]) -> Ca
         *rest: Any,
         **named: Any,
     ) -> Tensor:
-        nonlocal inside  # a torch function mode calls this again, by this name
+        nonlocal inside  # a torch function mode may call this function again
         parts = _parts(len(input), rows) if training and not inside else []
         found, before, inside = list[Tensor](), inside, True
         try:
@@ -108,7 +108,7 @@ OF_GPUS = ("set_device", "synchronize", "empty_cache", "manual_seed", "manual_se
 
 @contextlib.contextmanager
 def on_cpu() -> Iterator[None]:
-    """Replace every GPU that the script names by the CPU, inside the with block. Does nothing if torch finds a GPU."""
+    """Replace each GPU that the script names with the CPU, inside the with block. Does nothing if torch finds a GPU."""
     if torch.get_device_module(GPU).is_available():
         yield
         return
@@ -132,7 +132,7 @@ def on_cpu() -> Iterator[None]:
 
 
 class _Moving(TorchFunctionMode):
-    """Replaces GPUs by the CPU in the device arguments of torch's functions."""
+    """Replaces GPUs with the CPU in the device arguments of torch's functions."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is getattr(Tensor, GPU):
@@ -165,7 +165,7 @@ def _without(*names: str) -> Callable[[Any], Any]:
     def making(plain: Any) -> Any:
         @functools.wraps(plain)
         def called(*arguments: Any, **named: Any) -> Any:
-            given = arguments[:2] if plain.__name__ == "__init__" else arguments  # DDP(model, [rank])
+            given = arguments[:2] if plain.__name__ == "__init__" else arguments  # drops [rank] in DDP(model, [rank])
             return plain(*given, **{key: value for key, value in named.items() if key not in names})
 
         return called

@@ -54,9 +54,9 @@ class Reads:
         """Whether some loop may have got fewer batches than its loader has."""
         self._steps, self._seed, self._follow, self._passes = steps, seed, follow, passes
         self._loaders: dict[int, tuple[Any, int]] = {}  # by id of the index source: the source, and the loader's number
-        self._lengths: dict[int, int] = {}  # by the same ids, for loops that one process reads as the ranks do
+        self._lengths: dict[int, int] = {}  # batches by index source, for loops that one process reads as the ranks do
         self._made_at: dict[int, str] = {}
-        self._loops: dict[int, _Loop] = {}  # by id of the iterator
+        self._loops: dict[int, _Loop] = {}  # maps the id of an iterator to its loop
         self._made = self._batches_of_step = self._batches_since = 0
         self._drawn: Any = None
         self._sees_accelerate = False
@@ -127,7 +127,7 @@ class Reads:
             batches = [[picked[index] for index in batch] for batch in drawn]
             samples, content = frozenset(picked), self._content(data, picked)
         order = [index for batch in batches for index in batch]
-        inner = getattr(sampler, "batch_sampler", None)  # accelerate's wraps that of the original loader
+        inner = getattr(sampler, "batch_sampler", None)  # accelerate's batch sampler wraps the original one
         made = (self._made_at.get(id(each), "") for each in (inner, sampler))
         places = tuple(dict.fromkeys(place for place in (user_place(), *made) if place))
         now = Pass(number, len(earlier), places, samples, batches, order != sorted(order), content, endless=endless)
@@ -167,7 +167,7 @@ class Reads:
             def gather(*arguments: Any, **named: Any) -> Any:
                 if self.now is not None:
                     self.now.padded_away = True
-                if self._follow is not None:  # it expects batches of one process's own size
+                if self._follow is not None:  # a replayed script expects batches of its own size
                     return arguments[1] if len(arguments) > 1 else named["input_data"]
                 return plain(*arguments, **named)
 

@@ -1,6 +1,6 @@
-"""Watch the ranks of a script that uses none of our verbs.
+"""Watch the ranks of a script that does not use meshwise.
 
-Verbs are the public functions of meshwise that a training loop calls.
+Such a script trains without functions of meshwise, for example with DDP or accelerate.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ def watch_plain(script: Callable[[], object], steps: int, seed: int, follow: Fol
             if end.code not in (None, 0):
                 raise
         except StopIteration:
-            if not watcher.reads.has_cut:  # of a script that calls next() once per batch
+            if not watcher.reads.has_cut:  # raised by a script that calls next() once per batch
                 raise
     return watcher.ended()
 
@@ -77,16 +77,16 @@ class _Watcher:
         self._known_roots = set[int]()
         self._roots = list[Any]()
         self._forward_at = ""
-        self._wrapped_forward = False  # since the last step
+        self._wrapped_forward = False  # whether DDP's forward ran with gradients since the last step
         self._stepping: Optimizer | None = None
         self._backwards = 0
-        self._made: dict[int, int] = {}  # steps by optimizer
+        self._made: dict[int, int] = {}  # maps an optimizer's id to its number of steps
         self._optimizers: dict[int, tuple[Optimizer, int]] = {}
         self._norms: dict[str, None] = {}
-        self._used: dict[int, float] = {}  # by layer
+        self._used: dict[int, float] = {}  # maps a batch norm's id to the size of its last running mean
         self._parallel: list[DistributedDataParallel] = []
         self._ends: list[Callable[[], None]] = []
-        self._next = Step()  # the backwards since the last step
+        self._next = Step()  # holds the backwards since the last step
         self._backward_at = ""
 
     def ended(self) -> Record:
@@ -189,7 +189,7 @@ class _Watcher:
 
     def _before_step(self, optimizer: Optimizer, arguments: Any, named: Any) -> None:
         held = [p for group in optimizer.param_groups for p in group["params"]]
-        if self._stepping is not None or all(p.grad is None for p in held):  # ZeroRedundancyOptimizer has one inside
+        if self._stepping is not None or all(p.grad is None for p in held):  # called by ZeroRedundancyOptimizer
             return
         self._stepping = optimizer
         if any(isinstance(p, DTensor) for p in held):
