@@ -1,4 +1,4 @@
 """Move bytes between devices and processes; no other package does.
 
-No other package of meshwise copies across devices or calls a collective.
+Other packages of meshwise neither copy across devices nor call a collective.
 """

@@ -6,7 +6,7 @@ sum, since an odd key times a difference below 2^32 is not 0 modulo 2^64; zeroed
 with a probability of at most 2^-31. Blocks are compared one by one, which locates a difference. NaNs are compared as
 bits. Only the sums leave the device, no elements.
 
-For a bench, a test pattern is checked where it arrives: each 8-byte word is a hash of its key and index, so that a
+A bench sends a test pattern and checks it where it arrives: each 8-byte word is a hash of its key and index, so that a
 permuted or stale part is seen. Sums are of small whole numbers, which add up exactly.
 """
 
@@ -21,7 +21,7 @@ from meshwise.transfer.splitmix import GOLDEN, signed
 
 BLOCK_WORDS = 1 << 16
 BLOCK_BYTES = 4 * BLOCK_WORDS
-_AT_ONCE = 16  # blocks that a device multiplies at once: 8 MiB; on the host one, which stays in the cache
+_AT_ONCE = 16  # blocks that a device multiplies at once (8 MiB); the host takes one at a time, for its cache
 _NOT_ZERO = signed(GOLDEN)  # added to each sum, so that sums corrupted to zero are detected
 
 
@@ -71,7 +71,7 @@ def _keys(device: torch.device) -> Tensor:
 
 
 _ODD = signed(GOLDEN)
-_KEY = 0xD1B54A32D192ED03  # another odd constant of this hash family
+_KEY = 0xD1B54A32D192ED03  # another odd constant for this hash
 _CHUNK = 1 << 20  # words generated at once: 8 MiB
 LARGEST_TERM = 64  # with up to 2^17 ranks, every partial sum is exact in float32
 

@@ -1,4 +1,4 @@
-"""Communicate between processes: every collective of our own code.
+"""Communicate between processes: every collective that meshwise calls.
 
 Collectives run over all ranks or over a group. No other file of meshwise calls a collective.
 
@@ -13,8 +13,8 @@ on all of them, since all ranks enter these collectives in the same order. `of` 
 torch_compat/collectives.py). Ranks of a group are numbered within the group. Not covered: the broadcast of initial
 values that DDP makes itself.
 
-`direct`: True replaces gloo's all-gather (of two ranks), all-to-all, reduce-scatter and broadcast by sends and receives
-where these use more of the link's bandwidth. False leaves them to the backend, as DDP and FSDP2 use it.
+`direct`: True replaces gloo's all-gather (of two ranks), all-to-all, reduce-scatter and broadcast with sends and
+receives where these use more of the link's bandwidth. False leaves them to the backend, as DDP and FSDP2 use it.
 """
 
 from __future__ import annotations

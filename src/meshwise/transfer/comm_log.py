@@ -4,7 +4,7 @@
         copy(there, here)
     print(log)
 
-Without an open log, a transfer only costs a look at an empty list. On CUDA, the seconds come from events that are read
+Without an open log, a transfer only checks that a list is empty. On CUDA, the seconds come from events that are read
 when the log is read, after the block, so nothing waits within the block; inside the block they are nan.
 """
 

@@ -29,7 +29,7 @@ from meshwise.transfer.comm_log import OPEN, Seconds, Stopwatch, note
 from meshwise.transfer.devices import OPEN_DEVICES, as_device, device_of, empty_like, name_of, open_devices, plainly
 from meshwise.transfer.path import AUTO, STAGED, choose, staged
 
-# This torch has no accelerators, so there is no path to choose.
+# A build of torch without CUDA or ROCm has only the host's memory, so there is no path to choose.
 _ONE_MEMORY = torch.version.cuda is None and torch.version.hip is None
 
 

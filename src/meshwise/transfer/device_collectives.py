@@ -132,7 +132,7 @@ def _reduce_slices(
     parts = zip(*(tensor.view(-1).tensor_split(len(flat)) for tensor in flat), strict=True)
     slices = [terms for terms in parts if terms[0].numel()]
     totals = []
-    for owner, (first, *others) in zip(flat, slices, strict=False):  # the last may have no elements
+    for owner, (first, *others) in zip(flat, slices, strict=False):  # there may be fewer slices than tensors
         place = device_of(owner)
         total = moved_to(first, place, "all-reduce", options, own=True)
         for term in others:
@@ -152,8 +152,8 @@ def _by_nccl(tensors: list[Tensor]) -> bool:
     if not (distinct and all(tensor.is_cuda for tensor in tensors) and nccl.is_available(tensors)):
         return False
     if tensors[0].dtype not in _NCCL_DTYPES:
-        return False  # torch raises "Unconvertible NCCL type" for the others
-    # One call for many devices: the first one's time is taken.
+        return False  # torch raises "Unconvertible NCCL type" for other dtypes
+    # One call covers all devices, so only the first device's stream is timed.
     stream = torch.cuda.current_stream(tensors[0].device)
     watch = Stopwatch(tensors[0].device, stream)
     nccl.all_reduce(tensors)

@@ -112,7 +112,7 @@ def as_device(word: str | torch.device | int) -> torch.device:
 
 
 def _host_or_virtual(device: torch.device) -> torch.device:
-    index: int | None = device.index  # torch's annotation lacks None
+    index: int | None = device.index  # torch's type annotation lacks None
     open_one = open_devices()
     if open_one is None:
         if index:

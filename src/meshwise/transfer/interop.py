@@ -1,6 +1,6 @@
 """Convert arrays of NumPy, CuPy, Numba and JAX to tensors.
 
-Nothing is copied where the protocols allow it.
+Memory is shared where the protocols allow it.
 
 DLPack is tried first, since it also orders the two libraries' streams; then `__cuda_array_interface__` (version 3,
 whose `stream` is waited for here, since torch does not). A copy that cannot be avoided is logged. A tensor may share

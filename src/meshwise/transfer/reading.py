@@ -32,7 +32,7 @@ KEY = "meshwise/read"
 ENDED = "ended"
 POLL, SLOWEST = 0.0005, 0.02  # seconds between polls: at first, and after a while
 TICK = 0.5  # seconds between checks of the other ranks' positions
-MISMATCH = 1 << 40  # added to a fact's counter by a rank with another fact
+MISMATCH = 1 << 40  # a rank that has another fact adds this to the counter
 
 SHARDED = (
     "{here}: rank {rank} reads a sharded tensor, and {other}. Each rank has a part of the tensor, so all ranks must "
@@ -77,7 +77,7 @@ def meet(what: str, sentence: str = SHARDED) -> None:
     except UsageError:
         store.delete_key(own)
         raise
-    store.delete_key(before)  # all ranks are past it
+    store.delete_key(before)  # all ranks have passed the previous read
     _past[0] += 1
     for other, key in keys.items():
         there, _, facts = store.get(key).decode().partition("|")
@@ -130,9 +130,9 @@ def _own() -> int:
 
 
 def look_out() -> None:
-    """Start a thread that tells the other ranks how far this rank has come: its source line, and how many collectives
-    it has entered. They are published in the process group's store whenever this rank has not entered a collective for
-    a while. When the program ends, the end is published."""
+    """Start a thread that publishes this rank's progress in the process group's store: its source line, and how many
+    collectives it has entered. It does so whenever the rank has not entered a collective for a while, and when the
+    program ends."""
     if not rehearsing():
         _look_out()
 
@@ -147,7 +147,7 @@ def _look_out() -> None:
         while dist.is_initialized() and not over.wait(TICK):
             now = dict(collectives.entered)
             if now == before and not said:
-                where = user_place(sys._current_frames().get(main or 0))  # keeping the frame would keep its models
+                where = user_place(sys._current_frames().get(main or 0))  # no frame is kept, as it keeps models
                 store.set(f"{KEY}/at/{rank}", json.dumps([where, now]))
             said, before = now == before, now
 
@@ -157,7 +157,7 @@ def _look_out() -> None:
 
     def ended() -> None:
         over.set()
-        thread.join()  # if still in the store at interpreter exit, it would abort the process
+        thread.join()  # a thread that is using the store at interpreter exit would abort the process
         with contextlib.suppress(RuntimeError):
             store.set(f"{KEY}/at/{rank}", ENDED)
 

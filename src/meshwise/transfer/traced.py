@@ -1,7 +1,7 @@
 """Trace meshwise's own collectives, and find those of the program.
 
 Backends count all collectives that begin, whoever calls them. While a `Foreign` counter is open, meshwise counts how
-many of these are its own; while none is open, its collectives only look at the empty list `COUNTERS`.
+many of these are its own; while none is open, its collectives only check that the list `COUNTERS` is empty.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ tensor may be combined with tensors of any device, and an index may be on the ho
 without a recorded device is on the host.
 
 Not covered: streams and speed, tensors without a storage (sparse ones), other threads, `out` memory of C++ code, and
-the gradient of a 0-d parameter of the host used on a device.
+the gradient of a 0-d host parameter that is used on a device.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from meshwise.torch_compat.tree import tensors_in
 from meshwise.transfer.copy import moved_to
 from meshwise.transfer.devices import OPEN_DEVICES, UNDECIDED, VirtualDevices, as_device, device_of, name_of
 
-MOST = 1024  # guards against typos
+MOST = 1024  # guards against typing errors
 
 
 @contextmanager
@@ -147,7 +147,7 @@ def _to(func: Any, args: Any, kwargs: Any) -> Any:
     if other is not None:
         asked, kwargs["dtype"] = device_of(other), other.dtype
     if rest and rest[0] is None:
-        rest.pop(0)  # Module.to passes a dtype of None
+        rest.pop(0)  # Module.to may pass None as the dtype
     elif rest and isinstance(rest[0], torch.dtype):
         kwargs["dtype"] = rest.pop(0)
     kwargs |= dict(zip(("non_blocking", "copy"), rest, strict=False))
