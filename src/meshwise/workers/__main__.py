@@ -19,9 +19,9 @@ from meshwise.workers import fork_server, worker  # noqa: E402
 
 
 def _serve(descriptor: int, modules: Sequence[str]) -> int:
-    interrupted = signal.signal(signal.SIGINT, signal.SIG_IGN)  # also during the imports
+    interrupted = signal.signal(signal.SIGINT, signal.SIG_IGN)  # ignore Ctrl-C even during the imports
     worker.die_with_parent()
-    gc.disable()  # imported objects stay
+    gc.disable()  # imports create little garbage
     for module in modules:
         importlib.import_module(module)
     gc.enable()

@@ -19,7 +19,7 @@ from meshwise.workers.handshake import Doorkeeper, Line, enter
 ROUND = b"?"
 REPLY = struct.Struct("<q")
 PURPOSE = "clock"
-TIMEOUT = 2.0  # seconds: a round trip that takes longer says nothing
+TIMEOUT = 2.0  # seconds: a round trip that takes longer is useless
 Sample = tuple[int, int, int]
 
 

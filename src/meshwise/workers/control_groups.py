@@ -26,7 +26,7 @@ def groups(controller: str, root: Path = ROOT, own: Path = OWN) -> Iterator[Path
     last folder is then the group of the container.
     """
     base = root / controller
-    lines = [line.split(":", 2) for line in read_text(own).splitlines()]  # `4:cpu,cpuacct:/box`, or `0::/box`
+    lines = [line.split(":", 2) for line in read_text(own).splitlines()]  # such as `4:cpu,cpuacct:/box`, or `0::/box`
     group = next((line[2] for line in lines if len(line) == 3 and controller in line[1].split(",")), "").strip("/")
     while group:
         yield base / group

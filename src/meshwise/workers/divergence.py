@@ -6,7 +6,7 @@ difference, with the lines of the user's code.
 If one rank calls another verb than the others, two different collectives may meet: gloo aborts, NCCL waits forever, and
 if the collectives' sizes match, the results are silently wrong.
 
-Our launcher compares the logs of its ranks. Under other launchers, such as torchrun and srun, no process watches the
+meshwise's launcher compares the ranks' logs. Under other launchers, such as torchrun and srun, no process watches the
 ranks from outside: each rank logs in a file that the machine's other ranks can read (`begin`), and one that loses the
 connection to another rank reports where they diverged.
 """
@@ -30,7 +30,7 @@ from meshwise.workers.scratch import made_folder, own
 from meshwise.workers.verb_log import BATCH, VerbTrail, read_trail
 
 INTERVAL = 0.25  # seconds between checks
-GRACE = 1.0  # seconds for a rank that diverged by raising an error to report it: that error is shown instead
+GRACE = 1.0  # seconds for a rank to report an error: if it diverged by raising one, that error is shown
 ADVICE = (
     "Every rank must make the same calls in the same order. Look for code that depends on the rank, on the rank's "
     "own batches, loss or metric, or on time."

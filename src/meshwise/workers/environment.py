@@ -3,7 +3,7 @@
 This module does not import torch.
 
 RANK and WORLD_SIZE are set by `meshwise run`, `mw.launch` and torchrun; under srun and mpirun they are derived from the
-variables that those set (place.py). Without any of these, the run has one device, and no process group is created.
+variables of these launchers (place.py). Without any of these, the run has one device, and no process group is created.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def visible(index: int) -> str:
 
 
 def started_by_launcher() -> bool:
-    """Check whether this process is one of several that a launcher started (ours, torchrun, srun or mpirun)."""
+    """Check whether this process is one of several that a launcher (meshwise, torchrun, srun or mpirun) has started."""
     return place_in(os.environ).size > 1
 
 

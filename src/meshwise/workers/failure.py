@@ -27,7 +27,7 @@ CULPRIT_TIMEOUT, VICTIMS_TIMEOUT = 1.0, 10.0
 _CONNECTION_WORDS = ("connection closed by peer", "connection reset by peer", "broken pipe", "connection timed out")
 _COMMUNICATION_WORDS = ("gloo", "nccl", "socket timeout", "tcpstore", *_CONNECTION_WORDS)
 
-LOADER_TIMEOUT = 10.0  # seconds until the end of a disconnected loader worker is known, on a loaded machine
+LOADER_TIMEOUT = 10.0  # most seconds until the end of a disconnected loader worker is known
 # Read in torch 2.11, 2.13 and 2.15: `_utils.py` (ExceptionWrapper), `utils/data/dataloader.py`, `csrc/DataLoader.cpp`.
 _LOADER_ENDED = re.compile(
     r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\) (?:is killed by signal: ([^.]*)|exited unexpectedly)"
@@ -132,7 +132,7 @@ def loader_end(error: BaseException) -> tuple[str, str] | None:
     found = [match for match in map(_LOADER_ENDED.search, texts) if match]
     if not found:
         return None
-    told = next((match for match in found if match[2]), found[0])  # the reader of a batch does not know the signal
+    told = next((match for match in found if match[2]), found[0])  # prefer a text that names the signal
     how = f"was killed by signal: {told[2]}" if told[2] else "exited"
     hint = " (often the system's out-of-memory killer)" if told[2] == "Killed" else ""
     remedy = _LOADER_REMEDIES.get(told[2], _WITHOUT_LOADERS)
@@ -192,7 +192,7 @@ def of_command(error: BaseException) -> MeshwiseError:
 
 
 def _kind_of(rank: int, error: BaseException) -> str:
-    if isinstance(error, ReplicaError):  # raised on all ranks
+    if isinstance(error, ReplicaError):  # all ranks raise it, also the correct ones
         return "corrupt" if rank in error.ranks else "victim"
     if isinstance(error, SpoiledError):
         return "spoiled" if rank == error.ranks[0] else "victim"
@@ -238,7 +238,7 @@ def culprit(failures: Sequence[Failure], ranks: int = 0) -> Failure:
     """
     later = {"left": 1, "victim": 2}
     first = min(failures, key=lambda failure: (later.get(failure.kind, 0), failure.time))
-    if first.kind == "victim" or MORE_MEMORY in first.notes:  # a victim's plan helps a rank that ran out of memory
+    if first.kind == "victim" or MORE_MEMORY in first.notes:  # use the smaller plan that another rank suggested
         known = [failure.smaller for failure in failures if failure.smaller]
         first = replace(first, smaller=known[0] if known and first.kind == "killed" else ())
     lost = {f.rank for f in failures if any(word in f.message.lower() for word in _CONNECTION_WORDS)}
@@ -257,7 +257,7 @@ def recorded(failure: Failure) -> dict[str, Any]:
 def patience(failures: Sequence[Failure]) -> float:
     """Return how many seconds to wait for further failures, since a later failure may be the cause of these
     failures."""
-    if all(failure.kind == "victim" for failure in failures):  # every failure is secondary: keep looking
+    if all(failure.kind == "victim" for failure in failures):  # no failure is a cause yet: wait longer
         return VICTIMS_TIMEOUT
     certain = any(failure.kind not in ("left", "victim") for failure in failures)
     return CULPRIT_TIMEOUT / 4 if certain else CULPRIT_TIMEOUT
@@ -272,7 +272,7 @@ def sentence(failure: Failure, size: int, others: Sequence[Failure] = ()) -> str
     if failure.plain:
         return failure.message
     who, own = f"rank {failure.rank} of {size}", f"rank {failure.rank}, "
-    where = [note for note in failure.notes if note.startswith(own)]  # step and phase: put the cause last
+    where = [note for note in failure.notes if note.startswith(own)]  # the step and the phase, printed before the cause
     notes = [note for note in failure.notes if note not in where]
     before = [*failure.traceback.rstrip().splitlines(), *where]
     if failure.kind in ("killed", "left", "loader"):

@@ -45,7 +45,7 @@ def _end() -> None:
     if not _codes:
         return
     threading.excepthook = lambda _: None  # a daemon thread may use an emptied module
-    sys.setswitchinterval(60)  # no thread makes objects during the listing
+    sys.setswitchinterval(60)  # keep other threads from creating objects during the listing
     _flush(*[each for each in gc.get_objects() if type(each) in WRITERS])
     for module in list(sys.modules.values()):
         if (file := getattr(module, "__file__", None)) and is_users(file):
@@ -57,7 +57,7 @@ def _end() -> None:
 
 def _flush(*files: Any) -> None:
     for file in files:
-        with contextlib.suppress(AttributeError, OSError, ValueError):  # no file, a closed one, or no reader
+        with contextlib.suppress(AttributeError, OSError, ValueError):  # None, a closed file, or a reader that has gone
             file.flush()
 
 

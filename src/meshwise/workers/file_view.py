@@ -23,7 +23,7 @@ from typing import Any
 
 from meshwise.workers.written_files import CACHES
 
-LINKS = 40  # the most links to follow in a row, as in Linux
+LINKS = 40  # most symbolic links to follow in a row, as in Linux
 TEMPORARY = tempfile.gettempdir()
 """Where the launcher has its folder. Inside a check, programs have another folder for temporary files."""
 IN_MEMORY = ("", ":memory:")  # names of sqlite databases that are not files
@@ -33,7 +33,7 @@ _BENEATH = 1  # LANDLOCK_RULE_PATH_BENEATH
 _NO_NEW_PRIVS = 38  # linux/prctl.h
 _RIGHTS = sum(1 << bit for bit in (1, 4, 5, 7, 8, 10, 12, 13, 14))
 """Landlock's bits of the restricted rights: write or truncate files; make, remove or move files, folders and links."""
-_OLDEST = 3  # the first version with all of these rights, Linux 6.2
+_OLDEST = 3  # the first Landlock version with all of these rights (Linux 6.2)
 
 
 def free_folders() -> list[str]:
@@ -60,7 +60,7 @@ class FileView:
     def __init__(self, folder: str, free: Iterable[str] = ()) -> None:
         """free: files and folders, besides `free_folders`, that the program uses as they are."""
         self.files, self._gone, self.temporary = (f"{folder}/{name}" for name in ("files", "gone", "tmp"))
-        for each in (self.files, self._gone, self.temporary):  # `temporary` also for sockets: bind is not redirected
+        for each in (self.files, self._gone, self.temporary):  # `temporary` also holds sockets: bind is not redirected
             os.makedirs(each, exist_ok=True)
         self._free = tuple(each + os.sep for each in (*free_folders(), *map(os.path.realpath, free), folder))
 
@@ -108,7 +108,7 @@ class FileView:
         return None if hidden else found
 
     def touch(self, path: str, keep: bool) -> None:
-        """Called before the program changes what it has at a logical path. keep: whether it keeps some of it."""
+        """Called before the program changes a file at a logical path. keep: whether some of its contents stay."""
 
     def layers(self, path: str) -> list[str]:
         """Return the folders that may hold the user's files in the folder at this logical path, newest first."""
@@ -128,7 +128,7 @@ class FileView:
         logical = self.logical(path, follow)
         place = "" if logical is None else self.place(logical)
         if logical is None or not (os.path.lexists(place) or os.path.lexists(logical)):
-            return path  # the error names the requested path
+            return path  # so that the error names the requested path
         return path if place == os.path.abspath(os.fsdecode(path)) else place
 
     def written(self, path: Any, follow: bool = True, keep: bool = False) -> Any:
@@ -173,7 +173,7 @@ class FileView:
                 self.copy(os.path.join(path, name), inside=True)
         elif not os.path.lexists(mine):
             shutil.copy2(place, mine, follow_symlinks=False)
-            if self.original(path) != place:  # changed meanwhile
+            if self.original(path) != place:  # it was changed while it was copied
                 os.unlink(mine)
                 self.copy(path)
 
@@ -183,7 +183,7 @@ class FileView:
 
         path: the logical path of the folder.
         """
-        names = dict.fromkeys(os.listdir(path) if os.path.isdir(path) else ())  # in the disk's order
+        names = dict.fromkeys(os.listdir(path) if os.path.isdir(path) else ())  # in the order of the disk
         for folder in (*self.layers(path), self.files + path):
             names |= dict.fromkeys(sorted(os.listdir(folder)) if os.path.isdir(folder) else ())
         return [name for name in names if os.path.lexists(self.place(os.path.join(path, name)))]
@@ -197,7 +197,7 @@ class FileView:
         return os.path.isdir(self.files + path) or bool(os.listdir(self._gone))
 
     def hide(self, path: str) -> None:
-        """Let the program find nothing of the user's at a logical path."""
+        """Hide the user's file or folder at a logical path from the program."""
         self.touch(path, keep=False)
         if self.original(path) is not None:
             Path(self.mark(path)).touch()

@@ -41,7 +41,7 @@ PACKET = 1 << 16
 KILL_TIMEOUT = 2.0  # seconds for killed workers to end
 CALL = "--call"
 LISTENS = "MESHWISE_FORK_SERVER"
-"""The environment variable with the address of a fork server that serves many launches, as in our tests."""
+"""The environment variable with the address of a fork server that serves many launches, as in the tests of meshwise."""
 
 
 class Forks:
@@ -84,9 +84,9 @@ class Forks:
         with self._lock:
             number = len(self._known)
             self._known.append(facts)
-        assert self._line is not None  # the server has begun
+        assert self._line is not None  # the server was started
         request = {"arguments": arguments, "variables": dict(variables), "folder": str(Path.cwd())}
-        with os.fdopen(os.memfd_create("request"), "r+b") as file:  # an environment may exceed a packet
+        with os.fdopen(os.memfd_create("request"), "r+b") as file:  # an environment may be larger than a packet
             file.write(json.dumps(request).encode())
             file.flush()
             with contextlib.suppress(OSError):  # `poll` detects a dead server
@@ -123,7 +123,7 @@ class Forks:
         """
         while "status" not in facts:
             try:
-                with self._lock:  # another launch reads here too
+                with self._lock:  # another launch may read from this connection too
                     if self._line is not None and not select.select([self._line], [], [], 0.05 if wait else 0)[0]:
                         if wait:
                             continue
@@ -144,7 +144,7 @@ class Forks:
         until = time.monotonic() + KILL_TIMEOUT
         alive = [w for w in workers if w.told() is None] if self._stays else list(workers)
         while self._stays and alive and all(w.pid is not None for w in alive) and time.monotonic() < until:
-            for worker in alive:  # again: a newly forked worker may not have led its group yet
+            for worker in alive:  # kill again: a newly forked worker may not have led its group before
                 kill_group(worker.pid or 0)
             time.sleep(0.01)
             alive = [w for w in alive if w.told() is None]
@@ -158,7 +158,7 @@ class Forks:
         workers = [self.hear(facts).get("pid") for facts in self._known]
         self._line.close()
         if self.process is not None and (None in workers or _waited(self.process) is None):
-            self.process.kill()  # still importing, or stopped: it reads neither requests nor the end
+            self.process.kill()  # a server that still imports, or is stopped, does not notice the closed connection
             for pid in filter(None, workers):
                 kill_group(pid)
             _waited(self.process)
@@ -195,7 +195,7 @@ def serve(line: socket.socket, work: Callable[[], int], interrupted: Any = signa
     """Run the fork server: for each request, fork a process that calls `work`."""
     for ignored in (*WARNINGS, signal.SIGINT):
         signal.signal(ignored, signal.SIG_IGN)
-    gc.freeze()  # imported objects stay: workers then never collect them, and their pages stay shared
+    gc.freeze()  # workers then never scan imported objects, so the memory pages of these stay shared
     children: dict[int, int] = {}
     wakes, wake = os.pipe()
     os.set_blocking(wake, False)
@@ -268,7 +268,7 @@ def _tell_ended(line: socket.socket, children: dict[int, int]) -> None:
 
 
 def _tell(line: socket.socket, **told: int) -> None:
-    with contextlib.suppress(OSError):  # the launcher is gone: the next read says so
+    with contextlib.suppress(OSError):  # if the launcher is gone, the next read reports it
         line.send(json.dumps(told).encode())
 
 
@@ -287,5 +287,5 @@ def _become(files: list[int]) -> None:
         os.environ[LISTENER] = str(files[3])
     os.chdir(request["folder"])
     sys.argv[1:] = request["arguments"]
-    if "numpy" in sys.modules:  # as in a new process; Python's own `random` reseeds itself
+    if "numpy" in sys.modules:  # reseed, as in a new process; Python's `random` reseeds itself
         sys.modules["numpy"].random.seed()

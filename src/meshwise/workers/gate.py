@@ -2,8 +2,8 @@
 
 On a halt, each rank begins no further step and reports the last step that it began. The largest of these becomes the
 last step of all ranks: ranks behind it catch up, ranks at it stop, so no rank waits in a collective for one that has
-stopped earlier. Until a halt is asked for, this costs nothing. Our launcher asks over the side channel; under another
-launcher, the ranks agree in the store (stopping.py).
+stopped earlier. Until a halt is asked for, this costs nothing. meshwise's launcher asks over the side channel; under
+another launcher, the ranks agree in the store (stopping.py).
 
 If no rank has begun a step, the script may never begin one: it gets SIGINT, the signal of a Ctrl-C.
 
@@ -31,15 +31,15 @@ from meshwise.spec.units import seconds_text
 from meshwise.workers.channel import WorkerChannel
 from meshwise.workers.place import JOB, job_id
 
-WARM = 3  # the first steps compile, and create the optimizer's state
+WARM = 3  # first steps that are not timed: they compile, and create the optimizer's state
 LIMIT = "MESHWISE_DEADLINE"
 """The environment variable that holds the time at which `--time-limit` ends the run, in seconds since 1970."""
 LOOK, ASK = 0.5, 60.0  # seconds between checks of the clock, and between calls of squeue
 ANSWER = 20.0  # timeout of squeue in seconds
-SAVES = 3  # a save may wait for an unfinished one, on a disk to which all ranks and jobs write at the end
+SAVES = 3  # a save may wait for an unfinished one, and all ranks and jobs write to the disk at the end
 UNKNOWN, SHARE = 20.0, 0.1
 """The guess before a save is measured: UNKNOWN seconds. SAVES saves take at most SHARE of the time that is left."""
-LEAVES = 5.0  # seconds for a job's processes to end after the last save: last lines, the interpreter
+LEAVES = 5.0  # seconds for a job's processes to end after the last save: last output, end of the interpreter
 
 
 class StepGate:
@@ -57,7 +57,7 @@ class StepGate:
         self.interrupting = False
         """Whether this `StepGate` has sent SIGINT to the program. A Ctrl-C of the user does not change it."""
         self.signal = signal.SIGINT.value
-        """The signal that asked for a stop. It is right only in a process that meshwise's launcher did not start."""
+        """The signal that asked for a stop. It is only valid in a process that meshwise's launcher did not start."""
         self.stopped_after: tuple[int, int | None] | None = None
         """The step and the epoch after which a stop ended the script's loop."""
         self.reached = threading.Event()
@@ -97,7 +97,7 @@ class StepGate:
     def begin(self) -> bool:
         """Begin the next step and return True. If the agreed last step is over, return False. If the run was asked to
         stop, first wait until the ranks have agreed on the last step."""
-        with self._lock:  # the lock of `_changed`, without a Python call
+        with self._lock:  # the lock of `_changed`, entered without a Python call
             while self._frozen and self._last is None:
                 self._changed.wait()
             if self._last is not None and self._begun >= self._last:
@@ -109,7 +109,7 @@ class StepGate:
             self.longest_step = max(self.longest_step, now - self._last_begun)
         self._last_begun = now
         if self._begun == 2 and self._channel is not None:
-            self._channel.send("stepped")  # once: tells the launcher that a restarted run steps
+            self._channel.send("stepped")  # sent once, so that the launcher knows that a restarted run makes steps
         return True
 
     def freeze(self) -> int:
@@ -221,7 +221,7 @@ def watch_time(
             end = end if told is None else time.time() + told
         guess, leaves = guess or _guessed(end - now), leaves or _leaving(end - now)
         limits = [("the time limit", float(environment.get(LIMIT, "inf")), 0.0)]
-        limits += [(f"job {job}", end - leaves, guess)] if gate.saves else []  # otherwise it runs to its last second
+        limits += [(f"job {job}", end - leaves, guess)] if gate.saves else []  # without saves, run until the end
         for of, at, unknown in limits:
             left, need = at - time.time(), seconds_needed(gate, unknown)
             if left < need + LOOK:

@@ -10,7 +10,7 @@ The secret never travels.
 
 So no recorded message can be used again: not in a later session, not sent back to its sender, not for another purpose.
 Not covered: the messages are not encrypted. Anybody may ask a server for its proof and test guesses of the secret on
-it, so a secret is 32 random bytes, or as hard to guess.
+it, so a secret is 32 random bytes, or a text that is as hard to guess.
 
 Each connection to a server has a thread of its own and TIMEOUT seconds to prove the secret, so silent connections keep
 real ones out only if no more files can be opened.
@@ -170,7 +170,7 @@ class Doorkeeper:
         """Accept no more connections, and close the open ones."""
         self._over = True
         with contextlib.suppress(OSError):
-            self._server.shutdown(socket.SHUT_RDWR)  # wakes the thread, which closes it
+            self._server.shutdown(socket.SHUT_RDWR)  # wakes the accepting thread, which closes the socket
         for line in tuple(self._lines):
             line.close()
 

@@ -29,14 +29,14 @@ from meshwise.workers.nodes import RemoteBeat
 from meshwise.workers.stuck import STATES, Idleness, standing, state_of, stuck_child
 
 INTERVAL = 0.25  # seconds between checks
-LOST = 0.5  # the most time that counts between checks: a launcher that was itself stopped has missed reports
+LOST = 0.5  # most seconds to count between two checks: a launcher that was stopped itself has missed reports
 LEAST = 2.0  # shorter silences, in seconds, are ignored
-OF_STOPPED = 5.0  # the same for a stopped process: no step, compiling or writing explains its silence
+OF_STOPPED = 5.0  # the limit for a stopped process, whose silence is not explained by a step, compiling or writing
 FEW = 5  # steps needed to know how long a step takes
 HANG_LIMIT = 60.0
-OF_PLAIN = 600.0  # seconds for a plain program, as in NCCL: rank 0 may evaluate or write for minutes
+OF_PLAIN = 600.0  # seconds in a plain program, as in NCCL: rank 0 may evaluate or write for minutes
 ASKED = "collectives"
-"""A message of this kind asks a rank for which collectives its device waits. The launcher sends it (worker.py)."""
+"""A message of this kind asks a rank which collectives its device waits for. The launcher sends it (worker.py)."""
 NOBODY: Mapping[int, RemoteBeat] = {}
 _OF_A_STEP = ("data", "forward", "backward", "optimizer")
 
@@ -71,12 +71,12 @@ def patience(beat: Beat, longest: Mapping[str, float], limit: float, *, stopped:
         return ask, max(limit, ask)
     before = 3 * longest.get(beat.phase, 0.0)
     if beat.phase == "checkpoint" or beat.compiles or len(beat.steps) < FEW:
-        ask = 60.0 + before  # first steps, compiling, writing
+        ask = 60.0 + before  # time for first steps, compiling or writing
         return ask, max(limit, 600.0, 2 * ask)
     if beat.phase in _OF_A_STEP:
-        ask = 3 * sorted(beat.steps)[int(0.99 * (len(beat.steps) - 1) + 0.999)] + 2.0  # from the 99th percentile
+        ask = 3 * sorted(beat.steps)[int(0.99 * (len(beat.steps) - 1) + 0.999)] + 2.0  # based on the 99th percentile
         return ask, max(limit, ask)
-    ask = min(30.0, limit / 2) + before  # a batch of an evaluation, or the program's work between steps
+    ask = min(30.0, limit / 2) + before  # time for a batch of an evaluation, or for work between steps
     return ask, max(limit, 2 * ask)
 
 
@@ -94,7 +94,7 @@ def find_stall(beats: Mapping[int, Beat], silent: Collection[int]) -> Stall | No
     if roots:  # the ranks that the others wait for make progress
         return None
     ours, everyone = all(beat.ours for beat in beats.values()), len(silent) == len(beats)
-    stuck = {rank: wait for rank, wait in waiting.items() if not late[rank]}  # all entered it, and it does not end
+    stuck = {rank: wait for rank, wait in waiting.items() if not late[rank]}  # all ranks entered, but it does not end
     if stuck and (any(late.values()) or (everyone and (ours or len(waiting) == len(beats)))):
         first = min(stuck.values(), key=lambda wait: wait.at)
         return Stall(sorted(rank for rank in stuck if stuck[rank].group == first.group), waiting, first, inside=True)

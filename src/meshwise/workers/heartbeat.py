@@ -29,7 +29,7 @@ STEPS, MOST_STEPS = 8, 256
 GROUPS, MOST_GROUPS = STEPS + MOST_STEPS, 64
 RECENT, MOST_RECENT = GROUPS + 3 * MOST_GROUPS, 64
 WORDS = RECENT + 4 * MOST_RECENT
-WARM = 2  # the first steps are not representative
+WARM = 2  # first steps that are not recorded, because they take longer
 LONG = ("evaluate", "checkpoint")
 """Phases between two steps. If one of them ran, the time from one step to the next is not recorded in `Beat.steps`."""
 BETWEEN = ("data", *LONG)
@@ -132,7 +132,7 @@ class Heartbeat:
             self.words = memoryview(mmap.mmap(file.fileno(), 8 * WORDS)).cast("Q")
         self.words[OVERLAPS] = overlaps
         self.names: dict[str, int] = {}
-        self._groups: dict[str, int] = {}  # the index of each group's words
+        self._groups: dict[str, int] = {}  # where the words of each group begin
         self._lock = threading.Lock()  # an overlapping sum ends in another thread
         self.beats = self._recent = self._step = self._began = self._timed = 0
 
@@ -183,7 +183,7 @@ class Heartbeat:
         self.words, self._lock = memoryview(bytearray(8 * WORDS)).cast("Q"), threading.Lock()
 
     def _group(self, text: str) -> int:
-        at = GROUPS + 3 * min(len(self._groups), MOST_GROUPS - 1)  # further groups share the last place
+        at = GROUPS + 3 * min(len(self._groups), MOST_GROUPS - 1)  # groups beyond the limit share the last place
         self.words[at] = self.name(text)
         self._groups[text] = at
         return at
@@ -199,14 +199,14 @@ class Heartbeat:
 
 
 beat: Heartbeat | None = None
-"""The heartbeat of this process. None if no launcher of ours watches this process."""
+"""The heartbeat of this process. None if no meshwise launcher watches this process."""
 
 
 def begin(folder: Path, rank: int, *, overlaps: bool) -> None:
     """Start to report the progress of this rank to a file in `folder` (see `Heartbeat`)."""
     global beat
     beat = Heartbeat(beat_path(folder, rank), overlaps=overlaps)
-    # Written by a signal handler in C, so even while other code holds the GIL.
+    # This signal handler is in C, so it writes the stack even while other code holds the GIL.
     faulthandler.register(SIGNAL, stack_path(folder, rank).open("ab"), all_threads=False)
 
 

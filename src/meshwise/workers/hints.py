@@ -1,4 +1,4 @@
-"""Add notes to errors of Python and torch that meshwise recognises."""
+"""Add notes to errors of Python and torch that meshwise recognizes."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ _OF_TEXT = {
         "A worker sees only its own device. Remove the device index: write .to('cuda') or .to(x.device)."
     ),
 }
-"""Hints, by a pattern of the error's text."""
+"""Hints for errors whose text matches a pattern."""
 explainers: list[Callable[[BaseException], None]] = []
-"""Functions that other parts of the package add to this list. Each may add a note to an error that it recognises."""
+"""Functions that other parts of the package add to this list. Each may add a note to an error that it recognizes."""
 
 
 def add_hint(error: BaseException) -> None:

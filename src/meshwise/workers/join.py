@@ -1,4 +1,4 @@
-"""Join a run: read the environment, take a device, initialise torch.distributed.
+"""Join a run: read the environment, take a device, initialize torch.distributed.
 
 By default, gloo listens at the address to which the machine's own name resolves. On many machines that is a loopback
 address (Debian writes 127.0.1.1 into /etc/hosts), or there is none: other machines then cannot reach the rank.
@@ -56,7 +56,7 @@ class RankContext:
 
 _session: RankContext | None = None
 _made_group = _stands = False
-_store: object = None  # kept for the life of this process
+_store: object = None  # keeps the store alive until this process ends
 
 
 def rank_context() -> RankContext:
@@ -150,7 +150,7 @@ def _take_device(world: World) -> World:
 
 def _see_one_gpu(local_rank: int) -> None:
     count = torch.cuda.device_count()  # with NVML, this does not touch the driver
-    if count < 2:  # no GPU, or one chosen by the parent process
+    if count < 2:  # there is no GPU, or the parent process has chosen one
         return
     if local_rank >= count:
         raise UsageError(f"torch finds only {count} GPUs, so local rank {local_rank} has none. Start fewer processes.")
@@ -162,11 +162,11 @@ def enter_process_group(world: World, store: Any = None) -> None:
     """Make the process group, with gloo for CPU tensors and, if there is CUDA, nccl for CUDA tensors."""
     global _made_group
     _refuse_without_rank_0(world)
-    alone = world.local_size == world.size  # all on this machine, whose name often does not resolve
+    alone = world.local_size == world.size  # all ranks are on this machine, whose name may not resolve
     interface = "lo" if alone else interface_towards(os.environ["MASTER_ADDR"])
     if interface is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-    # Pipeline stages send in separate groups, one for each direction, so NCCL's warning about ordering is noise.
+    # Pipeline stages send in separate groups, one for each direction, so NCCL's warning about ordering does not apply.
     os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
     backend = "cpu:gloo,cuda:nccl" if world.kind == "cuda" else "gloo"
     device = torch.device(world.device) if world.kind == "cuda" else None
@@ -199,7 +199,7 @@ def store_of_ranks() -> Any:
     agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun serves the store
     serves = world.rank == 0 and not agents
     store = dist.TCPStore(*address, None, serves, wait_for_workers=False, multi_tenant=serves)  # type: ignore[attr-defined]
-    if serves and _store is None:  # served until this process ends
+    if serves and _store is None:  # keep the store, which serves until this process ends
         _store = store
     start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return dist.PrefixStore(f"meshwise/start-{start}", store)  # type: ignore[attr-defined]

@@ -5,9 +5,9 @@
     watch      messages and exit statuses, until every worker is done or one has failed
     end        no worker is left running, whatever happened
 
-A worker that exits without saying that it is done has failed, whatever its exit code. Elastic agents, in contrast, take
-exit code 0 for success, and report the first process that ended, which is often a victim of the real culprit.
-A rank that hangs is reported, and ends the run at a limit: hang.py. Not covered: restarting workers.
+A worker that exits without reporting that it is done has failed, whatever its exit code. Elastic agents, in contrast,
+take exit code 0 for success, and report the first process that ended, which is often a victim of the real culprit. A
+rank that hangs is reported, and ends the run at a limit: hang.py. Not covered: restarting workers.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ from meshwise.workers.watched import Listeners, State, WatchedWorker, shown
 from meshwise.workers.written_files import WrittenFiles
 
 # Time limits, in seconds.
-FOLLOW_TIMEOUT = 3.0  # after a rank left in the middle of an epoch, for the others to leave too
+FOLLOW_TIMEOUT = 3.0  # for the other ranks to leave after one has left in the middle of an epoch
 END_TIMEOUT = 10.0  # for a worker that is done to end
-HALT_INTERVAL = 0.3  # between two requests to halt to a worker that has not answered
+HALT_INTERVAL = 0.3  # between two requests to halt, for a worker that has not answered
 HALT_TIMEOUT = 60.0  # for a halted run to finish its step
-OTHERS_TIMEOUT = SILENCE + 2.0  # after a victim's report, for what happened on another machine
+OTHERS_TIMEOUT = SILENCE + 2.0  # after a victim's report, for news from the other machines
 
 
 def launch(
@@ -76,7 +76,7 @@ def launch(
         )
         stack.callback(launcher.end)
         task = scratch / "task.pickle"
-        # In two layers: the worker must have our module path before it reads the function.
+        # Pickle twice, because the worker needs this module path before it unpickles the function.
         task.write_bytes(cloudpickle.dumps((sys.path, cloudpickle.dumps((function, arguments)))))
         launcher.start(task, slots)
         launcher.watch()
@@ -289,7 +289,7 @@ class _Launcher:
         now = time.monotonic()
         self._halted_at = self._halted_at or now
         waiting = [w for w in self.workers if w.state is State.RUNNING and w.rank not in self._halting]
-        if waiting and now - self._asked > HALT_INTERVAL:  # again: a worker that was starting has missed it
+        if waiting and now - self._asked > HALT_INTERVAL:  # ask again: a starting worker has missed the request
             self._asked = now
             for entry in waiting:
                 self._channel.send(entry.rank, "halt")

@@ -2,8 +2,8 @@
 
 Their launchers meet in the store of the first machine, which leads: it announces each attempt and who takes part.
 Every machine keeps a store and has told the others its address; if the leader is lost, they meet at the next machine.
-A restarted machine asks machine 0, which knows who leads. Whether the remaining machines may go on
-is not decided here: both halves of a split network may get that far.
+A restarted machine asks machine 0, which knows who leads. This module does not decide whether the remaining machines
+may go on: both halves of a split network may get that far.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from meshwise.workers.store import ROUND, SILENCE, Link, Meeting, Store
 
 RENDEZVOUS_TIMEOUT = timedelta(minutes=10)
 REACH_TIMEOUT = 3.0  # seconds to reach another machine's store
-MOVE_TIMEOUT = 3 * SILENCE  # for the remaining machines to reach another store
-CALL_EVERY = 3.0  # seconds between two calls to machine 0
-LEAD_TIMEOUT = 60.0  # how long to wait for the leader's decision
+MOVE_TIMEOUT = 3 * SILENCE  # seconds for the remaining machines to reach another store
+CALL_EVERY = 3.0  # seconds between two messages to machine 0
+LEAD_TIMEOUT = 60.0  # seconds to wait for the leader's decision
 Look = Callable[[], object]
 """A function that is called again and again during a wait. It ends the wait early by raising an error."""
 
@@ -74,7 +74,7 @@ class Machines:
         machines stop after a step, and join its next attempt.
 
         asked: settings that must be equal on all machines. Raises UsageError if the run that this machine joins has
-            others.
+        other settings.
 
         Raises WorkerFailed if not all machines come in time.
         """
@@ -110,11 +110,11 @@ class Machines:
 
     def _follow(self, moved: Mapping[str, Any], asked: Mapping[str, Any]) -> None:
         """Join the run at its new leader."""
-        if moved["node"] == self.me.node:  # our own stale entry
+        if moved["node"] == self.me.node:  # the entry is an old one of this machine
             return
         try:
             link = self._link((moved["host"], moved["port"]))
-        except OSError:  # it is lost too: the present leader will call
+        except OSError:  # that machine is lost too: the present leader will call this one
             return
         self.meeting.close()
         self._leader, self.meeting = int(moved["node"]), Meeting(lambda: link, self.me.name)

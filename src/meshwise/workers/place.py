@@ -1,7 +1,7 @@
 """Find the place of this process among those of its launcher.
 
-The place is read from environment variables. Launchers are tried from the innermost outwards; the first that recognises
-its variables is taken.
+The place is read from environment variables. Launchers are tried from the innermost outwards; the first one whose
+variables are set is taken.
 
 A batch script of Slurm has SLURM_PROCID and SLURM_NTASKS too, although it is one process. Only a step has the variables
 SLURM_STEP_*, but a batch script that was submitted from inside a step inherits those of that step. A process's step is
@@ -125,7 +125,7 @@ def place_in(environment: Mapping[str, str]) -> Place:
     invalid."""
     inner = of_torchrun(environment)
     if inner is not None and "LOCAL_RANK" not in environment:
-        step = of_slurm(environment)  # a script under `srun` may set RANK by hand; its machine comes from Slurm
+        step = of_slurm(environment)  # a script under `srun` may set RANK by hand; Slurm knows the machine
         if step is not None and step.size == inner.size:
             return replace(step, rank=inner.rank, rendezvous=inner.rendezvous)
     if inner is None and ("OMPI_COMM_WORLD_SIZE" in environment or "MPI_LOCALRANKID" in environment):
@@ -202,7 +202,7 @@ def of_slurm(environment: Mapping[str, str], proc: Path = Path("/proc")) -> Plac
         )
     if number(environment, STEPS, 1) < 2 or not in_step(environment, proc):
         hosts: tuple[str, ...] = ()
-        with contextlib.suppress(UsageError):  # one process needs no list
+        with contextlib.suppress(UsageError):  # a single process does not need the list
             hosts = host_list(environment.get("SLURM_JOB_NODELIST", ""))
         return Place("Slurm", job=job, attempt=attempt, hosts=hosts)
     tasks = tasks_of_nodes(environment["SLURM_STEP_TASKS_PER_NODE"])
@@ -213,7 +213,7 @@ def of_slurm(environment: Mapping[str, str], proc: Path = Path("/proc")) -> Plac
     cluster = environment.get("SLURM_CLUSTER_NAME", "")
     return Place(
         "Slurm",
-        # Sorted by node, then by task, unlike SLURM_PROCID under -m cyclic, plane or arbitrary.
+        # Ranks are sorted by node, then by task. SLURM_PROCID is not under -m cyclic, plane or arbitrary.
         rank=sum(tasks[:node]) + local_rank,
         size=sum(tasks),
         node=node,

@@ -2,11 +2,11 @@
 
 Rank 0 listens, and the other ranks look for it.
 
-The door is a port at which rank 0 tells its own ranks, and no other process, the store's port. Rank 0 writes the door's
-port, with every address of its machine, into the file of the start's secret. Ranks that share this file read it; others
-try the first host, at ports derived from job, step and attempt. Both ends prove the secret of the start, so two steps
-of one job, two users or two attempts never meet, nor does a stranger that took a port first. A door lets each rank in
-once, so that no rank meets a run that is about to end.
+The door is a port at which rank 0 tells the store's port to its own ranks, and to no other process. Rank 0 writes the
+door's port, with every address of its machine, into the file of the start's secret. Ranks that share this file read it;
+others try the first host, at ports derived from job, step and attempt. Both ends prove the secret of the start, so two
+steps of one job, two users or two attempts never meet, and a foreign process that took a port first is noticed. A door
+lets each rank in once, so that no rank meets a run that is about to end.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from meshwise.workers.handshake import Doorkeeper, Line, Unproven, enter
 from meshwise.workers.place import Place
 from meshwise.workers.secret import SET_ONE, Secret, secret_of
 
-TIMEOUT = 600.0  # seconds for rank 0 to open its door
+TIMEOUT = 600.0  # seconds for rank 0 to open its port (see above)
 PORTS = 8  # ports derived from the key
 PATIENCE = 20.0  # seconds after which a rank says what it waits for
 STRANGERS = 60.0  # seconds to keep trying while the listener does not know the secret

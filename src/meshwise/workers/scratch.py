@@ -60,7 +60,7 @@ def own(folder: Path) -> IO[bytes]:
     """Protect a temporary folder of meshwise from `sweep`, which removes the folders of commands that have ended. The
     folder is protected as long as the returned file, its lock file, is open in some process."""
     file = (folder / OWNED).open("ab")
-    with contextlib.suppress(OSError):  # without file locks, nothing is swept either
+    with contextlib.suppress(OSError):  # without file locks, `sweep` removes nothing
         fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     return file
 

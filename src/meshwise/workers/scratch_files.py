@@ -7,7 +7,7 @@ The user's files are not changed.
     read, listed               from that folder, else from the real files
 
 Python's file functions are replaced, so this works for code in Python (numpy, TensorBoard, pickle, shutil) and for the
-libraries in FUNCTIONS. Code in C++ or another program that opens files itself bypasses it; locked_files.py stops its
+libraries in FUNCTIONS. Code in C++ or another program that opens files itself bypasses it; file_view.py stops its
 writes. Caches do not count as files of the user, and are written as usual.
 """
 
@@ -56,10 +56,10 @@ FUNCTIONS: dict[tuple[str, int], tuple[str, ...]] = {
     ("_chdir", 0): ("os.chdir",),
     ("_getcwd", 0): ("os.getcwd",),
 }
-"""Functions by (the method that maps its path, or replaces it; the index of its path argument)."""
+"""Functions to replace, by (method that maps the path or replaces the function, index of the path argument)."""
 NEEDED = ("safetensors", "tokenizers")
-"""Packages that are imported if they are there. Functions of others count where the program has loaded them."""
-PATHS = ("f", "file", "filename", "path", "database", "source", "where", "dst")  # names of the path argument
+"""Packages that are imported if they are installed. Others count where the program has loaded them."""
+PATHS = ("f", "file", "filename", "path", "database", "source", "where", "dst")  # possible names of the path argument
 NOT_FOLLOWED = ("lstat", "readlink", "mkdir", "symlink")
 CHANGES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 LISTS = vars(glob).values()  # since Python 3.13, a class in glob holds pathlib's scandir
@@ -79,8 +79,8 @@ def scratch_files(folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def replaced(functions: FileFunctions, temporary: str | None) -> Iterator[None]:
-    """Replace Python's file functions by `functions`, until the `with` block ends. temporary: the folder for temporary
-    files."""
+    """Replace Python's file functions with `functions`, until the `with` block ends. temporary: the folder for
+    temporary files."""
     pairs = [(original, functions.guarded(original, call)) for original, call in functions.all()]
     _replace({id(original): guarded for original, guarded in pairs})
     before, tempfile.tempdir = tempfile.tempdir, temporary
@@ -116,7 +116,7 @@ def _replace(functions: dict[int, Function]) -> None:
     known |= {functions[id(each)] for each in known if id(each) in functions}
 
 
-_LEFT = ("posix", "_io", __name__, FileView.__module__)  # the import system uses the first two
+_LEFT = ("posix", "_io", __name__, FileView.__module__)  # modules to leave alone; the import system uses the first two
 
 
 class FileFunctions(FileView):

@@ -89,7 +89,7 @@ def _of_file(name: str, path: Path) -> Secret:
                 os.fdopen(_opened(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file,
             ):
                 file.write(json.dumps({"secret": secrets.token_hex(32)}).encode() + b"\n")
-            with contextlib.suppress(FileNotFoundError):  # removed after it was made
+            with contextlib.suppress(FileNotFoundError):  # another process may remove the new file
                 told = _read(path)
                 if re.fullmatch("[0-9a-f]{64}", secret := str(told.get("secret"))):
                     return Secret(_of(bytes.fromhex(secret), name), path, told)
@@ -117,7 +117,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _opened(path: Path, flags: int) -> int:
     """Open a file that only this user can access. Raises OSError with the reason if other users can access it."""
-    # Do not wait for a pipe at this path.
+    # O_NONBLOCK: if a pipe is at this path, do not wait for its other end.
     descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
     if why := _not_private(os.fstat(descriptor)):
         os.close(descriptor)

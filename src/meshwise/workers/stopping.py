@@ -4,7 +4,7 @@ The state is saved at the end of the step, however often the signals come, and w
 or all of them. A rank that reaches no further step is ended after a minute. A process that runs alone and outside a
 scheduler is ended by the signals as usual.
 
-A worker of our launcher passes the signals on to the launcher. Under torchrun or srun, or alone, the ranks agree on the
+With meshwise's launcher, a worker passes the signals to it. Under torchrun or srun, or alone, the ranks agree on the
 last step among themselves: a thread of each rank looks in the store for the first request to stop.
 """
 
@@ -31,11 +31,11 @@ from meshwise.workers.gate import StepGate, watch_time
 
 STOP = "meshwise/stop"
 ROUND = 0.5  # seconds between checks of the store
-LINGER = 10 * ROUND  # the most seconds that the first rank waits at its end for the others to read this
+LINGER = 10 * ROUND  # most seconds for which the first rank waits at its end, so that the others can read this
 PATIENCE = 60.0  # seconds for a rank to reach its next step after a request to stop; then the signal ends it
-_over = threading.Event()  # the program of this rank has ended
+_over = threading.Event()  # set when the program of this rank has ended
 _asked: queue.SimpleQueue[int] = queue.SimpleQueue()
-"""Signals that arrived. A handler may run at any point, even while a message is sent, so it only puts them here."""
+"""Signals that arrived. A handler may run at any point, even while a message is sent, so it only adds to this queue."""
 
 
 def pass_on(channel: WorkerChannel, gate: StepGate, *, leads: bool) -> None:
@@ -102,7 +102,7 @@ def _catch(numbers: Sequence[int], interrupting: Callable[[], bool] = lambda: Fa
                 raise KeyboardInterrupt  # a second Ctrl-C ends it at once
             came_before.add(number)
             _asked.put(number)
-        else:  # in a child that the program has forked
+        else:  # this is a child that the program has forked
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 
@@ -121,7 +121,7 @@ def _ask(store: Any, world: World, gate: StepGate, number: int) -> None:
         with contextlib.suppress(RuntimeError):  # the first rank, which keeps the store, is gone
             if store.compare_set(STOP, "", mine).decode() == mine:
                 _say(number, gate)
-    if not gate.reached.wait(PATIENCE):  # it may never reach another step
+    if not gate.reached.wait(PATIENCE):  # the rank may never reach another step
         what = f"stopped by {stop_text(number)}: rank {world.rank} did not get to a step in {seconds_text(PATIENCE)}"
         print(f"{what} and is ended.", file=sys.stderr, flush=True)
         os._exit(code_of_stop(number))

@@ -39,7 +39,7 @@ class Answer:
 
 
 class Store:
-    """A key-value store in the memory of this process. Other machines reach it at a port. Values are values of JSON."""
+    """A key-value store in the memory of this process. Other machines reach it at a port. Values are JSON values."""
 
     def __init__(self, secret: bytes, port: int = 0, listens: int | None = None, host: str = "") -> None:
         """Begin to serve the store."""
@@ -71,7 +71,7 @@ class Store:
 
     def _serve(self, line: Line) -> None:
         name = ""
-        wrong = (OSError, ValueError, TypeError, KeyError, AttributeError)  # the peer is gone, or is not a launcher
+        wrong = (OSError, ValueError, TypeError, KeyError, AttributeError)  # the peer is gone or is not a launcher
         with contextlib.suppress(*wrong):
             while message := line.receive():
                 asked = json.loads(message)
@@ -79,7 +79,7 @@ class Store:
                 answer = self.exchange(name, asked["told"], int(asked["since"]))
                 line.send(json.dumps(vars(answer)).encode())
         with self._lock:
-            if name in self._heard:  # its process ended or hung up: nobody waits for it
+            if name in self._heard:  # the machine has left, so it does not count as lost
                 self._heard[name] = -math.inf
 
 
@@ -94,7 +94,7 @@ class Link:
         """The address at which the machine that keeps the store can reach this machine."""
 
     def exchange(self, name: str, told: Mapping[str, Any], since: int) -> Answer:
-        """Do as `Store.exchange`. Raises OSError or ValueError if the store is lost."""
+        """Do the same as `Store.exchange`. Raises OSError or ValueError if the store is lost."""
         asked: dict[str, Any] = {"name": name, "told": dict(told), "since": since}
         self._line.send(json.dumps(asked).encode())
         message = self._line.receive()
@@ -191,7 +191,7 @@ class Meeting:
                     self._is_behind = bool(self._pending)
                 self.heard = time.monotonic()
                 self._wake.wait(ROUND)
-        except (OSError, ValueError, TypeError) as error:  # closed, or not a store of ours
+        except (OSError, ValueError, TypeError) as error:  # the connection is closed, or the peer is no meshwise store
             self.error = error
         if isinstance(self.store, Link):
             self.store.close()

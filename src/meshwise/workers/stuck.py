@@ -21,7 +21,7 @@ from meshwise.workers.heartbeat import SIGNAL
 WINDOW = 5.0  # seconds between readings of a process's CPU time
 SHARE = 0.02  # share of a core: computing processes use more even as one of thirty on two cores; polling ones use less
 TICKS = os.sysconf("SC_CLK_TCK")
-ANSWER = 0.5  # seconds for a stack to be written
+ANSWER = 0.5  # seconds to wait for the stack
 SETTLED = 0.03  # seconds without further output: the stack is complete
 LOOKS = 5  # checks of a process in uninterruptible sleep
 MOST_CHILDREN = 8
@@ -95,7 +95,7 @@ def children_of(pid: int) -> list[int]:
 
 
 def _asked(pid: int, stack: Path) -> str:
-    """Ask a process by SIGNAL for its Python stack. Return what it writes to `stack`, or "" without an answer."""
+    """Ask a process by SIGNAL for its Python stack. Return what it writes to `stack`, or "" if it does not answer."""
     if not _handles(pid, SIGNAL):
         return ""
     before = _size(stack)

@@ -30,11 +30,11 @@ SLOTS = 4096
 LINES = HEADER.size + SLOTS * ENTRY.size
 BATCH = "batch"
 """The name of the call by which a loop asks for its next batch (see `Verb`)."""
-FACTOR, MASK = 1_000_003, (1 << 32) - 1  # of the checksum: FNV over whole words
+FACTOR, MASK = 1_000_003, (1 << 32) - 1  # constants of the checksum: FNV over whole words
 NOWHERE = (0, 0)
 UNKNOWN: tuple[int, None, int, list[int]] = 1, None, 0, []
 in_progress: set[str] = set()
-"""What this rank is in the middle of, such as an epoch. If it exited now, the other ranks would wait for it."""
+"""What this rank has begun but not finished, such as an epoch. If it exited now, the other ranks would wait for it."""
 
 
 @dataclass(frozen=True)
@@ -104,9 +104,9 @@ class VerbLog:
             file.truncate(LINES)
             self._map = mmap.mmap(file.fileno(), LINES)
         self._counts, self._words = memoryview(self._map)[:8].cast("Q"), memoryview(self._map)[:LINES].cast("I")
-        self.newest: dict[str, tuple[int, CodeType | None, int, list[int]]] = {}  # by verb: see log_verb
+        self.newest: dict[str, tuple[int, CodeType | None, int, list[int]]] = {}  # by verb, see log_verb
         self._thread = 0
-        self._lines: dict[tuple[str, int, int], list[int]] = {}  # [number of the line, crc32 of the verb, calls]
+        self._lines: dict[tuple[str, int, int], list[int]] = {}  # its number, crc32 of the verb, calls
         self._codes: list[CodeType] = []  # kept alive, so that their ids are not reused
         self._count = self._checksum = 0
         self._left = NOWHERE
@@ -161,7 +161,7 @@ def log_verb(verb: str, *which: int, log: VerbLog | None = None) -> None:
     depth, code, lasti, line = log.newest.get(verb, UNKNOWN)  # usually the same line at the same depth
     try:
         frame = sys._getframe(depth)
-    except ValueError:  # the stack is shallower
+    except ValueError:  # the stack is shallower than last time
         frame, code = sys._getframe(1), None  # not this frame, which would hold itself and what its callers hold
     line = line if frame.f_code is code and frame.f_lasti == lasti else log.line(verb, sys._getframe(1))
     line[2] += 1

@@ -1,7 +1,7 @@
 """Run a worker process: `python -m meshwise.workers TASK`.
 
 TASK is a file with a pickled function and its arguments. The worker calls the function, puts the result beside TASK,
-and reports that it is done, or else how it failed. It never imports the launcher's `__main__`.
+and reports that it is done, or how it failed. It never imports the launcher's `__main__`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from meshwise.workers.written_files import FileWatch
 
 END_TIMEOUT = 2.0
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
-SOCKET_ROOM = 107 - len("/pymp-12345678/listener-12345678")  # bytes of a socket's path that are left for a folder
+SOCKET_ROOM = 107 - len("/pymp-12345678/listener-12345678")  # bytes of a socket's path that remain for the folder
 
 
 def main() -> int:
@@ -61,7 +61,7 @@ def main() -> int:
     task, rank = Path(sys.argv[1]), session.world.rank
     with fast_exit.on_exit(partial(_tell_end, rank, session.channel)):
         code = run_task(task, session.world, session.channel)
-    with contextlib.suppress(AttributeError, ValueError):  # closed by the program
+    with contextlib.suppress(AttributeError, ValueError):  # the program may have closed stdout
         sys.stdout.flush()
     join.leave()
     return code
@@ -87,7 +87,7 @@ def answer(task: Path) -> int:
         tell(error=kind, text=str(error), **{"exit code": error.exit_code})
 
     def tell(**facts: Any) -> None:
-        last_words.end_lines()  # the launcher's next output starts a new line
+        last_words.end_lines()  # so that the launcher's next output starts on a new line
         answer_of(task).write_text(json.dumps(facts))
 
     with fast_exit.on_exit(lambda call: told(UsageError(fast_exit.OF_COMMAND.format(call=call)))):
@@ -125,7 +125,7 @@ def keep_sockets_in(scratch: Path) -> None:
     if len(str(scratch)) > SOCKET_ROOM:
         return
     before, tempfile.tempdir = tempfile.tempdir, str(scratch)
-    get_temp_dir()  # made once for a process and its children
+    get_temp_dir()  # this process and its children make it only once
     tempfile.tempdir = before
 
 
@@ -175,7 +175,7 @@ def run_task(task: Path, world: World, channel: WorkerChannel) -> int:
             add_hint(error)
             channel.send("failed", failure=asdict(failure.by_error(rank, error)))
             return 1
-        _save_result(result_path(task, rank), None)  # a script that stopped on request
+        _save_result(result_path(task, rank), None)  # a script that stopped on request has no result
     channel.send("done")
     return 0
 
@@ -194,7 +194,7 @@ def _exited(exit: SystemExit, rank: int, channel: WorkerChannel) -> int:
 def _tell_end(rank: int, channel: WorkerChannel, call: str) -> None:
     text = fast_exit.OF_RANK.format(call=call)
     channel.send("failed", failure=asdict(Failure(rank, "raised", text, time=time.time())))
-    time.sleep(END_TIMEOUT)  # lets the launcher read it before it sees that this process ended
+    time.sleep(END_TIMEOUT)  # the launcher must read this before it sees that the process ended
 
 
 def _save_result(path: Path, result: Any) -> None:

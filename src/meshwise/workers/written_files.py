@@ -3,7 +3,7 @@
 A script on one device opens its log, picture or checkpoint once. On several ranks, each rank opens it, and the last one
 wins, rows come twice, or the file is torn. Each worker tells the launcher which files the user's code creates or
 appends to (seen by a Python audit hook and a wrapper of torch.save, which opens files in C++); the launcher compares.
-Not noticed: files that other C++ or Rust libraries open by themselves, and those of loader workers.
+Not noticed: files that other C++ or Rust libraries open by themselves, and files that loader workers open.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MOST = 1000
 """The largest number of paths that a worker reports, since a program may write a new file in every step."""
 CREATES = os.O_CREAT | os.O_APPEND | os.O_TRUNC
 _SYSTEM = ("/dev/", "/proc/", "/sys/")
-_NOBODYS = re.compile(r"(/\.[^/]|/__pycache__/|\.lock$|\.pyc$)")  # hidden folders and files are caches and settings
+_NOBODYS = re.compile(r"(/\.[^/]|/__pycache__/|\.lock$|\.pyc$)")  # hidden files and folders are caches or settings
 CACHES = (
     "XDG_CACHE_HOME",
     "TORCH_HOME",
@@ -73,7 +73,7 @@ class FileWatch:
     def _written(self, path: str | bytes | os.PathLike[Any]) -> None:
         if os.getpid() != self._process:
             return
-        with contextlib.suppress(Exception):  # must never make the program fail
+        with contextlib.suppress(Exception):  # the watch must never make the program fail
             real = os.path.realpath(os.fsdecode(path))
             if real in self._told or len(self._told) >= MOST or self._is_ignored(real):
                 return
