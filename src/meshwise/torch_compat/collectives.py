@@ -6,8 +6,7 @@ The differences hidden here, as found by running torch 2.13 (gloo) and by readin
 
 - `all_gather_into_tensor` and `reduce_scatter_tensor` are called `..._single` since 2.13, and the old names warn.
 - gloo supports only ten dtypes: tensors that are only moved, not reduced, are sent as bytes.
-- gloo and nccl cannot add int16 or uint16, and gloo cannot add float8: these are added in a wider dtype. A sum of bools
-is `or`.
+- gloo and nccl cannot add int16 or uint16, and gloo cannot add float8: a wider dtype is used. A sum of bools is `or`.
 - gloo refuses non-contiguous tensors in half of its collectives: they are copied before and after.
 - gloo's reduce-scatter sums everything on every rank and keeps a part, which reaches half of the link's rate. Its
   broadcast is a binomial tree: with three ranks or more, the source sends the tensor more than once. And between two
