@@ -1,4 +1,4 @@
-"""Find what this process may use: cores, control groups' limits.
+"""Find what this process may use: cores and control group limits.
 
 Cores are divided among workers.
 
@@ -16,7 +16,7 @@ from pathlib import Path
 
 from meshwise.workers.control_groups import OWN, ROOT, groups, read_text
 
-NO_LIMIT = 2**60  # version 1 writes "none" as the largest number of pages that fit, some 2**63 bytes
+NO_LIMIT = 2**60  # version 1 writes about 2**63 bytes, in whole pages, if there is no limit
 
 
 def allowed_cores() -> tuple[int, ...]:

@@ -41,8 +41,7 @@ from meshwise.workers.join import join
 shown_by(Bench, bench_text)
 WHAT = ("compute", "links", "collectives")
 SECONDS_ON_CPU, SECONDS, SECONDS_OF_HOSTS = 40.0, 90.0, 60.0
-"""How many seconds `bench` measures by default: on CPUs, on other devices, between hosts. Starting workers takes extra
-time."""
+"""Default seconds of measuring in `bench`: on CPUs, on other devices, between hosts. Starting workers adds to them."""
 MOST_WORKERS = 4
 BUFFERS = 4
 """How many buffers a rank holds at once: to send, to receive, to check the received bytes, and inside the backend."""
@@ -130,7 +129,7 @@ def sizes_for(slots: Sequence[WorkerSlot], words: str | None) -> tuple[int, ...]
     sizes, asked, host = read_sizes(words or DEFAULT), words is not None, free_bytes(torch.device("cpu"))
     if slots[0].device == "cpu":
         return fitting(sizes, host // len(slots), BUFFERS, asked)
-    # In all-to-one, one device holds a buffer of each other device; pinned buffers use the host's memory.
+    # In an all-to-one copy, one device holds a buffer for every other device. Pinned buffers use the host's memory.
     free = min(free_bytes(torch.device(slot.name)) for slot in slots)
     return fitting(fitting(sizes, host, BUFFERS, asked), free, max(BUFFERS, len(slots) + 1), asked)
 
@@ -162,7 +161,7 @@ def bench_hosts(
     progress: Progress = SILENT,
 ) -> Bench | None:
     """Measure the paths between hosts, check every byte, and judge the results."""
-    # One worker, on this host's first accelerator or on all its cores.
+    # There is one worker per host, on the first accelerator or on all cores.
     kind, _ = accelerators()
     slot = find_devices(parse_devices(f"{kind}:0" if has_streams(kind) else "1xcpu"))[0]
     message_sizes, measured, world = sizes_for([slot], sizes), Measured(progress), join().world

@@ -56,7 +56,7 @@ class PartLink:
         }
 
 
-@dataclass(frozen=True, eq=False)  # one instance each, compared by identity, to serve as a key
+@dataclass(frozen=True, eq=False)  # parts are compared by identity, and so can be keys
 class CatalogPart:
     """A device that can be bought.
 
@@ -230,7 +230,7 @@ def _part(name: str, entry: Mapping[str, Any]) -> CatalogPart:
 
 
 def _origin(entry: Mapping[str, Any], figure: str) -> str:
-    """Return the source of a figure such as `peak.fp8`, or else that of its table (`peak`)."""
+    """Return the source of a figure such as `peak.fp8` or, if there is none, of its table (`peak`)."""
     sources = entry["sources"]
     key = sources.get(figure) or sources[figure.split(".")[0]]
     origin: str = _text()["sources"][key]

@@ -1,6 +1,6 @@
 """Define the tables of a machine file: how each key is read.
 
-A key of a table is the field of the dataclass that the table describes, so that a new field is a new row. An error
+The keys of a table are the fields of the dataclass that it describes, so a new field is a new row. An error
 names the file, the table and the key, and says what to write instead. Only UsageError is raised.
 """
 
@@ -120,7 +120,7 @@ def amount(unit: str, least: float, most: float) -> Read:
 
     def read(value: Any, where: str) -> Any:
         given = read_quantity(value, unit, where) if isinstance(value, str) else value
-        plain(given, where)  # keep integers
+        plain(given, where)  # only checks the value, so that integers stay integers
         return given
 
     return read

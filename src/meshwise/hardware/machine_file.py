@@ -1,8 +1,8 @@
-"""Read a machine from its TOML file.
+"""Read and write a machine as a TOML file.
 
-Missing figures come from the catalog.
+Figures that the file lacks come from the catalog.
 
-`[[device]] part = "H100-SXM"`, `count = 8` and nothing else is a whole file. Every key, type and unit is checked, and
+`[[device]] part = "H100-SXM"`, `count = 8` is a complete file. Every key, type and unit is checked, and
 an error names the file, the table and what to write.
 """
 
@@ -163,7 +163,7 @@ def _index(name: str) -> int | None:
 
 
 def _device(values: Table, own_parts: Mapping[str, Table], place: str) -> Device:
-    """Make a device: its own figures, else those of [part.NAME], else the catalog's."""
+    """Make a device. A figure is its own, that of [part.NAME] if it has none, or that of the catalog."""
     name = values["part"]
     known = part(name)
     if known is None and name not in own_parts and not set(FIGURES) & set(values):
@@ -259,7 +259,7 @@ def machine_to_toml(machine: Machine) -> str:
         file["collective"] = [
             {"kind": c.kind, "ranks": c.ranks, "backend": c.backend, **_timings(c.timings)} for c in machine.collectives
         ]
-    text = toml_writer().dumps(file).encode("utf-8", "replace").decode("utf-8")  # a name may have lone surrogates
+    text = toml_writer().dumps(file).encode("utf-8", "replace").decode("utf-8")  # replaces lone surrogates
     return HEADER + _LIST.sub(lambda found: f"[{' '.join(map(str.strip, found[1].splitlines()))[:-1]}]", text)
 
 
@@ -292,7 +292,7 @@ def _timings(timings: Timings) -> dict[str, Any]:
 
 
 def _figures(device: Device) -> dict[str, Any]:
-    """Return the nominal figures; omitted ones would be read from the catalog."""
+    """Return the nominal figures. Omitted figures would be read from the catalog."""
     return {name: _value(name, getattr(device, name)) for name in FIGURES}
 
 

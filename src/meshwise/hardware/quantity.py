@@ -65,7 +65,7 @@ def read_quantity(text: object, kind: str, where: str) -> float:
         value = float(exact * units[found[2]])
     except (ArithmeticError, ValueError):
         raise UsageError(f"{where} = {value_text(text)} must be above zero and finite. {write}") from None
-    if value == float("inf") or (value == 0 and (exact or kind != "seconds")):  # a latency may be 0
+    if value == float("inf") or (value == 0 and (exact or kind != "seconds")):  # a time may be 0
         raise UsageError(f"{where} = {value_text(text)} must be above zero and finite. {write}")
     return value
 
@@ -77,7 +77,7 @@ def write_quantity(value: float, kind: str) -> str:
     units = UNITS[kind]
     names = [*_WRITTEN[kind], *(_BINARY_BYTES if kind == "bytes" else ())]
     fitting = [unit for unit in names if exact >= units[unit]] or [_WRITTEN[kind][-1]]
-    largest = {"i" in unit: unit for unit in reversed(fitting)}  # of each family: decimal or binary
+    largest = {"i" in unit: unit for unit in reversed(fitting)}  # largest fitting decimal and binary unit
     texts = [f"{(exact / units[unit]).normalize():f} {unit}" for unit in largest.values()]
     return min(texts, key=len)
 

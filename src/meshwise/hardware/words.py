@@ -1,10 +1,10 @@
 """Read a machine in words: `8xH100`, `2x8xA100-80GB@200Gb`, `2xA100+2xV100`, `4xcpu`.
 
-The figures are those of the catalog.
+The figures come from the catalog.
 
 Counts come first: hosts × devices per host, or devices of one host. After @ comes the one-way bandwidth of a host.
 Parts joined with + are devices of one host; with counts of hosts, or a network, they are hosts. If a name may mean
-several parts, the catalog's first is taken, with a warning. Unknown figures stay unknown, also with a warning.
+several parts, the first one in the catalog is taken, with a warning. Unknown figures stay unknown, also with a warning.
 """
 
 from __future__ import annotations

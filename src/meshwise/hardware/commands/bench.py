@@ -40,8 +40,8 @@ class BenchOptions:
     collectives: Annotated[bool, Option("measure all-reduce and other collectives")] = False
     devices: Annotated[str | None, Option(f"{IN_WORDS}; default: all accelerators, else one worker per core")] = None
     sizes: Annotated[str | None, Option("1K:1G in steps of four, 1K:1G:2 doubles, 64M is one")] = None
-    seconds: Annotated[float | None, Option("total time to measure")] = None
-    save: Annotated[str | None, Option("write what was measured as a machine file", metavar="FILE")] = None
+    seconds: Annotated[float | None, Option("time budget for all measurements")] = None
+    save: Annotated[str | None, Option("write the measurements as a machine file", metavar="FILE")] = None
     as_json: Annotated[bool, Option("print every figure as JSON", name="--json")] = False
     hosts: Annotated[bool, Option("measure between hosts: started on each, by torchrun, srun or mpirun")] = False
 

@@ -20,7 +20,7 @@ def devices(
         str | None, typer.Argument(help="8xH100, 2x8xA100-80GB@200Gb or a machine file; default: this machine")
     ] = None,
     no_torch: Annotated[
-        bool, typer.Option("--no-torch", help="do not wait for torch: NVML and the system's own files")
+        bool, typer.Option("--no-torch", help="do not import torch; use only NVML and system files")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="print every fact as JSON")] = False,
 ) -> None:

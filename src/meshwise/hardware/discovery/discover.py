@@ -2,8 +2,8 @@
 
 It needs no torch and writes nothing.
 
-What cannot be found stays unknown, with a warning that says what would be needed; a file or a library that is missing
-is no error.
+What cannot be found stays unknown, with a warning that says what would be needed; a missing file or library is not an
+error.
 """
 
 from __future__ import annotations

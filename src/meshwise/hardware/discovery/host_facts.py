@@ -30,7 +30,7 @@ SHM = Path("/dev/shm")
 SHARED_MEMORY = 2**30
 """The bytes of /dev/shm that NCCL and data loaders need at least. NCCL's guide asks for `--shm-size=1g`."""
 OPEN_FILES_EACH = 512
-"""The number of open files that one worker needs for data loaders, shared tensors and connections. Our estimate."""
+"""The number of open files that one worker needs for data loaders, shared tensors and connections (an estimate)."""
 
 
 def host_facts(

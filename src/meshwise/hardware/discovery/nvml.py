@@ -1,6 +1,6 @@
 """Read NVIDIA devices through NVML: names, memory, links, peer access.
 
-nvidia-ml-py is optional. Links are PCIe and NVLink; peer access is who can read whose memory.
+nvidia-ml-py is optional. Links are PCIe and NVLink; peer access says which device can read whose memory.
 
 NVML does not look at CUDA_VISIBLE_DEVICES, counts in the order of PCI addresses, and makes no CUDA context.
 """
@@ -19,7 +19,7 @@ from meshwise.hardware.discovery.topology import Accelerator, Between, Found
 
 INSTALL = "pip install nvidia-ml-py"
 VENDOR, NAMELESS = "0x10de", "NVIDIA device"
-# NVML's numbers from nvml.h. Not imported: a comma in nvidia-ml-py makes NVML_P2P_CAPS_INDEX_READ a tuple.
+# Constants of nvml.h. They are not imported, since nvidia-ml-py has a tuple for NVML_P2P_CAPS_INDEX_READ by mistake.
 P2P_READ, P2P_WRITE, P2P_NVLINK, P2P_OK = 0, 1, 2, 0
 NVLINK_TO_DEVICE, MOST_NVLINKS = 0, 36
 NVLINK_GENERATIONS = {1: 1, 2: 2, 3: 2, 4: 3, 5: 3, 6: 4, 7: 5, 8: 6}
@@ -86,7 +86,7 @@ def _ask(nvml: _Nvml, sys: Path, sockets: Sockets) -> Found:
 def _device(nvml: _Nvml, handle: Any, sys: Path) -> Accelerator:
     pci = _address(nvml.library.nvmlDeviceGetPciInfo(handle))
     facts = pci_facts(sys, pci)
-    # NVML's maximum lanes are the slot's; only /sys has the card's own.
+    # NVML reports the maximum lanes of the slot. Only /sys has the maximum of the card.
     generation = nvml("DeviceGetGpuMaxPcieLinkGeneration", handle) or facts.most[0]
     lanes = facts.most[1] or nvml("DeviceGetMaxPcieLinkWidth", handle)
     memory = nvml("DeviceGetMemoryInfo", handle)
@@ -101,7 +101,7 @@ def _device(nvml: _Nvml, handle: Any, sys: Path) -> Accelerator:
 
 
 def _nvlinks(nvml: _Nvml, handle: Any, places: Mapping[str, int]) -> dict[Any, int]:
-    """Count the NVLinks that are up, by device, `switch` or `elsewhere`; `generation` is theirs."""
+    """Count the active NVLinks by other end: device, `switch` or `elsewhere`. `generation` is their generation."""
     found: dict[Any, int] = {}
     for link in range(MOST_NVLINKS):
         state = nvml("DeviceGetNvLinkState", handle, link)

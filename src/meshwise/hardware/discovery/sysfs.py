@@ -16,7 +16,7 @@ DISPLAY, ACCELERATOR = "0x03", "0x12"
 
 @dataclass(frozen=True)
 class PciFacts:
-    """What /sys says of one PCI device. Values that are unknown are None."""
+    """What /sys says about one PCI device. Values that are unknown are None."""
 
     numa: int | None = None
     now: tuple[int | None, int | None] = (None, None)
@@ -24,10 +24,10 @@ class PciFacts:
 
 
 def pci_facts(sys: Path, address: str) -> PciFacts:
-    """Read what /sys says of the PCI device at an address such as `0000:3b:00.0`."""
+    """Read what /sys says about the PCI device at an address such as `0000:3b:00.0`."""
     folder = sys / "bus/pci/devices" / address.lower()
     node = read_text(folder / "numa_node")
-    numa = int(node) if node.isdecimal() else None  # -1: unknown to the firmware
+    numa = int(node) if node.isdecimal() else None  # -1 if the firmware does not know it
     return PciFacts(numa, _link(folder, "current"), _link(folder, "max"))
 
 
@@ -38,7 +38,7 @@ def is_there(sys: Path, address: str) -> bool:
     if not address or not folder.parent.is_dir():
         return True
     try:
-        return (folder / "config").read_bytes()[:4] != b"\xff" * 4  # the bus reads ones for a device that fell off
+        return (folder / "config").read_bytes()[:4] != b"\xff" * 4  # a device that fell off the bus reads as all ones
     except FileNotFoundError:
         return folder.is_dir()
     except OSError:
@@ -74,7 +74,7 @@ def node_cores(sys: Path) -> Mapping[int, frozenset[int]]:
 
 
 def _link(folder: Path, which: str) -> tuple[int | None, int | None]:
-    """Read (generation, lanes), `current` or `max`; 0 and 255 lanes stand for no link."""
+    """Read (generation, lanes). which: `current` or `max`. 0 and 255 lanes mean that there is no link."""
     speed, width = (read_text(folder / f"{which}_link_{what}") for what in ("speed", "width"))
     generation = GENERATIONS.get(speed.partition(" ")[0].removesuffix(".0"))
     return generation, int(width) if width.isdecimal() and 0 < int(width) < 64 else None

@@ -81,7 +81,7 @@ def as_torch_sees(found: Found, torch: Found) -> Found:
 
 
 def _joined(seen: Accelerator, known: Accelerator | None) -> Accelerator:
-    """Return what both report of a device. Of a slice (MIG), torch's name and memory are kept."""
+    """Merge what torch and the driver report about a device. For a slice (MIG), torch's name and memory are kept."""
     if known is None:
         return replace(seen, told_by="torch", listed=False)
     if known.memory is not None and (seen.memory or known.memory) >= LEAST_WHOLE * known.memory:

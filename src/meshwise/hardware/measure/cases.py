@@ -2,7 +2,7 @@
 
 A case runs inside a rank: what to call repeatedly, and how to see that every byte arrived.
 
-The data depend on the round, the rank and the part of the tensor that it is (transfer/checksum.py), so that permuted,
+The data depend on the round, the rank and the part of the tensor (transfer/checksum.py), so that permuted,
 swapped, stale, missing and zeroed parts all differ. Sums are of small whole numbers, exact in float32.
 """
 
@@ -52,8 +52,8 @@ class Member:
 
 
 Maker = Callable[[Member, int], Case]
-"""A function that makes the `Case` that a rank, given as a `Member`, runs for a message size in bytes. The size is that
-of the whole tensor, which a gather results in and a scatter begins with."""
+"""A function that makes the `Case` that a rank, given as a `Member`, runs for a message size in bytes. The size counts
+the whole tensor: the result of a gather, or the input of a scatter."""
 Parts = Mapping[tuple[int, int], Tensor]
 """Tensors by (source rank, target rank). If a source sends the same data to all ranks, the target is always 0."""
 
@@ -156,7 +156,7 @@ def _of_parts(
 
     def write(number: int) -> None:
         for tensor in incoming.values():
-            tensor.zero_()  # data left by an earlier path must not pass for this one's
+            tensor.zero_()  # so that data of an earlier path does not pass for that of this path
         for pair, tensor in outgoing.items():
             fill(tensor, member.key(number, *pair))
 

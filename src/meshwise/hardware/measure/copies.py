@@ -30,7 +30,7 @@ from meshwise.transfer.path import AUTO, PEER, STAGED, reads_directly
 
 Move = Callable[[Tensor, Tensor, str], None]
 """`move(target, source, path)` copies in the current stream. `path` is `pinned`, `pageable`, `peer` or `staged`."""
-LOAD_BYTES, LOAD_COPIES = 64 << 20, 200  # half a second on the catalog's slowest link, longer than NVML takes
+LOAD_BYTES, LOAD_COPIES = 64 << 20, 200  # about 0.5 s on the slowest link of the catalog, longer than NVML takes
 
 
 def copy_paths(devices: Sequence[str], peers: Callable[[str, str], bool]) -> list[PathSpec]:
@@ -48,7 +48,7 @@ def measure_in_process(devices: Sequence[str], sizes: Sequence[int], budget: flo
     try:
         for path in paths:
             progress.starts(str(path))
-            # Near the device, pinned memory is on the device's NUMA node.
+            # Run on cores near the device, so that pinned memory is on the device's NUMA node.
             device = path.target if path.source == "host" else path.source
             os.sched_setaffinity(0, cores_near(pci_address(device), before))
             progress.done(measure_copy(path, sizes, budget / len(paths), enqueue))
@@ -65,7 +65,7 @@ def measure_copy(path: PathSpec, sizes: Sequence[int], budget: float, move: Move
         else torch.zeros(max(sizes), dtype=torch.uint8, device=name)
         for name in (path.source, path.target)
     )
-    # torch runs a copy in the source's stream, so the source's clock counts. A host has none.
+    # torch runs a copy in the source's stream, so the source's clock counts. The host has no stream.
     clocked = target.device if path.source == "host" else source.device
     samples: dict[int, list[float]] = {}
     note = ""
@@ -82,7 +82,7 @@ def measure_copy(path: PathSpec, sizes: Sequence[int], budget: float, move: Move
 def check_copy(path: PathSpec, target: Tensor, source: Tensor, move: Move) -> str | None:
     """Copy once, and compare the bytes."""
     fill(source, 1)
-    fill(target, -1)  # data of an earlier copy must not pass for this one's
+    fill(target, -1)  # so that data of an earlier copy does not pass for that of this copy
     move(target, source, path.path)
     for tensor in (target, source):
         wait(tensor.device)

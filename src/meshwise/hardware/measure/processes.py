@@ -95,7 +95,7 @@ def measure_ranks(
     paths = paths_between(names, backend_of(member.device), what)
     for number, path in enumerate(paths):
         left = max(end - time.perf_counter(), 0.0) / (len(paths) - number)
-        left = gather_objects(left, group)[0]  # use rank 0's clock
+        left = gather_objects(left, group)[0]  # the time left on rank 0's clock
         results.append(measure_path(path, member, sizes, left, progress.starts))
         progress.done(results[-1])
     return results

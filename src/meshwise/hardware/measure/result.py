@@ -34,7 +34,7 @@ class PathSpec:
 
 @dataclass(frozen=True)
 class PathResult(PathSpec):
-    """What was measured of a path or a collective."""
+    """The measurements of a path or a collective."""
 
     timings: Timings
     wrong: str | None = None
@@ -155,7 +155,7 @@ def bench_of(
     collectives = []
     for result in results:
         if result.wrong is not None:
-            continue  # a path that corrupts data has no speed
+            continue  # the speed of a path that corrupts data is not recorded
         timings, ends = _rounded(result.timings), (result.source, result.target)
         if result.operation == COPY:
             link = links.get(ends) or _unlisted(machine, *ends)

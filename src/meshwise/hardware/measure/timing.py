@@ -1,4 +1,4 @@
-"""Time repeated calls by the device's clock, else by the host's.
+"""Time repeated calls by the device's clock, or by the host's.
 
 On CUDA many calls are enqueued behind a held stream and lie between two events, so that the host's pace does not count;
 the first calls are left out. Calls are repeated, for a median and its percentiles.
@@ -14,9 +14,9 @@ import torch
 from meshwise.spec.devices import has_streams
 from meshwise.torch_compat.driver import hold_stream
 
-WARM_UP = 5  # maximum calls; fewer if two in a row differ by less than STABLE
+WARM_UP = 5  # most warm-up calls; fewer if two in a row differ by less than STABLE
 STABLE = 0.1
-LEAST, MOST = 3, 200  # repeats
+LEAST, MOST = 3, 200  # limits on the number of repeats
 BATCH_SECONDS, MOST_CALLS = 2e-3, 20  # short calls are batched up to these limits, as in nccl-tests
 HOST_SECONDS = 1e-5  # the host's time to enqueue a call
 

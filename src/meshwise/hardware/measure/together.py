@@ -25,7 +25,7 @@ from meshwise.spec.units import bytes_text, seconds_text
 from meshwise.transfer.collectives import all_reduce, gather_objects
 
 PING_SECONDS = 0.01
-COMPUTING, WIDTH = 5e-3, 192  # seconds of products of this width before a call, as between a step's collectives
+COMPUTING, WIDTH = 5e-3, 192  # seconds of matrix products of this width before a call, as in a step
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def measure_path(
         if on_cpu:
             before = time.perf_counter()
             in_step.append(_in_step(timed, case.counts, member, share, median(samples[case.size])))
-            at += time.perf_counter() - before  # larger sizes may have fewer of these
+            at += time.perf_counter() - before  # exclude these calls from the cost: larger sizes may have fewer
         wrong = wrong or check_path(path, member, case, 2 * number + 1)
         cost = agree(time.perf_counter() - at - more)[0]
         if wrong:
@@ -92,9 +92,9 @@ def _latency(path: RanksSpec, member: Member) -> float:
 
 def _in_step(timed: Callable[[int], float], computes: bool, member: Member, share: float, seconds: float) -> float:
     """Return the mean seconds of a call if ranks on CPUs compute before it, as in a training step. Collective."""
-    # The first ranks to arrive wait for the last one, and the scheduler lets the threads of gloo wait for a core. Calls
-    # in a row show neither, and a median of a few does not show what a step pays for many. The target of a copy
-    # does not compute, since it may wait for the copy.
+    # In a step, early ranks wait for the last one, and gloo's threads wait for a core. Back-to-back calls show neither,
+    # and the median of a few calls hides rare delays, so the mean is taken. The target of a copy does not compute,
+    # because it may wait for the copy.
     left, right = torch.ones(WIDTH, WIDTH), torch.ones(WIDTH, WIDTH)
     product, call = _agree(member, host_seconds(lambda: left @ right, member.device, 50), seconds)
     products, count = round(COMPUTING / product), min(max(round(share / (COMPUTING + call)), LEAST), MOST)
@@ -108,7 +108,7 @@ def _in_step(timed: Callable[[int], float], computes: bool, member: Member, shar
 
 
 def _timed(case: Case, member: Member, latency: float, batch: int) -> float:
-    """Return the mean seconds of `batch` calls without the answer's latency; 0 if they do not count."""
+    """Return the mean seconds of `batch` calls, without the latency of the answer. Return 0 if they do not count."""
     seconds = stream_seconds if has_streams(member.device) else host_seconds
     took = seconds(case.call, member.device, batch)
     return max(took - latency, took / 2) if case.counts else 0.0

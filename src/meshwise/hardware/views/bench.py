@@ -2,7 +2,7 @@
 
 It shows what each device, path and collective reached, and what is wrong.
 
-Rates are of the largest measured size unless a size is given above them. No number is ever cut: columns that do
+Rates are for the largest measured size unless a size is given above them. No number is ever cut: columns that do
 not fit are left out, the last first.
 """
 

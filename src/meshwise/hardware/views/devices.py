@@ -145,7 +145,7 @@ def _shown_dtype(devices: Sequence[Device]) -> str:
 
 
 def _reached(device: Device) -> str:
-    """Format the best measured rate of products, or "unknown"; shown if the peak is unknown."""
+    """Format the best measured rate of products, or "unknown". It is shown if the peak is unknown."""
     best = max(device.matmuls, key=lambda product: product.rate, default=None)
     return "unknown" if best is None else f"reached {flops_text(best.rate)} {best.dtype}"
 
@@ -173,7 +173,7 @@ def links_text(machine: Machine, width: int) -> list[Text]:
     """Return lines that show the links between devices and between hosts."""
     names = [device.name for device in machine.devices]
     pairs = [link for link in machine.links if {link.source, link.target} <= set(names)]
-    classes = [link for link in machine.links if link.source == link.target == DEVICE]  # only in a described machine
+    classes = [link for link in machine.links if link.source == link.target == DEVICE]  # only for described machines
     network = _alike([link for link in machine.links if link.source.startswith(NODE)])
     lines = [labelled("links", f"any two devices of a host: {_sentence(link)}") for link in classes]
     return [
@@ -212,7 +212,7 @@ def _pairs(pairs: Sequence[Link], names: Sequence[str], width: int) -> list[Text
 
 
 def _alike(links: Sequence[Link]) -> dict[str, list[Link]]:
-    """Gather the links that the same sentence describes."""
+    """Group the links that have the same description."""
     kinds: dict[str, list[Link]] = {}
     for link in links:
         kinds.setdefault(_sentence(link), []).append(link)
