@@ -6,7 +6,7 @@ The techniques, each with the reason for its place:
     placement    moves the model to the device, with the start values of rank 0; a deferred model gets values later
     stages       drops what other stages of a pipeline hold, so that later techniques need not handle it
     batch norm   over all ranks: changes a layer's own forward, which recompute and shard then wrap; the same holds for
-    balance losses, of mixtures of experts
+    balance losses of mixtures of experts
     expert       in each experts module, the forward finds this rank's experts, and the tokens routed to them
     tensor       in each module, the forward, as its author wrote it, finds this rank's parts of its parameters
     context      the whole model's forward finds this rank's positions of its inputs
@@ -16,7 +16,7 @@ The techniques, each with the reason for its place:
     shard        after recompute and offload: it gathers a block around the block's wrapped forward
     start values of a deferred model (deferred.py): once each rank has its part, and before data, which needs them
     pipeline     around the wrapped forward of a block, which is run or skipped as a whole
-    data         last: it reduces the gradients of the parameters that the other techniques have made; with shard,
+    data         last: it reduces the gradients of the parameters that the other techniques have made; under shard,
                  shard does this for both
     zero1        and offload of the optimizer: they need parameters that do not change any more
 
@@ -60,8 +60,8 @@ TECHNIQUES: tuple[tuple[str, str], ...] = (
     ("zero1.ZERO1", "zero1"),
     ("offload_state.OFFLOAD_STATE", "offload"),
 )
-"""In their order: where a technique is, and the fields of a plan that use it where they differ from their defaults. One
-without a field depends on the model."""
+"""The techniques in their order: where each one is, and the fields of a plan that use it if they differ from their
+defaults. A technique without a field depends on the model."""
 
 
 def techniques_of(plan: Plan, *, compiled: bool = False) -> list[Technique]:

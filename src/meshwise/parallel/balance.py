@@ -1,12 +1,12 @@
 """Compute a mixture of experts' balance loss over the global batch.
 
-The loss is then that of one device.
+The loss then equals that of one device.
 
 Such a loss is a product of two means over tokens (Switch Transformer, arXiv:2101.03961), so the mean over ranks of each
 rank's loss is another number. Models of transformers call a module-level function for it; during their forward, that
 function gets the router outputs of all ranks, and gradients go back to the ranks that computed them.
 
-An expert capacity counts the tokens of one rank; one device counts those of the whole batch. A run prints a note on it.
+An expert capacity counts the tokens of one rank; on one device, it counts the whole batch. A run prints a note on it.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ def compile_blocks(model: nn.Module, backend: str | None = None) -> list[str]:
     blocks = repeated_blocks(model) or blocks_of(model) or [("", model)]
     for _, block in blocks:
         for part in block.modules():
-            if isinstance(part.forward, functools.partial):  # wrapped by another technique: it communicates
+            if isinstance(part.forward, functools.partial):  # another technique has wrapped it, and communicates in it
                 changed: Any = part
                 changed.forward = torch.compiler.disable(part.forward)
         put_forward(block, _Compiled(block.forward, backend or BACKEND))
@@ -43,14 +43,14 @@ def compile_blocks(model: nn.Module, backend: str | None = None) -> list[str]:
 
 
 class _Compiled:
-    """A compiled forward. A deep copy of its module has one of its own."""
+    """A compiled forward. A deep copy of the module gets its own compiled forward."""
 
     def __init__(self, forward: Callable[..., Any], backend: str) -> None:
         self._forward, self._backend = forward, backend
         self._run = torch.compile(forward, backend=backend)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        split = any(isinstance(each, SplitTensor) for each in (*args, *kwargs.values()))  # no graph can hold these
+        split = any(isinstance(each, SplitTensor) for each in (*args, *kwargs.values()))  # graphs cannot hold them
         return (self._forward if split else self._run)(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Compiled:

@@ -46,7 +46,7 @@ def deferred() -> Iterator[None]:
     """
     record = OpRecord()
     with warnings.catch_warnings(), record.mode:
-        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # copy.deepcopy does
+        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # copy.deepcopy causes this
         try:
             yield
         except (RuntimeError, ReplayMismatch, UsageError) as error:
@@ -90,7 +90,7 @@ def materialise(model: nn.Module, device: torch.device | str = "cpu") -> None:
 
 
 def take_fakes(model: nn.Module) -> Callable[[torch.device | str, torch.device | str], None] | None:
-    """Replace the fake tensors of a deferred `model` by meta tensors, and return a function that fills the model with
+    """Replace the fake tensors of a deferred `model` with meta tensors, and return a function that fills the model with
     values."""
     fakes = {key: t for key, t in _tensors(model).items() if is_fake(t)}
     if not fakes:
@@ -170,7 +170,7 @@ class _Skeleton:
             end = record.rewind()
             replay(record.entries, wanted, filling.finished)
             end()
-        else:  # everything was loaded: nothing is drawn
+        else:  # everything was loaded, so nothing is drawn
             record.undraw()
         for (name, attribute), value in self.attributes.items():
             known = map_tensors(lambda t: filling.values.get(id(t), t), value)
@@ -190,14 +190,14 @@ class _Filling:
         self._absent = {id(p) for p in stages.absent_parameters(model)}
 
     def put(self, slot: _Slot, make: Callable[[Tensor, torch.device | str], Tensor]) -> None:
-        """Replace a parameter or buffer of the model by the tensor that `make(meta tensor, device)` returns."""
+        """Replace a parameter or buffer of the model with the tensor that `make(meta tensor, device)` returns."""
         meta = self._metas[slot.module, slot.name]
         if id(meta) not in self._made:
             self._made[id(meta)] = _like(meta, make(meta, self._parts if isinstance(meta, DTensor) else self._device))
         slot.put(self._model, self._made[id(meta)])
 
     def fill_absent(self) -> None:
-        """Replace the parameters that only other pipeline stages use by tensors of NaN that need no memory."""
+        """Replace parameters used only by other pipeline stages with NaN tensors that take no memory."""
         for number, slots in list(self.slots.items()):
             if all(id(self._metas[slot.module, slot.name]) in self._absent for slot in slots):
                 for slot in self.slots.pop(number):

@@ -132,7 +132,7 @@ def _experts(model: nn.Module) -> Iterator[tuple[str, nn.Module, int]]:
 
 
 def _list_of_experts(model: nn.Module) -> str:
-    """Return the name of a list of several modules that "expert" names, or their class; "" if there is none."""
+    """Return the name of a list of modules with "expert" in its name or in their class. Return "" if there is none."""
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList | nn.ModuleDict) and len(list(module.children())) > 1:
             words = f"{name.rpartition('.')[2]} {type(module).__name__} {type(next(module.children())).__name__}"
@@ -242,7 +242,7 @@ def _with_parts(experts: Experts, forward: Callable[..., Any], *given: Any) -> T
     finally:
         parameters_in(module).update(held)
         vars(module).update(counts)
-    if len(given[0]) == 0 and torch.is_grad_enabled():  # take part in the other ranks' backward
+    if len(given[0]) == 0 and torch.is_grad_enabled():  # so that this rank takes part in the other ranks' backward
         nothing = sum(p.reshape(-1)[:0].sum() for p in local.values() if p is not None and p.requires_grad)
         made = made + (sum(each.sum().to(made) for each in given if isinstance(each, Tensor)) + nothing)
     return made

@@ -50,7 +50,7 @@ class Holding:
         self._live_modules: set[str] = set()
         self._trained: tuple[bool, ...] = ()
         self._shared: list[tuple[str, collectives.Group]] = []
-        self._owned: set[str] = set()  # names of the shared parameters that count for this rank
+        self._owned: set[str] = set()  # names of the shared parameters that this rank counts in norms
         self.let_go_parts: Callable[[set[str]], list[Any]] | None = None
         """Frees this rank's shards of the named parameters (see `Setup.let_go`). None if parameters are not sharded."""
         self._seen: list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]] = []
@@ -91,7 +91,7 @@ class Holding:
         _drop(self.model, stages.lacks(self.model), self._pipe.rank)
 
     def show(self, seen: bool) -> None:
-        """Replace the parameters that only other pipeline stages need by NaN tensors, or put the parameters back."""
+        """Replace the parameters that only other pipeline stages need with NaN tensors, or restore the parameters."""
         for module, name, held, shown in self._seen:
             parameters_in(module)[name] = shown if seen else held
 
@@ -246,7 +246,7 @@ def let_go(optimizer: Optimizer) -> None:
             optimizer.state.pop(p, None)
 
 
-LOOKS = 2  # the first forwards of a rank's stages whose values are checked
+LOOKS = 2  # how many first forwards of a rank's stages get a check of the parameters' values
 
 
 class StageWrites:

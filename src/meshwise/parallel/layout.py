@@ -109,7 +109,7 @@ def _divides(length: int, ranks: int) -> bool:
 
 def _layers(model: nn.Module) -> Iterator[Layer]:
     for name, module in model.named_modules():
-        if parameters_in(module).get("weight") is None:  # a computed weight (parametrized or pruned)
+        if parameters_in(module).get("weight") is None:  # the weight is computed (parametrized or pruned)
             continue
         if isinstance(module, nn.Linear):
             yield Layer(name, module, 0, 1)
@@ -119,7 +119,7 @@ def _layers(model: nn.Module) -> Iterator[Layer]:
         elif isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
             if module.groups == 1 and not module.transposed:
                 yield Layer(name, module, 0, 1)
-        elif type(module).__name__ == "Conv1D" and isinstance(getattr(module, "nf", None), int):  # of transformers
+        elif type(module).__name__ == "Conv1D" and isinstance(getattr(module, "nf", None), int):  # a transformers layer
             yield Layer(name, module, 1, 0)
 
 
@@ -240,13 +240,13 @@ def sections_of(model: nn.Module, name: str, layer: nn.Module, takes: int, gives
     names = [p.name for p in inspect.signature(type(parent).forward).parameters.values() if p.default is p.empty][1:]
     given = [torch.zeros(1, 2, takes, dtype=weight.dtype, device=weight.device), *[None] * (len(names) - 1)]
     sections = 0
-    _watched(weight.new_zeros(gives), slices)  # outside of the `try`: our own errors must show
+    _watched(weight.new_zeros(gives), slices)  # outside of the `try`, so that meshwise's own errors are raised
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[]), contextlib.redirect_stdout(None), failing_quietly():
             type(parent).forward(twin, *given[: sum(n not in ("args", "kwargs") for n in names)])
     except _Taken as taken:
         sections = taken.args[0]
-    except Exception:  # a module may raise anything if its mask is None
+    except Exception:  # a module may raise anything for a mask of None
         pass
     if not sections and len(slices) > 1 and len({end - begin for begin, end in slices}) == 1:
         sections = len(slices)

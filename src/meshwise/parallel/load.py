@@ -71,7 +71,7 @@ class _Stored:
 
     def part(self, like: Tensor, device: torch.device | str) -> Tensor:
         """Read this rank's part of the stored tensor. The result is sharded like `like` and has the dtype of `like`."""
-        with safe_open(self.file, "pt") as opened:  # close it soon: mapped pages count as used memory
+        with safe_open(self.file, "pt") as opened:  # closed at once, because mapped pages count as used memory
             stored = opened.get_slice(self.name) if like.dim() else None
             read = opened.get_tensor(self.name) if stored is None else local_part(like, stored.__getitem__)
             local = torch.empty(read.shape, dtype=like.dtype).copy_(read)

@@ -1,7 +1,7 @@
 """Save the state that module calls may write, and restore it.
 
-This covers buffers, attributes, and the containers and globals that the modules' methods use, or functions that these
-call by name. State in other objects is not covered.
+This covers buffers, attributes, and the containers and globals that are used by the modules' methods, or by functions
+that these call by name. State in other objects is not covered.
 """
 
 from __future__ import annotations

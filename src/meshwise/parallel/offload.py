@@ -33,7 +33,7 @@ from meshwise.torch_compat.modules import put_forward
 from meshwise.torch_compat.reducer import base_of, version
 
 SMALLEST = 1024  # bytes: smaller copies cost more than they free
-WINDOW = 256 << 20  # bytes fetched ahead of use
+WINDOW = 256 << 20  # bytes to fetch ahead of use
 
 
 @dataclass(eq=False)

@@ -133,7 +133,7 @@ def _fetched(value: Tensor, parameter: Tensor) -> Tensor:
 
 
 def _bind(optimizer: Optimizer, plan: Plan, world: World) -> None:
-    if "optimizer" in plan.offload and "parameters" not in plan.offload:  # else their state is there already
+    if "optimizer" in plan.offload and "parameters" not in plan.offload:  # else the state is on the host already
         OffloadedState(optimizer)
 
 

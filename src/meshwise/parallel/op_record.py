@@ -4,7 +4,7 @@ The record holds the operators in order, and which random numbers they would dra
 
 torch has no hook for code that sets a generator. So each random operator advances the real generator by one number,
 which gives every entry of the record a distinct generator state. If the state has changed otherwise, the program has
-set the generator, or has put it back to its state at a known entry.
+set the generator, or has restored its state at a known entry.
 """
 
 from __future__ import annotations

@@ -117,7 +117,7 @@ def steps_for(entries: Sequence[Entry], keep: Iterable[int]) -> list[ReplayStep]
             steps.append(ReplayStep(index, entry, rng_only=True))
         elif useful or entry.generator is not None:
             touched = entry.reads | entry.writes | entry.fresh
-            # A storage that is touched later need not live until then: it is refilled.
+            # A storage that is refilled before its next read need not live until then.
             done = tuple(sorted(s for s in touched if s not in later or s not in live))
             steps.append(ReplayStep(index, entry, done=done))
             later |= touched

@@ -35,9 +35,9 @@ class Pass:
         self.action, (self.lo, self.hi), self.is_last, self._blocks = action, own, is_last, blocks
         self.received: Any = None
         self.carried: list[Any] = []
-        self.forms: dict[int, Any] = {}  # of the outputs of blocks so far, by number
+        self.forms: dict[int, Any] = {}  # the `Form` of each block's output so far, by block number
         self.device = torch.device("cpu")
-        self.gradients: list[Tensor | None] = []  # gradients of received tensors, from the backward
+        self.gradients: list[Tensor | None] = []  # the gradients of received tensors, which the backward stores
         self.output: Any = None
         self.sent: list[Tensor] = []
         self.left = False
@@ -196,7 +196,7 @@ class Passing:
 
     def begin_backward(self, now: Pass) -> None:
         """Free what the previous microbatch's backward has sent."""
-        if self._stages == self._pipe.size:  # otherwise the other rank may need more before it receives
+        if self._stages == self._pipe.size:  # with more stages, the receiver may need other messages first
             self._free_sent(Action(False, now.action.stage, now.action.microbatch - 1))
 
     def receive_backward(self, now: Pass) -> Tensor:
@@ -223,11 +223,11 @@ class Passing:
             self._send(action, target, None, found)
         now.let_go()
 
-    # Both.
+    # Both directions.
 
     def _send(self, action: Action, target: int, hidden: Hidden | None, tensors: Sequence[Tensor]) -> None:
         group = self._pipe.towards(self._pipe.rank, target)
-        sends = self._sends.setdefault(action, [])  # after a failed step, it has earlier sends
+        sends = self._sends.setdefault(action, [])  # after a failed step, the list still has its sends
         if hidden is not None:
             key = action.stage, self._keys[action.microbatch]
             known = self._known.get(key)

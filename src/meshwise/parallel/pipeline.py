@@ -40,7 +40,7 @@ from meshwise.transfer import collectives, stages
 from meshwise.transfer.stages import Pipe
 
 Cost = Callable[[str, nn.Module], float]
-LOOKS = 3  # a stage's first forwards, and the first after its modules change, whose values are checked
+LOOKS = 3  # how many forwards of a stage are checked for NaN, at first and after its modules change
 
 
 class Pipeline:
@@ -58,9 +58,9 @@ class Pipeline:
         self._ranges = stage_ranges(costs_of(self._blocks, cost), self.stages)
         self.own = range(pipe.rank, self.stages, pipe.size)
         """The numbers of the stages on this rank."""
-        self._looks = LOOKS * len(self.own)  # forwards still to check
+        self._looks = LOOKS * len(self.own)  # number of forwards still to check
         self._now: Pass | None = None
-        self._again: Pass | None = None  # its backward is running
+        self._again: Pass | None = None  # the pass whose backward is running
         self._writes = StageWrites()
         mine = [block for stage in self.own for _, block in self._blocks[slice(*self._ranges[stage])]]
         self.holding = Holding(model, pipe, [block for _, block in self._blocks], mine)
@@ -209,7 +209,7 @@ class Pipeline:
         """Run a block that belongs to this stage. Skip a block that belongs to an earlier stage. End the forward at a
         block that belongs to a later stage."""
         now, again = self._now, self._again
-        if now is None and again is not None:  # a checkpoint recomputes it
+        if now is None and again is not None:  # a checkpoint recomputes the block
             if number < again.hi:
                 return again.passed_by(number, again=True) if number < again.lo else forward(*args, **kwargs)
             raise PlanError(

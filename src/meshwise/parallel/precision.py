@@ -24,7 +24,7 @@ from meshwise.torch_compat.driver import computes_bf16
 from meshwise.torch_compat.modules import put_forward, store_model, stored_in
 from meshwise.torch_compat.tree import map_tensors
 
-LACKS = ("not implemented for", "could not create a primitive", "does not support")  # an operator is missing
+LACKS = ("not implemented for", "could not create a primitive", "does not support")  # in errors on missing operators
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 CAST = (nn.Linear, *CONVOLUTIONS, nn.LSTM, nn.MultiheadAttention)  # autocast casts their weights
 
@@ -46,7 +46,7 @@ def check_computes(model: nn.Module | None, device: str, dtypes: Dtypes) -> None
 def _tried(device: str, computed: str, with_lstm: bool) -> list[tuple[str, str]]:
     """Run an `nn.Linear` on the device in the precision `computed`, forward and backward."""
     failed = []
-    with torch.random.fork_rng(), torch.enable_grad():  # the layers draw start values
+    with torch.random.fork_rng(), torch.enable_grad():  # creating layers draws random numbers
         parts: list[nn.Module] = [nn.Linear(1, 1), *([nn.LSTM(1, 1)] if with_lstm else [])]
         for part in parts:
             try:
@@ -138,7 +138,7 @@ def _apply(setup: Setup) -> None:
     dtypes = setup.plan.dtypes
     store_parameters(setup.model, dtypes)
     gathered = TORCH[dtypes.computed] if dtypes.computed != dtypes.stored else None
-    if gathered or reduced_in(dtypes):  # autocast casts the inputs
+    if gathered or reduced_in(dtypes):  # autocast casts the inputs, not FSDP
         setup.gather_dtypes = MixedPrecisionPolicy(gathered, TORCH[dtypes.reduced], cast_forward_inputs=False)
     setup.gathered_narrow = gathered_narrow(setup.model)
 

@@ -85,8 +85,7 @@ def _stepped(optimizer: optim.Optimizer, dtype: torch.dtype, place: Place, every
     clone, small = _copied(optimizer, draw)
     if hasattr(clone, "train"):  # a schedule-free optimizer
         clone.train()
-    # Some optimizers change their step after a number of steps that is one of their settings:
-    # Shampoo after 25.
+    # Some optimizers change their step after a number of steps, which is one of their settings (25 in Shampoo).
     waits = [v for held in (vars(optimizer), *optimizer.param_groups) for v in held.values() if type(v) is int]
     for number in range(max([STEPS, *(wait + 2 for wait in waits if wait + 2 <= MOST_STEPS)])):
         for index, (p, stands_for) in enumerate(small.items()):
@@ -97,9 +96,8 @@ def _stepped(optimizer: optim.Optimizer, dtype: torch.dtype, place: Place, every
 
 
 def _copied(optimizer: optim.Optimizer, draw: Callable[[Tensor], Tensor]) -> tuple[Any, dict[nn.Parameter, Tensor]]:
-    """Return a copy without state, and its test parameters with those they stand for."""
-    # For speed, two parameters
-    # stand for all similar ones.
+    """Return a copy without state, and a dict from its test parameters to the parameters that they represent."""
+    # For speed, two parameters represent all similar ones.
     clone: Any = object.__new__(type(optimizer))
     memo: dict[int, Any] = {id(optimizer): clone, id(optimizer.state): defaultdict(dict)}
     memo |= {id(hooks): {} for name, hooks in vars(optimizer).items() if is_hooks(name)}
@@ -118,6 +116,6 @@ def _copied(optimizer: optim.Optimizer, draw: Callable[[Tensor], Tensor]) -> tup
 
 
 def _small_shape(p: Tensor) -> torch.Size:
-    """Return the shape of a test parameter for `p`: not evenly divided, and as tall or wide."""
+    """Return the shape of a test parameter. It is tall or wide as `p` is, and cannot be divided evenly."""
     tall = p.ndim < 2 or p.shape[0] >= p.shape[1]
     return torch.Size((ROWS, ROWS - 1 if tall else ROWS + 1, *[2] * (p.ndim - 2))[: p.ndim])

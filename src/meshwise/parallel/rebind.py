@@ -1,6 +1,6 @@
 """Point optimizers and checkpoints at the parameters a plan replaced.
 
-The plan replaces parameters by this rank's parts.
+The plan replaces parameters with this rank's parts.
 
 An optimizer that was made before would step the old parameters, without an error and without effect. When it is
 re-bound, it stays the same object, with the same groups, settings and state. Schedulers that refer to it need no
@@ -23,7 +23,7 @@ from meshwise.transfer.sharded import shard_like
 
 
 def rebind(optimizer: Optimizer, names: Mapping[int, str], now: Mapping[str, nn.Parameter]) -> None:
-    """Replace the parameters of `optimizer` in place by the parameters that the model has now. Shard the optimizer's
+    """Replace the parameters of `optimizer` in place with the parameters that the model has now. Shard the optimizer's
     state like the new parameters.
 
     names: maps the id of each parameter that the optimizer holds to the parameter's name.
@@ -58,11 +58,11 @@ def register_model_load_hooks(model: nn.Module) -> None:
 def _shard_parameters(module: nn.Module, state: dict[str, Any], prefix: str, *unused: Any) -> None:
     for name, p in module.named_parameters(recurse=False, remove_duplicate=False):
         value = state.get(prefix + name)
-        if isinstance(value, Tensor) and value.shape == p.shape:  # torch reports other shapes
+        if isinstance(value, Tensor) and value.shape == p.shape:  # torch reports a wrong shape
             state[prefix + name] = shard_like(value, p)
 
 
-COUNTERS = ("step", "eta", "mu")  # in torch's optimizers: plain numbers, even for a scalar parameter
+COUNTERS = ("step", "eta", "mu")  # plain numbers in the state of torch's optimizers, even for a scalar parameter
 
 
 def register_optimizer_load_hook(optimizer: Optimizer) -> None:
@@ -73,7 +73,7 @@ def register_optimizer_load_hook(optimizer: Optimizer) -> None:
 def _shard_state(optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
     numbers = [number for group in saved["param_groups"] for number in group["params"]]
     held = held_parameters(optimizer)
-    if len(numbers) != len(held):  # torch reports the difference
+    if len(numbers) != len(held):  # torch reports a wrong number of parameters
         return saved
     state = dict(saved["state"])
     for number, p in zip(numbers, held, strict=True):

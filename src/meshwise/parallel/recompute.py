@@ -38,7 +38,7 @@ COMPUTE_INTENSIVE_OPS = ("mm", "addmm", "bmm", "baddbmm", "linear", "convolution
 
 Contexts = tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]]
 Written = tuple[nn.Module, str, Tensor | None]
-"""A buffer that a forward has written, and what it held before. None for a batch norm, which does not read it."""
+"""A buffer that a forward has written, and its value before. None for a batch norm, which does not read the buffer."""
 
 
 def recompute_blocks(model: nn.Module, recompute: str | Sequence[str]) -> list[str]:
@@ -67,7 +67,7 @@ def _recomputed(
     block: nn.Module, forward: Callable[..., Any], selective: bool, /, *arguments: Any, **keywords: Any
 ) -> Any:
     """Run a block's forward, under a checkpoint if gradients are enabled."""
-    lent = any(not isinstance(p, nn.Parameter) for p in block.parameters())  # by functional_call, until it ends
+    lent = any(not isinstance(p, nn.Parameter) for p in block.parameters())  # swapped in by functional_call
     if lent or not torch.is_grad_enabled():
         return forward(*arguments, **keywords)
     buffers = [(part, name, b) for part in block.modules() for name, b in part.named_buffers(recurse=False)]
@@ -79,7 +79,7 @@ def _recomputed(
     run = _Runs(forward, given, list(keywords))
     same = determinism_of_parts()
     result = checkpoint(run, *tensors, use_reentrant=False, context_fn=contexts, determinism_check=same)
-    # autograd does not count writes to a batch norm's running statistics: treat possible ones as written.
+    # autograd does not count writes to a batch norm's running statistics, so possible writes count as writes.
     written += [
         (part, name, start)
         for (part, name, b), (v, start) in zip(buffers, before, strict=True)
@@ -104,7 +104,7 @@ class _Runs:
     def __call__(self, *tensors: Tensor) -> Any:
         again = _copied(self._before, {}) if self._changes and self._first is None else self._before
         rest, self._first = iter(again if self._first is None else self._first), None
-        # autograd saves and returns plain tensors.
+        # autograd saves and returns plain tensors, so split them again.
         given = iter(split_again(tensor, parts) for tensor, parts in zip(tensors, self._parts, strict=True))
         values = [next(given) if is_tensor else next(rest) for is_tensor in self._is_tensor]
         first = len(values) - len(self._names)

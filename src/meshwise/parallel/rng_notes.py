@@ -1,4 +1,4 @@
-"""Note on a plan which random draws differ between ranks.
+"""Add notes on which random draws differ between ranks.
 
 The notes name the draws for which each rank uses different numbers.
 """

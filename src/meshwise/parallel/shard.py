@@ -68,20 +68,20 @@ class Sharded:
         mesh = make_mesh(setup.plan, setup.world, replicas=True)
         kept = tuple(name for name in mesh.mesh_dim_names or () if name not in WITHIN_SAMPLES)
         self.mesh = mesh = mesh[kept] if len(kept) < mesh.ndim else mesh
-        pin = torch.accelerator.is_available()  # pinning needs an accelerator
+        pin = torch.accelerator.is_available()  # memory can only be pinned with an accelerator
         policy = CPUOffloadPolicy(pin_memory=pin) if setup.parts_on_host else OffloadPolicy()
         dtypes = setup.gather_dtypes or MixedPrecisionPolicy()
         self._mixed = dtypes.param_dtype is not None
         wide = {name for name, p in model.named_parameters() if id(p) not in setup.gathered_narrow}
         self._roots: list[FSDPModule] = []
-        self._by_method = set[FSDPModule]()  # roots that a method ran since the last backward
+        self._by_method = set[FSDPModule]()  # roots used by a method other than forward since the last backward
         self._key = f"meshwise/shard/{next(_made)}/{collectives.group_key()}"
         self._skipped = parameters_that_may_be_skipped(model, roots_of(model))
         self._staged = setup.plan.pipeline > 1
         absent = stages.absent_parameters(model)
         self.whole_mesh = mesh_of_stage(setup.plan, setup.world)
         """The mesh of all ranks of this pipeline stage. It may have axes that `mesh` lacks, such as `tensor`."""
-        self._own_numbers = list[SingleNumbers]()  # at most one
+        self._own_numbers = list[SingleNumbers]()  # empty, or a list of one
         if not (self._staged or setup.parts_on_host):
             absent = absent | self._take_numbers(SingleNumbers(model, self.whole_mesh, absent), setup)
         for root in roots_of(model):
@@ -246,7 +246,7 @@ class Sharded:
         self._backwards += 1
         self._so_far, self._passed, self._asked, self._reached, self._filled = 0, 0, 0, set(), {}
         self._reached_past_blocks.clear()
-        for name, p in self._parameters():  # not earlier: deferred parameters are replaced, and some may be unfrozen
+        for name, p in self._parameters():  # not done earlier: parameters may be replaced or unfrozen
             if p.requires_grad and name not in self._noticed:
                 self._noticed.add(name)
                 p.register_hook(functools.partial(self._note_reached, name, getattr(p, "placements", None)))
@@ -325,7 +325,7 @@ class Sharded:
             self._idle = nowhere - self._skipped
         elif unreached:
             if torch.accelerator.is_available():
-                torch.accelerator.synchronize()  # the other ranks counted before their reduction
+                torch.accelerator.synchronize()  # other ranks counted before their reductions, which are over now
             size = collectives.world_size()
             nowhere = {name for name, keys in unreached.items() if all(default_store().add(k, 0) == size for k in keys)}
         else:
@@ -355,7 +355,7 @@ def _apply(setup: Setup) -> None:
     generates_together(setup.model)
     setup.notes += make_contiguous(setup.model)
     sharded = setup.reduction = Sharded(setup)
-    setup.coupled_gradients |= plan.reduce_each  # reduced before all weights are known, so one scale for all
+    setup.coupled_gradients |= plan.reduce_each  # reducing before all weights are known needs one scale
     of_model = weakref.ref(sharded)
     setup.let_go = lambda names: [] if (held := of_model()) is None else held.let_go(names)
     register_model_load_hooks(setup.model)

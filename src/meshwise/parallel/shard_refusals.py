@@ -28,7 +28,7 @@ from meshwise.torch_compat.sharding import Group
 from meshwise.transfer import collectives
 from meshwise.transfer.reading import agree, meet, someone_is_past
 
-_tried: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # optimizers that step parts like whole parameters
+_tried: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # optimizers that were found to step parts like whole parameters
 COPIED = (
     "Make a copy of the model (such as an EMA) before mw.distribute, and pass both models, so that both are divided "
     "alike: mw.distribute(model, ema, optimizer, loader)."
@@ -57,12 +57,12 @@ def add_advice(error: BaseException) -> None:
         )
     if not isinstance(error, RuntimeError) or "DTensor" not in text:
         return
-    if "torch/optim/" in through.replace("torch/optim/swa_utils.py", ""):  # swa_utils has no optimizer
+    if "torch/optim/" in through.replace("torch/optim/swa_utils.py", ""):  # swa_utils is no optimizer
         error.add_note(
             "This optimizer cannot step parameters of which each rank has only a part. Use another optimizer, or data "
             "alone, such as --set zero1=true."
         )
-    elif re.search(r"aten\.\w+_\.\w+ got mixed", text):  # an in-place write
+    elif re.search(r"aten\.\w+_\.\w+ got mixed", text):  # the error of an in-place write
         error.add_note(f"This in-place operator mixes a sharded parameter with a whole tensor. {COPIED}")
     elif "mixed torch.Tensor and DTensor" in text:
         error.add_note(

@@ -94,7 +94,7 @@ def _calls(kind: Any, attribute: str) -> list[_Calls]:
 def _parsed(function: Any) -> ast.FunctionDef | None:
     try:
         found = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
-    except (OSError, TypeError, SyntaxError, IndexError):  # typed in a prompt, or generated
+    except (OSError, TypeError, SyntaxError, IndexError):  # the code was typed at a prompt, or generated
         return None
     return found if isinstance(found, ast.FunctionDef) else None
 
@@ -103,10 +103,10 @@ class _Calls:
     """Finds the calls of `self.<attribute>`, or of entries of that list, in a function."""
 
     def __init__(self, function: Any, tree: ast.FunctionDef, attribute: str) -> None:
-        self._entries = {f"self.{attribute}"}  # and the names of its entries
+        self._entries = {f"self.{attribute}"}  # and, later, the names of its entries
         self._flags = {each.arg for each in ast.walk(tree.args) if isinstance(each, ast.arg)} - {"self"}
         self._varying = set[str]()  # names whose values differ between ranks
-        for node in [*ast.walk(tree)] * 2:  # twice: a loop's end assigns names that its beginning reads
+        for node in [*ast.walk(tree)] * 2:  # twice, because a loop's end may assign names that its start reads
             if isinstance(node, BINDS):
                 self._note_names(node)
         code, left, self.seen, self.where, self.texts = function.__code__, False, False, "", set[str]()
@@ -154,7 +154,7 @@ class _Calls:
         return isinstance(node, ast.Call) and not _is_same(node)
 
     def _with_guards(self, node: ast.AST, guarded: bool = False) -> Iterator[tuple[ast.AST, bool]]:
-        """Yield each node, and whether a condition that may differ guards it."""
+        """Yield each node, and whether it is under a condition that may differ between ranks."""
         guarded = guarded or any(map(self._varies, self._conditions(node)))
         yield node, guarded
         for child in ast.iter_child_nodes(node):
@@ -177,6 +177,6 @@ class _Calls:
 
 
 def _is_same(call: ast.Call) -> bool:
-    """Return whether a call of the same arguments has the same result on all ranks."""
+    """Return whether a call with the same arguments has the same result on all ranks."""
     text = ast.unparse(call.func)
     return text in SAME_AS_GIVEN or not SAME_EVERYWHERE.isdisjoint(text.split("."))

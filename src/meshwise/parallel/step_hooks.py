@@ -32,7 +32,7 @@ from meshwise.torch_compat.sharding import local_of
 
 BY_NUMBERS: set[Any] = {optim.Adadelta, optim.Adagrad, optim.Adam, optim.AdamW, optim.Adamax, optim.ASGD, optim.NAdam}
 BY_NUMBERS |= {optim.RAdam, optim.RMSprop, optim.SGD, optim.SparseAdam}
-MAKES_STATE = "_init_optim_state"  # of torch's distributed/checkpoint/state_dict.py
+MAKES_STATE = "_init_optim_state"  # a function of torch's distributed/checkpoint/state_dict.py
 Before = Callable[[Optimizer, tuple[Any, ...], dict[str, Any]], None]
 """A function called with the optimizer, the positional arguments of its step, and the keyword arguments."""
 After = Callable[[Optimizer], None]
@@ -47,12 +47,12 @@ class Order(enum.IntEnum):
     """The order in which the functions that were passed to `subscribe` are called before an optimizer's step. After the
     step, they are called in reverse order."""
 
-    GUARD = 1  # first: refuses a step before anything has changed for it
+    GUARD = 1  # first, so that it can refuse a step before anything has changed
     WATCH = 2  # sees the gradients of all parameters before, and the parameters of all ranks after
-    DRAWS = 3  # an optimizer draws for parameters, not for a rank's samples
+    DRAWS = 3  # makes the optimizer draw random numbers for parameters, not for a rank's samples
     PHASE = 4  # around the techniques: their cost belongs to the optimizer's span
     ZERO1 = 5  # before offload, which gets state only for parameters that this rank steps
-    OFFLOAD = 6  # last: itself steps all buckets but the last
+    OFFLOAD = 6  # last, because it steps all buckets but the last by itself
 
 
 @dataclass(eq=False)
@@ -147,7 +147,7 @@ class _OneOptimizer:
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if id(sys._getframe(1)) in _inner:
             return
-        self.fail(optimizer)  # an error of an earlier step that bypassed `optimizer.step`
+        self.fail(optimizer)  # an earlier step that bypassed `optimizer.step` has failed
         for subscription in list(self.subscriptions):
             self._called.append(subscription)
             if subscription.before is not None:
@@ -177,7 +177,7 @@ _stepping: set[int] = set()
 """The ids of the optimizers whose step has begun and has not ended normally. If an optimizer has state and its id is
 not here, its step cannot be inside another step. The slow search of the call stack (`_is_inner`) is then left out."""
 _need_closures: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()
-_hooks_of: dict[int, weakref.ref[_OneOptimizer]] = {}  # by id; a WeakValueDictionary would look up in Python
+_hooks_of: dict[int, weakref.ref[_OneOptimizer]] = {}  # by id; a WeakValueDictionary is slower, being written in Python
 
 
 @functools.cache
@@ -234,8 +234,8 @@ def _is_inner(frame: FrameType) -> bool:
 
 
 def _notice_failures(optimizer: Optimizer, fail: After) -> None:
-    """Replace `optimizer.step` by a function that calls `fail(optimizer)` if the step raises an error, and then raises
-    the error."""
+    """Replace `optimizer.step` with a function that calls `fail(optimizer)` if the step raises an error, and then
+    raises the error."""
     step: Any = optimizer.step
     known = weakref.ref(optimizer)
     is_method = hasattr(step, "__func__")

@@ -58,7 +58,7 @@ class Technique:
     bind: Callable[[Optimizer, Plan, World], None] | None = None
 
 
-CARRIED = 1 + 32  # numbers reduced along with the gradients: the loss, and the engine's own
+CARRIED = 1 + 32  # how many numbers are reduced along with the gradients: the loss, and 32 of the engine
 TORCH = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 

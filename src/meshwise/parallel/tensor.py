@@ -66,7 +66,7 @@ def _apply(setup: Setup) -> None:
     rules.prepare()
     whole_mesh = make_mesh(setup.plan, setup.world)
     mesh, axis = whole_mesh[AXIS], MeshAxis.of(whole_mesh, AXIS, sequence=setup.plan.sequence)
-    # pack dim 0 only without shard: torch cannot express both splits of it
+    # Pack dim 0 only without shard, because torch cannot express two splits of the same dim.
     cuts = cuts_of(setup.model, mesh.size(), packed=setup.plan.shard == 1)
     known: dict[int, nn.Parameter] = {}
     absent = stages.absent_parameters(setup.model)
@@ -84,7 +84,7 @@ def _apply(setup: Setup) -> None:
     read_whole(mesh, meet)
     look_out()
     setup.plain = functools.partial(_plain, mesh)
-    # each makes its own parts in both runs: `selective` counts the calls of both
+    # Each block makes its parts anew in both runs, because `selective` matches the operators of both.
     again = blocks_to_recompute(unwrapped(setup.model)) if setup.plan.recompute == "selective" else []
     for root in called_in(setup.model):
         blocks = {root, *(block for _, block in [*repeated_blocks(root), *again])}
@@ -183,7 +183,7 @@ def _put_back(changed: Sequence[tuple[nn.Module, dict[str, Tensor | None]]]) -> 
 
 
 def _localise(owners: Sequence[nn.Module], axis: Axis) -> list[tuple[nn.Module, dict[str, Tensor | None]]]:
-    """Replace the gathered parameters of the modules `owners` by this rank's parts."""
+    """Replace the gathered parameters of the modules `owners` with this rank's parts."""
     changed: list[tuple[nn.Module, dict[str, Tensor | None]]] = []
     local: dict[int, Tensor] = {}
     for own in owners:
@@ -212,7 +212,7 @@ def _part_of(p: DTensor, axis: Axis) -> Tensor:
     divided, local = division(p.placements[-1]), p.to_local()
     local = local.view_as(local) if local.is_leaf else local
     if divided is None:
-        if local.requires_grad:  # otherwise two added parameters may share a gradient that each changes
+        if local.requires_grad:  # two added parameters could share one gradient, and both change it
             local.register_hook(Tensor.clone)
         return local
     dim, sections = divided

@@ -1,6 +1,6 @@
 """Divide the optimizer's state among data-parallel ranks: ZeRO-1.
 
-Every rank holds all parameters and gradients, but the optimizer state of only some.
+Every rank holds all parameters and gradients, but the optimizer state of only some parameters.
 
 Each parameter has an owner rank. On each rank, the optimizer steps only the parameters that the rank owns, so it makes
 state only for these parameters. The new values are then sent from the owner to all ranks. Parameters are assigned

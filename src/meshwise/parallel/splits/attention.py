@@ -46,7 +46,7 @@ def _attention(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[st
         raise NoRule
     if mask is not None:  # keep the rows of this rank's queries
         if values.get("is_causal"):
-            raise NoRule  # let torch raise the error
+            raise NoRule  # so that torch raises the error
         mask = mask if mask.dim() == dims else gather(mask).reshape((1,) * (dims - mask.dim()) + whole_shape(mask))
         mask = with_parts_of(mask, q.part, dims)
     scale = values.get("scale")
@@ -148,7 +148,7 @@ class _Ring(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        saved = ctx.saved_tensors  # may recompute a block
+        saved = ctx.saved_tensors  # reading them may recompute a block
         with on_parts():
             return (*_ring_backward(saved, ctx.asked, ctx.columns, gradient), None, None, None)
 
@@ -162,7 +162,7 @@ def _ring_backward(saved: Sequence[Tensor], asked: _Asked, columns: SplitPart, g
     widths = [k.shape[-1], v.shape[-1]]
     of_kv = grouped.new_zeros(*k.shape[:2], _longest(columns), sum(widths))
     for keys, values, owner in _round(k, v, columns):
-        of_kv = of_kv if owner == columns.axis.rank else columns.axis.pass_on(of_kv)  # passed on with the keys
+        of_kv = of_kv if owner == columns.axis.rank else columns.axis.pass_on(of_kv)  # gradients travel with the keys
         of_k, of_v = of_kv.split(widths, -1)
         for rows, cols, hidden in _blocks(asked, columns, owner, mask, grouped):
             mine, given = grouped[..., rows, :], gradient[..., rows, :]

@@ -35,11 +35,11 @@ class Axis:
         return False
 
     def unheard(self) -> AbstractContextManager[None]:
-        """Return a context manager for exchanges that do not make a model one that mixes rows: a batch norm's."""
+        """Return a context manager for exchanges that do not count as mixing rows, such as those of a batch norm."""
         return nullcontext()
 
     def divides(self, whole: Tensor, dim: int) -> None:
-        """Note that each rank is about to take its part of a whole tensor along `dim`."""
+        """Record that each rank is about to take its part of a whole tensor along `dim`."""
 
     def meet(self, what: str) -> None:
         """Wait until all ranks are about to exchange `what`."""

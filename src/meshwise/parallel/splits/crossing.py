@@ -15,7 +15,7 @@ tensor.
 The backward of each conversion is another conversion of this list, so each can be differentiated twice.
 
 On an axis with a `gradient_scale` of n, the gradient of a part is n times that of the whole tensor. Gradients of
-parameters, which each rank computes from its parts, are then averaged instead of summed, as DDP and FSDP do it.
+parameters, which each rank computes from its parts, are then averaged instead of summed, as in DDP and FSDP.
 """
 
 from __future__ import annotations

@@ -77,11 +77,11 @@ def _in_place(func: Func, args: Args, kwargs: Kwargs) -> Any:
 
 def _cast(func: Func, args: Args, kwargs: Kwargs) -> Any:
     made = func(*args, **kwargs)
-    return given(made, args[0].part) if is_split(args[0]) else made  # not for plain.to(split)
+    return given(made, args[0].part) if is_split(args[0]) else made  # `plain.to(split)` stays plain
 
 
 def _new(func: Func, args: Args, kwargs: Kwargs) -> Any:
-    """Make a constant tensor. One with as many rows as the given tensor is split like it."""
+    """Make a constant tensor. It is split like the given tensor if it has as many rows."""
     x, options = args[0], dict(kwargs)
     size, rest = (options.pop("size"), args[1:]) if "size" in options else (args[1], args[2:])
     if not isinstance(size, (tuple, list)):

@@ -34,7 +34,7 @@ class ParameterHooks:
 
 
 registered = [1]
-"""How often any tensor got a hook."""
+"""A counter that rises whenever a tensor gets a hook."""
 
 
 @functools.cache

@@ -59,7 +59,7 @@ def picked(x: SplitTensor, index: Tensor) -> SplitTensor:
     part, axis, dim, ranks = x.part, x.part.axis, x.part.dim, range(x.part.axis.size)
     into = moved(index.part, 0) if is_split(index) else SplitPart(axis, 0, len(index))
     rows, long = gather(index).cpu(), max(part.length, 1)
-    outside = rows.numel() and not -part.length <= rows.min() <= rows.max() < part.length  # let torch raise the error
+    outside = rows.numel() and not -part.length <= rows.min() <= rows.max() < part.length  # torch raises an error
     if outside or any(each.dim == dim for each in parts_of(x, level_of(part))):
         raise NoRule
     held = [entries(part, rank) for rank in ranks]
@@ -212,7 +212,7 @@ def _nonzero(func: Func, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _rearranged(func: Func, args: Args, kwargs: Kwargs) -> Any:
-    """Flip or roll the rows of a split tensor: what happens to the rows' numbers happens to the rows."""
+    """Flip or roll the rows of a split tensor, by doing the same to the rows' numbers."""
     x = first_split(args)
     *shifts, dims = [*args[1:], *(kwargs[name] for name in ("shifts", "dims") if name in kwargs)]
     if [dim % x.dim() for dim in numbers((dims,))] != [x.part.dim] or len(shifts) != (called(func) == "roll"):

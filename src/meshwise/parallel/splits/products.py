@@ -28,7 +28,7 @@ from meshwise.parallel.splits.rule import NoRule, Rule, moved, refuse, split_in,
 from meshwise.parallel.splits.tensor import SplitTensor, is_split, split, whole_shape
 from meshwise.torch_compat.torch_function import Args, Func, Kwargs
 
-BATCH = "ABCDEFGHIJKLMNOP"  # letters of leading dims
+BATCH = "ABCDEFGHIJKLMNOP"  # letters for leading dims
 
 
 def by_letters(
@@ -46,7 +46,7 @@ def by_letters(
         else:
             parts.append(_divided(operand, own.index(letter), like))
     made = call(*parts)
-    if not made.numel() and not made.requires_grad:  # makes each rank take part in the backward
+    if not made.numel() and not made.requires_grad:  # so that each rank takes part in the backward
         made = sum((each.sum() * 0 for each in parts if isinstance(each, Tensor) and each.requires_grad), made)
     if letter not in result:
         return add_apart(made, axis)
@@ -171,7 +171,7 @@ def _einsum(func: Func, args: Args, kwargs: Kwargs) -> Any:
     if len(operands) == 1 and isinstance(operands[0], Sequence):
         operands = tuple(operands[0])
     text = text.replace(" ", "") if isinstance(text, str) and "." not in text else refuse()
-    if "->" not in text:  # the result has the letters that occur once
+    if "->" not in text:  # without `->`, the result has the letters that occur once
         text += "->" + "".join(sorted(each for each in set(text) - {","} if text.count(each) == 1))
     inputs, result = text.split("->")
     letters = inputs.split(",")

@@ -38,7 +38,7 @@ def _asked(args: Args, kwargs: Kwargs, *names: str) -> tuple[SplitTensor, list[i
 
 
 def _of_all(found: Tensor, part: SplitPart, dim: int, most: int = 1) -> Tensor:
-    """Gather the entries along `dim` that the ranks have found: each as many as it holds of `part`, but at most
+    """Gather the entries along `dim` that the ranks have found. A rank has as many as it holds of `part`, but at most
     `most`."""
     ends = list(itertools.accumulate((min(part.held(rank), most) for rank in range(part.axis.size)), initial=0))
     into = replace(part, dim=dim).divided([[each] for each in itertools.pairwise(ends)], ends[-1])
@@ -89,7 +89,7 @@ def _amax(func: Func, args: Args, kwargs: Kwargs) -> Any:
 def _largest(func: Func, args: Args, kwargs: Kwargs) -> Any:
     """Return the largest (or smallest) entries along the split dim, with their places."""
     topk = called(func) == "topk"
-    if not topk and any(isinstance(each, Tensor) for each in (*args[1:], *kwargs.values())):  # max of two tensors
+    if not topk and any(isinstance(each, Tensor) for each in (*args[1:], *kwargs.values())):  # a maximum of two tensors
         return ELEMENTWISE["maximum"](func, args, kwargs)
     if len(args) + len(kwargs) == 1:
         return _amax(func, args, kwargs)
@@ -99,7 +99,7 @@ def _largest(func: Func, args: Args, kwargs: Kwargs) -> Any:
     most, keep, local = int(values.pop("k", 1)), values.pop("keepdim", topk), filled(x, x.part)
     more = (values if topk else {"dim": dim, "keepdim": True}) if isinstance(values["dim"], int) else refuse()
     if most > whole_shape(x)[dim]:
-        raise NoRule  # let torch raise the error
+        raise NoRule  # so that torch raises the error
     first = func(local, *([min(most, local.shape[dim])] if topk else []), **more)
     begin = next((begin for begin, _ in x.part.of_rank(x.part.axis.rank)), 0)
     found, at = (_of_all(each, x.part, x.part.dim, most) for each in (first[0], first[1] + begin))
@@ -123,7 +123,7 @@ def _spread(func: Func, args: Args, kwargs: Kwargs) -> Any:
     keep, correction = values.get("keepdim", False), values.get("correction")
     correction = values.get("unbiased") is not False if correction is None else correction
     count = math.prod(whole_shape(x)[dim] for dim in dims)
-    free = count - correction if count > correction else refuse()  # let torch warn
+    free = count - correction if count > correction else refuse()  # so that torch warns
     mean = _summed(x.sum(dims, True), x.part) / count
     squares = (x - enter(mean, x.part.axis)).square().sum(dims, keep)
     made = add_up(squares, x.part.axis) / free
@@ -161,7 +161,7 @@ def _cumsum(func: Func, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _classes(x: SplitTensor, least: int = 0) -> int:
-    """Return the number of classes that a tensor has indices of."""
+    """Return the number of classes, given a tensor of their indices."""
     most = x.max() + 1 if x.numel() else x.new_zeros(())
     return max(least, int(x.part.axis.all_reduce(most, "max")))
 

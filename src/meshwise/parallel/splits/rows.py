@@ -91,7 +91,7 @@ def _recurrent(func: Func, args: Args, kwargs: Kwargs) -> Any:
     """Run a recurrent layer on this rank's rows: its states have the rows in dim 1."""
     x, states, weights, *options = args
     if len(args) != 9 or not is_split(x) or isinstance(weights, Tensor) or (options[2] and options[3]):
-        raise NoRule  # packed sequences; dropout between layers
+        raise NoRule  # no rule for packed sequences and dropout between layers
     rows = x.part if x.part.dim == (0 if options[5] else 1) else refuse()
     own = map_tensors(lambda each: filled(each, moved(rows, 1)), states)
     made, *after = func(filled(x, rows), own, [enter(gather(each), rows.axis) for each in weights], *options)
@@ -107,9 +107,9 @@ def _drawn(func: Func, args: Args, kwargs: Kwargs) -> Any:
 
     def whole(x: SplitTensor) -> Tensor:
         x = x if x.part == part else refuse()
-        shape, order = whole_shape(x), sorted(range(x.dim()), key=x.stride, reverse=True)  # draws follow memory
+        shape, order = whole_shape(x), sorted(range(x.dim()), key=x.stride, reverse=True)  # draws are in memory order
         held = [part.held(rank) for rank in range(part.axis.size)]
-        if x.dim() > 3 and min(held) < 2 and not part.axis.proves:  # one row may have another memory order
+        if x.dim() > 3 and min(held) < 2 and not part.axis.proves:  # a rank with one row may see another order
             orders = part.axis.all_gather(torch.tensor(order, device=x.device))
             order = orders[held.index(max(held))].tolist()
         ones = torch.ones([shape[dim] for dim in order], dtype=x.dtype, device=x.device)

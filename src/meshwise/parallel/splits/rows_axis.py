@@ -64,7 +64,7 @@ class DataAxis(Axis):
         self._averaged.pop(key, None)
 
     def averages(self, whole: Tensor) -> bool:
-        if id(whole) not in self._averaged and self._sharded and isinstance(whole, nn.Parameter):  # just gathered
+        if id(whole) not in self._averaged and self._sharded and isinstance(whole, nn.Parameter):  # maybe just gathered
             groups = [group for ref in self._sharded if (module := ref()) is not None for group in groups_of(module)]
             self._note(p for group in groups for _, p in group.wholes())
         return id(whole) in self._averaged
@@ -77,7 +77,7 @@ class DataAxis(Axis):
 
     @contextmanager
     def watched(self, found: list[str] | None) -> Iterator[None]:
-        """Inside the `with` block, note each exchange in `found`, or in no list."""
+        """Inside the `with` block, record each exchange in `found`. None: record none."""
         before, self.crossings = self.crossings, found
         try:
             yield
@@ -125,7 +125,7 @@ class DataAxis(Axis):
         return bool(collectives.all_reduce(answer, op, self.group, of="answers"))
 
     def meet(self, what: str) -> None:
-        """Do not wait: the verb log finds a rank that reads alone."""
+        """Return at once, because the verb log finds a rank that reads alone."""
 
 
 class ProofAxis(Axis):

@@ -46,7 +46,7 @@ READS |= {"item", "numpy", "tolist"}
 gathered: Counter[str] = Counter()
 """How often each function, by its name, had to gather split tensors, because no rule in RULES could run it."""
 seconds: defaultdict[str, float] = defaultdict(float)
-"""How long each of these functions took, with the gathering, in seconds."""
+"""How long each of these functions took, including the gathering, in seconds."""
 _large: set[str] = set()
 """The functions without a rule that had to gather activations (floating-point tensors of at least three dims)."""
 
@@ -61,7 +61,7 @@ def dispatch(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str,
         with at_level(levels[0]):
             return _on_parts(name, func, args, kwargs)
     with on_parts():
-        if not levels:  # called by a rule on its parts, which are plain there
+        if not levels:  # a rule called it on its parts, which count as plain tensors
             return func(*args, **kwargs)
         with at_level(levels[0]):
             return _on_parts(name, func, args, kwargs)
@@ -124,7 +124,7 @@ def _on_the_whole(name: str, func: Callable[..., Any], args: Sequence[Any], kwar
 
 
 def read_only(name: str, result: Any) -> Any:
-    """Return the result of a reading function, with arrays read-only, since writes into them would be lost."""
+    """Return the result of a reading function. Arrays become read-only, because writes to them would be lost."""
     if name in ("numpy", "__array__"):
         result.flags.writeable = False
     return result

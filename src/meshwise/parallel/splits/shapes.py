@@ -120,7 +120,7 @@ def _squeeze(func: Func, args: Args, kwargs: Kwargs) -> Any:
     ones = [dim for dim, size in enumerate(whole_shape(x)) if size == 1]
     wanted = [dim % x.dim() for dim in numbers(given_dims)] if given_dims else ones
     gone = [dim for dim in wanted if dim in ones]
-    if x.part.dim in gone:  # a single row, held by one rank
+    if x.part.dim in gone:  # the dim has one row, which one rank holds
         raise NoRule
     return given(x.squeeze(gone), moved(x.part, x.part.dim - sum(dim < x.part.dim for dim in gone)))
 

@@ -203,7 +203,7 @@ def forms_in(tree: Any) -> Iterator[Form]:
 
 
 VIEWS = {"select", "chunk", "split", "unbind", "narrow", "tensor_split", "__iter__", "diagonal", "hsplit", "vsplit"}
-KEPT, MOST = 1 << 20, 64  # copies up to these bytes live as long as their batch; at most so many are noted
+KEPT, MOST = 1 << 20, 64  # copies of up to KEPT bytes live as long as their batch; at most MOST are tracked
 BASIC = (int, slice, type(None), type(Ellipsis))
 
 
@@ -216,7 +216,7 @@ def gives_view(name: str, args: Any) -> bool:
 
 
 def note_copies(batch: SplitTensor, made: Any) -> None:
-    """Note results of such an operator that do not share the batch's memory. Those of a gradient stay marked."""
+    """Track results of a view operator that do not share the batch's memory. Results on a gradient stay marked."""
     with on_parts():
         memory = batch.untyped_storage().data_ptr()
         for each in made if isinstance(made, (tuple, list)) else (made,):
@@ -230,7 +230,7 @@ def note_copies(batch: SplitTensor, made: Any) -> None:
 
 
 def check_copies(batch: SplitTensor) -> None:
-    """Raise UsageError if the program has written into such a copy of this batch."""
+    """Raise UsageError if the program has written into a tracked copy of this batch."""
     if not (noted := batch.__dict__.get("copies")):
         return
     with on_parts():
