@@ -2,7 +2,7 @@
 
 The rules of c10/cuda/CUDACachingAllocator.cpp (pytorch@001074d2; defaults of c10/core/AllocatorConfig.h), as long as no
 PYTORCH_ALLOC_CONF changes them: `round_size`, `get_allocation_size`, `get_free_block`, `should_split`,
-`try_merge_blocks`, `release_cached_blocks`. Not modelled: blocks that `record_stream` keeps longer, and expandable
+`try_merge_blocks`, `release_cached_blocks`. Not modeled: blocks that `record_stream` keeps longer, and expandable
 segments, which reserve less.
 """
 
@@ -171,7 +171,7 @@ def replay(works: Sequence[Work], cap: int | None = None, first: Sequence[int] =
 def _events(works: Sequence[Work], first: Sequence[int]) -> Iterator[Allocate | Free]:
     for number, size in enumerate(first):
         yield Allocate(-1 - number, size, "temporary")
-    for work in works:  # of a later one, what was made between the steps: the others are known
+    for work in works:  # what an earlier step has allocated is skipped
         yield from work.held
         yield from (event for event in work.events if not isinstance(event, Launch))
 

@@ -60,7 +60,7 @@ def as_a_worker(world: World, plan: Plan) -> Iterator[io.StringIO]:
         stack.enter_context(_as_it_was())
         file = stack.enter_context(scratch_folder("plan")) / "plan.toml"
         file.write_text(plan_to_toml(plan), encoding="utf-8")
-        for name in (*NOT_A_WORKERS, *VARIABLES):  # of a rank: Trainer and accelerate would open a group of their own
+        for name in (*NOT_A_WORKERS, *VARIABLES):  # with these, Trainer and accelerate would create a process group
             os.environ.pop(name, None)
         os.environ[PLAN_FILE] = str(file)
         stack.enter_context(standing_for(RankContext(world, None, StepGate())))
@@ -95,7 +95,7 @@ def _as_it_was() -> Iterator[None]:
             numpy.random.set_state(states[1])
             root.handlers[:], root.level = handlers, level
             os.chdir(folder)
-            for name in set(sys.modules) - modules:  # its own modules may hold tensors of this rehearsal
+            for name in set(sys.modules) - modules:  # the script's own modules may hold tensors of this rehearsal
                 if is_users(getattr(sys.modules[name], "__file__", None) or sys.executable):
                     del sys.modules[name]
 

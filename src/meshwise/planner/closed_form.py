@@ -68,7 +68,7 @@ def small_traces(program: Tracer, machine: Machine) -> Callable[[Kind], Small | 
         first, blocks = stretch.start, BLOCKS * stretch.group
         names = tuple(f"{name}." for name in stretch.names[first : first + blocks])
         seconds, kept = defaultdict[object, float](float), dict[int, int]()
-        taken: list[Allocate] = []  # for the next launch
+        taken: list[Allocate] = []  # allocations for the next launch
         back = False
         for event in traced.step.events:
             if isinstance(event, Allocate):
@@ -220,7 +220,7 @@ class ClosedForm:
             fixed = max(2 * few * (self._each(one, name) - self._each(two, name)), 0.0)
             whole = self._each(one, name) - fixed / few
             rest = self._between(whole, self._each(split, name) - fixed / few / parts**2, part)
-            gathered = name == "kept" and plan.shard > 1 and plan.tensor == 1  # freed with the weights
+            gathered = name == "kept" and plan.shard > 1 and plan.tensor == 1  # freed with the gathered weights
             return fixed * part * (not gathered) + rest * rows
 
         forward, backward, sent, kept = at("forward"), at("backward"), 0.0, at("kept")
@@ -237,7 +237,7 @@ class ClosedForm:
             backward += rows * (more[0] * part if plan.sequence else self._between(more[0], more[-1], part))
             whole, divided = (self._each(again[place][0], "kept") for place in (0, -1))
             kept = rows * self._between(whole, divided, part)
-            if plan.sequence:  # except the block's input, gathered
+            if plan.sequence:  # the block's input is gathered
                 kept = rows * (self._hidden + (whole - self._hidden) * part)
         elif plan.recompute != "none":
             backward, kept = backward + forward, self._hidden * rows * (part if plan.sequence else 1)
@@ -283,12 +283,12 @@ class ClosedForm:
         waiting = plan.shard > 1 and (plan.pipeline > 1 or plan.accumulate > 1) and not plan.reduce_each
         buckets = trained / ways * (plan.data > 1 and plan.shard == plan.tensor == 1)
         held = model.parameters / ways + trained / (split if waiting else ways) + buckets + state
-        part = 1 / (plan.replicas * plan.accumulate)  # of the batch
+        part = 1 / (plan.replicas * plan.accumulate)  # the fraction of the batch in one microbatch
         blocks = max(forward.blocks, 1) / plan.pipeline
         last = blocks * self._block(plan, self._batch * part).kept
         again = forward.largest * _inside(plan.tensor, plan.sequence) * (plan.recompute != "none")
         outside = (forward.outside / plan.tensor + again) * part / plan.context * self._narrow(plan)
-        stepping = trained / ways  # what the optimizer computes with
+        stepping = trained / ways  # memory that the optimizer computes with
         return HELD * (held + max(last + outside, last * min(plan.pipeline, plan.accumulate), stepping))
 
     def _narrow(self, plan: Plan) -> float:

@@ -252,7 +252,7 @@ def _hardware(kind: str) -> str:
 _STEPS: dict[str, Callable[[int], tuple[float, float]]] = {
     "all-reduce": lambda n: (2 * (n - 1), 2 * (n - 1) / n),
     "all-gather": lambda n: (n - 1, (n - 1) / n),
-    "reduce-scatter": lambda n: (2 * (n - 1), 2 * (n - 1) / n),  # gloo's own: an all-reduce, of which each keeps a part
+    "reduce-scatter": lambda n: (2 * (n - 1), 2 * (n - 1) / n),  # gloo does an all-reduce, and each rank keeps its part
     "all-to-all": lambda n: (n - 1, (n - 1) / n),
     "broadcast": lambda n: (math.ceil(math.log2(n)), math.ceil(math.log2(n))),
 }
@@ -290,7 +290,7 @@ def _gloo_across(machine: Machine, group: Group, steps: float, message: float) -
     link = link_between(machine, f"{NODE}0", f"{NODE}1")
     if link is None:
         return None
-    concurrent = 1 / group.share  # groups of the same hosts, at once
+    concurrent = 1 / group.share  # groups that use the same hosts at once
     if "gloo" in link.timings:
         seconds = steps * seconds_at(link.timings["gloo"], max(int(message * concurrent), 1))
         return priced(seconds, FIGURES["gloo.pairs"].spread, MODEL, COMMUNICATION)

@@ -39,7 +39,7 @@ _NVSMI = "stas00/ml-engineering@744d01e18b: CUDA context 0.47 GiB lazily loaded,
 _NCCL_MEMORY = "NVIDIA/nccl#964: 544 to 688 MB a group on A100; #1685: 1.06 GB with the context on 8 H100; #864: 1.6 GB"
 
 FIGURES: Mapping[str, Figure] = {
-    # Shares of the best matmul that the catalog knows (`achievable`); of the peak for attention.
+    # Fractions of the best matmul rate that the catalog knows (`achievable`); for attention, of the peak rate.
     "matmul": Figure(0.845, 1.15, f"{_FITTED}: language models in 16 bits"),
     "matmul.hopper": Figure(0.742, 1.15, f"{_FITTED}: language models on H100 and H200"),
     "matmul.blackwell": Figure(0.682, 1.15, f"{_FITTED}: language models on B200 and GB200"),
@@ -62,7 +62,7 @@ FIGURES: Mapping[str, Figure] = {
     "attention.cudnn": Figure(1.6, 1.3, "FlashAttention-3, arXiv 2407.08608, figure 5: cuDNN over FlashAttention-2"),
     "attention.flash1": Figure(0.564, 1.3, f"{_FITTED}: 512 to 65,536 positions under FSDP1 on A100"),
     "attention.efficient": Figure(0.6, 1.4, f"{OURS}: of flash attention"),
-    # Shares of the nominal memory bandwidth, beside what a copy reaches.
+    # Fractions of the rate that a copy reaches; for a copy, of the nominal memory bandwidth.
     "memory.copy": Figure(0.89, 1.1, "catalog.toml, [[reached]] memory: device-to-device copy on an H200"),
     "memory.elementwise": Figure(0.882, 1.15, f"{_FITTED}: all"),
     "memory.reduction": Figure(0.605, 1.3, f"{_FITTED}: all"),
@@ -107,7 +107,7 @@ FIGURES: Mapping[str, Figure] = {
         1.0, 1.25, "bench/pairs.py on four of its jobs, and two sets of published runs: what no price knows"
     ),
     "step.gpu": Figure(1.0, 1.1, "bench/fit.py: four of five runs lie in the interval, units counted alike"),
-    # What computing and communicating at once cost each other, as factors on the overlapped part.
+    # How much computing and communication slow each other, as factors on the part that overlaps.
     "overlap.compute.gpu": Figure(1.18, 1.1, _OVERLAP),
     "overlap.communication.gpu": Figure(1.15, 1.15, "Galvatron: 1.1 to 1.3"),
     "overlap.compute.cpu": Figure(1.3, 1.3, _GLOO_AND_COMPUTE),

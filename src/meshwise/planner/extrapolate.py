@@ -173,7 +173,7 @@ class _Longer:
         one, other = self.short.refers[before], self.long.refers[place]
         if len(one) == len(other):
             return [self._fixed_refer(old, new) for old, new in zip(one, other, strict=True)]
-        found: list[int] = []  # it waits for something of each piece
+        found: list[int] = []  # a launch that waits for an event of each piece
         rest = list(one)
         for new in other:
             piece = self.pieces.of(new)
@@ -203,7 +203,7 @@ class _Longer:
         places = range(piece.at, piece.at + piece.length)
         ways = [(place, self.long.events[place], *self._ways(piece, place)) for place in places]
         for copy in range(self.times):
-            outer = copy in (0, self.times - 1)  # copies in between refer to events in between
+            outer = copy in (0, self.times - 1)  # copies in between refer to each other, and are not checked
             for place, event, refers, number in ways:
                 own = [start + copy * slope for start, slope in refers]
                 at = None if number is None else number.start + copy * number.slope

@@ -140,7 +140,7 @@ def _widened(found: Sequence[tuple[int, int]], long: Sequence[int]) -> list[Inse
         behind[2] = max(behind[2], before[3])
     pieces, shift = [], 0
     for place, length, first, end in stretches:
-        if end < place + length:  # the next one begins inside it
+        if end < place + length:  # the next insertion begins inside this one
             raise NotExtrapolable(f"two runs of repeated events overlap at event {place} of the trace")
         at = max(first + (end - length - first) // 2, end - 2 * length)
         pieces.append(Insertion(at, length, first, end, shift))
@@ -155,7 +155,7 @@ def grown(short: Any, long: Any, times: int) -> Any:
     if type(short) is type(long) is int:
         return short + times * (long - short)
     if type(short) is type(long) is float and 1 / short == round(1 / short) and 1 / long == round(1 / long):
-        return 1 / grown(round(1 / short), round(1 / long), times)  # the share of a microbatch
+        return 1 / grown(round(1 / short), round(1 / long), times)  # such as the fraction that one microbatch is
     if type(short) is type(long) and isinstance(short, CollectiveOperation | Copy):
         return replace(long, size=grown(short.size, long.size, times))
     if isinstance(short, Operation) and isinstance(long, Operation) and short.name == long.name:

@@ -87,7 +87,7 @@ class OperatorTimes:
         works, known = list(works), {**self._seconds, **self.ended}
         waiting = [operation for operation in _most_first(works) if operation.call not in known]
         if waiting and budget:
-            timing.timed("", 1)  # its start is outside the budget
+            timing.timed("", 1)  # start the other process, which the budget does not cover
         end = time.perf_counter() + budget
         found: dict[str, float] = {}
         inside: dict[str, Sequence[int]] = {}
@@ -118,7 +118,7 @@ class OperatorTimes:
         self._inside = {**bytes_inside, **self._inside, **inside}
         if found:
             table = {"measured on": self._facts, "seconds": self._seconds, "inside": self._inside}
-            with contextlib.suppress(OSError):  # without a cache it is measured again
+            with contextlib.suppress(OSError):  # without a cache, times are measured again
                 write_text(self.path, json.dumps(table, indent=0))
 
 
@@ -169,7 +169,7 @@ def program_seconds() -> float:
     batch = torch.rand(4, width)
     with torch.enable_grad():
         step = median_of(lambda: model(batch).sum().backward(), 30)
-    # Forward: t, addmm, relu; backward: threshold, two mm, sum. Views launch nothing and count as the program's.
+    # Forward: t, addmm, relu; backward: threshold, two mm, sum. Views launch nothing and count as program time.
     left, bias = torch.rand(width, width), torch.rand(width)
     each = [
         lambda: torch.ops.aten.addmm.default(bias, batch, left),

@@ -275,7 +275,7 @@ def _job_of(options: PlanOptions, machine: Machine, stack: ExitStack) -> Job | S
         run = scratch_files(folder)(functools.partial(run_script_file, script.resolve(), list(options.arguments)))
         return known_script(script.name, run, kind_of(machine))
     job = find_job(options.job, seed=options.seed, args=options.args)
-    job = replace(job, data=functools.cache(job.data))  # opened once, for its steps and for every way to estimate
+    job = replace(job, data=functools.cache(job.data))  # opened once, for the number of steps and for all estimates
     return job if options.batch_size is None else replace(job, batch_size=options.batch_size)
 
 

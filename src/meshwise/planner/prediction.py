@@ -170,7 +170,7 @@ def _kinds(whole: Rehearsed) -> dict[str, float]:
     seconds = table.kind_seconds()[table.step == 1].sum(axis=0)
     found = {kind: float(value) for kind, value in zip(KINDS, seconds, strict=True) if value > 0}
     before = whole.estimate.seconds.value - sum(found.values()) if whole.estimate.seconds is not None else 0.0
-    return found | {"idle": found.get("idle", 0.0) + max(before, 0.0)}  # until the first launch
+    return found | {"idle": found.get("idle", 0.0) + max(before, 0.0)}  # idle time before the first launch
 
 
 def _origin(whole: Rehearsed) -> str:

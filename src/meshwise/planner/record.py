@@ -85,7 +85,7 @@ class Record:
         if self.phase in ("forward", "backward") and _tells_values(func, args):
             self.reads_values = True
         out = run()
-        if out is NotImplemented:  # of a DTensor: operators on its local part follow
+        if out is NotImplemented:  # a DTensor: operators on its local part follow
             return out
         given = [out] if isinstance(out, Tensor) else list(tensors_in(out))
         for tensor in given:
@@ -119,7 +119,7 @@ class Record:
             size = max(source.nbytes, target.nbytes)
             return Copy(size, "host" if target.device.type in ON_HOST else "device")
         if self.device not in kinds:
-            return None  # the host's own arithmetic
+            return None  # a computation on the host is not recorded
         operation = Operation(
             f"{func.namespace}.{name}",
             tuple(tuple(tensor.shape) for tensor in taken),
@@ -141,7 +141,7 @@ class Record:
     def _on_collective(self, moved: Moved, values: Any) -> None:
         """Record a collective."""
         what, own = _collective(moved), self._stream
-        if what is None:  # a barrier; a wait for one
+        if what is None:  # a barrier, or a wait for a collective
             self.collectives.wait(moved.work, own, self._storages(values))
             return
         self._buffers(what, moved)

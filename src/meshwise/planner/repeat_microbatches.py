@@ -37,7 +37,7 @@ LEAST = 4
 """The fewest microbatches from which a step can be composed: the first two, the last, and one between."""
 Composer = Callable[..., Trace]
 Move = Callable[[Launch], Launch]
-Growth = Mapping[Kind, tuple[Event, Event]]  # an event in traces of n and n + 1 microbatches
+Growth = Mapping[Kind, tuple[Event, Event]]  # maps a kind to its events in traces of n and n + 1 microbatches
 
 
 def composer(short: Trace, growth: Growth) -> Composer:

@@ -142,10 +142,10 @@ def cut(trace: Trace, known: dict[Any, Any]) -> Pieces:
     for section, events in enumerate(sections_of(trace)):
         piece = Piece(section, REST, 0)
         entries = found.setdefault(piece, [])
-        places: list[Place | None] = []  # of each event of the section
+        places: list[Place | None] = []  # the place of each event in the section
         last: dict[str, int] = {}
         acted: Piece | None = None
-        own: dict[int, int] = {}  # what this piece has allocated
+        own: dict[int, int] = {}  # places of this piece's allocations that are still in use
         for event in events:
             if isinstance(event, Mark):
                 pieces.left[piece], own = _left(entries, own.values()), {}

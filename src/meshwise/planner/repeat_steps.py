@@ -58,7 +58,7 @@ class Composing:
         self._launches: dict[Piece, dict[int, int]] = defaultdict(dict)
         self._last: dict[str, int] = {}
         self._asked: dict[tuple[Piece, bool], list[tuple[int, Entry]]] = {}
-        self.written: list[Entry] = []  # of each event, what it was made from
+        self.written: list[Entry] = []  # what each written event was made from
 
     def sections(self) -> list[tuple[Any, ...]]:
         found = []
@@ -195,7 +195,7 @@ class Composing:
         name, number, last = ref.piece.name, ref.piece.number, self._counts[ref.piece.section] - 1
         if number == 2 and not any(isinstance(each, Place) and each.piece[1:] == (name, 1) for each in refers):
             raise NotExtrapolable(f"an event refers to the {name} of microbatch {number} alone")
-        # Number 2 of the shorter trace stands for all between the second and the last; its neighbors for none.
+        # Microbatch 2 of the shorter trace stands for all between the second and the last, its neighbors for none.
         like = {0: (0,), 1: (1,), 2: range(2, last), self._pieces.count - 1: (last,)}
         for other in like.get(number, ()):
             if other not in self._left_out or name not in ACTIONS:
@@ -266,7 +266,7 @@ class Composing:
 
 
 def _family(entry: Entry) -> str:
-    """`input` or `action` if an entry concerns the memory of one microbatch alone, else an empty string."""
+    """`input` or `action` if an entry concerns the memory of one microbatch alone, otherwise an empty string."""
     if isinstance(entry.event, Launch) or len(entry.refers) != 1 or not isinstance(entry.refers[0], Place):
         return ""
     name = entry.refers[0].piece.name

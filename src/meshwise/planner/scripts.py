@@ -148,9 +148,9 @@ class _Loop(Places):
     def begin_step(self, step: int) -> None:
         """Begin a step when its batch is read. Raises RehearsalEnds if enough steps have been recorded."""
         super().begin_step(step)
-        self._record.allocated_since(self._asked if self._known else 0, "input")  # at first everything: its data
+        self._record.allocated_since(self._asked if self._known else 0, "input")  # everything allocated before is input
         self._look()
-        by_hand = self._trained and not self._engine.phases.optimizers  # its steps are batches
+        by_hand = self._trained and not self._engine.phases.optimizers  # without an optimizer, batches are steps
         self._stepped = self._stepped or by_hand
         if self._stepped or not self._trained:
             self.end()

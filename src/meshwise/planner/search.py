@@ -49,7 +49,7 @@ class Bounds:
         if self._flops or plan.state_parts > 1 or plan.offload or not simple:
             return
         self._state = work.holds("optimizer") / max(work.holds("parameters"), 1)
-        once = 1.0 if plan.recompute == "none" else 3 / 4  # the forward is at most a fourth, and runs twice
+        once = 1.0 if plan.recompute == "none" else 3 / 4  # the forward is at most a fourth of the work, and runs twice
         self._flops = work.flops * plan.devices * once
 
     def too_large(self, plan: Plan) -> str:
@@ -137,7 +137,7 @@ def search(
         estimate = going.tried(plan)
         if estimate is not None and estimate.balanced and not plan.shares and not going.late:
             going.tried(replace(plan, shares=estimate.balanced))
-    if not going.estimates and going.too_large:  # how much too large, and what would help
+    if not going.estimates and going.too_large:  # show how much too large it is, and what would help
         going.tried(going.nearest[0], bounded=False)
     found = going.found().estimates
     if not any(each.memory.verdict not in (TOO_LARGE, TOO_CLOSE) for each in found):
@@ -169,7 +169,7 @@ class _Searching:
         self._begun, self._seconds = clock(), seconds
         self._open = dict.fromkeys(plans)
         self._over = False
-        self._rate = 0.0  # seconds of the clock that a part of a rehearsal takes
+        self._rate = 0.0  # seconds that a part of a rehearsal takes
         self._first: tuple[tuple[Plan, Guess], ...] = ()
         self.estimates: dict[Plan, Estimate] = {}
         self._refused: dict[Plan, str] = {}
@@ -250,7 +250,7 @@ class _Searching:
         except PlanError as error:
             self._refused[plan] = str(error)
             self._cannot.add(plan)
-        except UsageError as error:  # of the program, under any plan: reported at once
+        except UsageError as error:  # the program fails under any plan: report it at once
             if not self.estimates:
                 raise
             self._refused[plan] = str(error)

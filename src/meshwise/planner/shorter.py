@@ -80,7 +80,7 @@ class ForwardRecorder:
         self.done: dict[str, list[object]] = defaultdict(list)
         self.totals = Forward()
         self._inside: list[str] = []
-        self._made = 0  # in this block, so far
+        self._made = 0  # bytes made in the current block so far
 
     def on_operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[[], Any]) -> Any:
         """Run an operator by calling `run`, record the operator, and return its output."""
@@ -180,7 +180,7 @@ def _plain(value: Any) -> object:
         return type(value), tuple(map(_plain, value))
     if isinstance(value, nn.Module):
         return type(value)
-    return id(value)  # by identity: a configuration that all share is equal, anything else is not
+    return id(value)  # by identity, so that only a shared configuration counts as equal
 
 
 def shortened(job: Job, stretch: Stretch, count: int) -> Job:
@@ -197,7 +197,7 @@ def _short_model(build: Callable[[], nn.Module], stretch: Stretch, count: int) -
             stack.enter_context(patch.object(kind, "__init__", _building(kind, places, left_out)))
         model = build()
     found = {name for name, module in model.named_modules() if isinstance(module, _Skipped)}
-    if found != {stretch.names[place] for place in left_out}:  # they are copies, or built in another order
+    if found != {stretch.names[place] for place in left_out}:  # the blocks are copies, or were built in another order
         model = build()
         for place in left_out:
             model.set_submodule(stretch.names[place], _Skipped())

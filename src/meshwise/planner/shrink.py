@@ -43,7 +43,7 @@ def depth_of(plan: Plan, stretch: Stretch, shared: bool = False) -> Depth | None
     stages = plan.pipeline * CHUNKS.get(plan.schedule, 1) if plan.pipeline > 1 else 1
     if (
         isinstance(plan.recompute, tuple)
-        or plan.state_parts > 1  # whole parameters have owners: no two blocks are alike
+        or plan.state_parts > 1  # each parameter has an owner, so no two blocks are alike
         or (stages > 1 and not (stretch.is_whole and stretch.group == 1 and stretch.count % stages == 0))
     ):
         return None
@@ -77,8 +77,8 @@ def blocks_axis(stretch: Stretch) -> GrowthAxis:
     return GrowthAxis(read, write)
 
 
-ELEMENT = 8  # bytes of a parameter's element at most
-Actions = Callable[[int], list[Order]]  # the actions of a stage in a step of so many microbatches
+ELEMENT = 8  # the most bytes of a parameter's element
+Actions = Callable[[int], list[Order]]  # maps a number of microbatches to a stage's actions in a step
 FEW_STAGES = 4
 """How many stages are traced: the first, two of those between to see that they do the same, and the last."""
 FEW_COPIES = 2
@@ -95,13 +95,13 @@ class Stages:
 
     @functools.cached_property
     def few(self) -> Plan:
-        """The plan that is traced, but for its number of microbatches."""
+        """The plan that is traced, except for its number of microbatches."""
         return with_few(self.plan, pipeline=FEW_STAGES, data=min(self.plan.data, FEW_COPIES))
 
     @property
     def begun(self) -> int | None:
-        """The fewest microbatches with which the first two stages act as in the plan, if it has hardly more
-        microbatches than stages: their last forward follows a forward, or is the first after a backward. Else None."""
+        """The fewest microbatches with which the first two stages act as in the plan. None unless it has hardly more
+        microbatches than stages: their last forward follows a forward, or is the first after a backward."""
         return FEW_STAGES + self.plan.accumulate - self.plan.pipeline if fills_once(self.plan) else None
 
     @property
@@ -135,7 +135,7 @@ class Stages:
 
         def moved(event: Launch) -> Launch:
             number, module = axis.read(event)[1], event.module
-            if number is not None and number // self.blocks >= traced:  # else a stand-in for an earlier block
+            if number is not None and number // self.blocks >= traced:  # otherwise it stands in for an earlier block
                 module = axis.write(event, number + by)[0]
             same = what(event.what) if isinstance(event.what, CollectiveOperation) else event.what
             if same is event.what and module == event.module:
@@ -182,7 +182,7 @@ class Stages:
 
     def _ranks(self, old: CollectiveOperation, traced: int, stage: int) -> Iterable[int]:
         """The ranks of a collective of the real run."""
-        few, many = self.few.devices // self.few.data, self.plan.devices // self.plan.data  # of one copy
+        few, many = self.few.devices // self.few.data, self.plan.devices // self.plan.data  # devices of one replica
         first = replace(old, ranks=tuple(rank for rank in old.ranks if rank < few))
         found = list(self._of_copy(first, traced, stage))
         if first == old:
@@ -267,7 +267,7 @@ def stage_of(plan: Plan, rank: int) -> int:
 
 
 def actions_of(plan: Plan, stage: int) -> Actions:
-    """Return a function that returns the actions of a stage in a step of so many microbatches."""
+    """Return a function that maps a number of microbatches to a stage's actions in a step."""
 
     def of(count: int) -> list[Order]:
         return [(each.forward, each.microbatch) for each in orders(plan.schedule, plan.pipeline, count)[stage]]

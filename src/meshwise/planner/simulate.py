@@ -65,7 +65,7 @@ def costs_of(work: Work, prices: Prices) -> list[Cost] | None:
             facts = price, prices.host(what, rank, launch.phase, work.dtensors), share, count
             known[id(what), launch.phase] = facts
         price, host, share, count = facts
-        blocks = launch.blocks or (cpu and launch.stream == MAIN)  # it computes itself
+        blocks = launch.blocks or (cpu and launch.stream == MAIN)  # a CPU worker computes itself
         joins = (
             before is not None
             and share == before.share == COMPUTING
@@ -101,7 +101,7 @@ def all_that_join(costs: Sequence[Cost], ends: Mapping[str, str]) -> Iterator[Se
 
 
 def launched_in_time(costs: Sequence[Cost], ends: Mapping[str, str]) -> Iterator[Sequence[Cost]]:
-    """Yield rows of operators of which the host launches each before the one before it can have ended."""
+    """Yield rows of operators. The host launches each before the previous operator can have ended."""
     first, ahead = 0, 0.0  # how much work the device still has when the host launches
     for place, cost in enumerate(costs):
         ahead -= _at(cost.host, ends)
@@ -135,7 +135,7 @@ def _tier(ranks: Sequence[int], machine: Machine) -> int:
 
 
 EVENLY = 1e-7
-"""By how much of itself a period may differ from the next, for rounding."""
+"""The fraction by which a period may differ from the next because of rounding."""
 
 
 def around(costs: Sequence[Cost], left_out: range) -> tuple[int, ...]:
@@ -156,7 +156,7 @@ def period_of(
     period = 0.0
     for rank, own in items.items():
         at = [item.place for item in own]
-        near = [bisect_left(at, place) for place in places[rank]]  # the place of joined operators is that of the last
+        near = [bisect_left(at, place) for place in places[rank]]  # joined operators have the place of the last one
         before, here, after = ([ends[rank][n] for n in at[a + 1 : b + 1]] for a, b in itertools.pairwise(near))
         period = period or here[-1] - before[-1]
         pairs = itertools.chain(itertools.zip_longest(before, here), itertools.zip_longest(here, after))

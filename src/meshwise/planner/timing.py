@@ -152,7 +152,7 @@ SERVE = "from meshwise.planner.timing import serve; serve()"
 def timed(call: str, threads: int, others: int = 0) -> tuple[float | None, Sequence[int], str]:
     """Time an operator call in another process, on `threads` threads, while `others` threads repeat the same call."""
     child = _child()
-    if child.poll() is not None:  # ended from outside while idle
+    if child.poll() is not None:  # something has killed the idle process
         _child.cache_clear()
         child = _child()
     assert child.stdin is not None and child.stdout is not None
@@ -174,7 +174,7 @@ def timed(call: str, threads: int, others: int = 0) -> tuple[float | None, Seque
 def serve() -> None:
     """Time the calls that are requested on stdin, one line of JSON each, until it is closed."""
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # an operator may print
+    os.dup2(2, 1)  # an operator may print, which must not mix with the answers
     for line in sys.stdin:
         call, threads, others = json.loads(line)
         print(json.dumps(timed_here(call, threads, others)), file=answers, flush=True)
@@ -242,7 +242,7 @@ def _at_once(call: str, others: int) -> Iterator[None]:
 def _taken_inside(call: str) -> tuple[int, ...]:
     """Return the bytes of internal blocks, -n where block n is freed, 0 where a result is allocated."""
     own: list[int] = []
-    alive: dict[int, int] = {}  # the entry of each block, by address
+    alive: dict[int, int] = {}  # maps the address of a block to its entry
     for size, address in allocations_of(made(call)):
         own.append(size if size > 0 else -alive.pop(address, 0))
         if size > 0:

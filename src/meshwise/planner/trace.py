@@ -82,7 +82,7 @@ def trace(
     speeds: Sequence[Hashable] = (),
     marked: bool = False,
     more: bool = False,
-    third: bool | None = None,  # of four stages that stand for more (shrink.py), whether to trace it
+    third: bool | None = None,  # whether to trace the third of four stages that represent more (shrink.py)
 ) -> list[Trace]:
     """Trace what the ranks of a plan do in a step of a job."""
     mail: stages.Mail = {}
@@ -94,7 +94,7 @@ def trace(
             else:
                 found.append(_trace_rank(job, plan, kind, rank, mail, marked, more and not (third and at == THIRD)))
         return found
-    except Exception as error:  # whatever a program raises
+    except Exception as error:  # a program may raise anything
         raise refused(f"job '{job.name}'", error) from error
 
 
@@ -103,7 +103,7 @@ def kinds_of_ranks(plan: Plan, speeds: Sequence[Hashable] = ()) -> list[int]:
     within, apart = plan.within_samples, plan.within_samples // plan.pipeline
     found: dict[Any, list[range]] = {}
     for replica in range(plan.replicas):
-        places: dict[Any, range] = {}  # within a stage
+        places: dict[Any, range] = {}  # places within a stage
         for place in range(apart):
             ranks = range(replica * within + place, (replica + 1) * within, apart)
             places.setdefault(tuple(speeds[rank] for rank in ranks) if speeds else (), ranks)
@@ -140,7 +140,7 @@ def _why_not(what: str, error: Exception) -> str:
             f"{what} reads os.environ['{name}'], which a rehearsal and `python {what}` do not set. Write "
             f"os.environ.get('{name}', {int(name == 'WORLD_SIZE')})."
         )
-    if "on the same device" in first or "two different devices" in first:  # torch 2.11
+    if "on the same device" in first or "two different devices" in first:  # the message depends on the version of torch
         return (
             f"{what}: this line computes with tensors on two devices. mw.distribute moves models to the GPU, and its "
             "loaders move batches to the GPU. Move other tensors too: tensor.to(next(model.parameters()).device)."
@@ -184,7 +184,7 @@ def rehearsal(kind: str, rank: int, ranks: int, mail: stages.Mail) -> Iterator[t
         stack.enter_context(fake_without_values())
         stack.enter_context(fake.plain_for_optimizers())
         stack.enter_context(strategies_remembered())
-        stack.enter_context(torch.autograd.set_multithreading_enabled(False))  # one order of operators
+        stack.enter_context(torch.autograd.set_multithreading_enabled(False))  # fixes the order of operators
         stack.callback(make_current, make_current(record.places))
         state = torch.get_rng_state()
         stack.callback(torch.set_rng_state, state)
@@ -197,7 +197,7 @@ def _batches(job: Job, count: int, world: World) -> list[list[Microbatch]]:
     data = open_data(job, job.data(), "training set")
     order = epoch_order(job.seed, 0, data.samples)
     steps = list(itertools.islice(epoch_slices(order, job.batch_size, world, count), STEPS))
-    return [list(read_slices(data.read, step, 0)) for step in (steps * STEPS)[:STEPS]]  # an epoch may have one step
+    return [list(read_slices(data.read, step, 0)) for step in (steps * STEPS)[:STEPS]]  # repeats a single step
 
 
 def _steps(
@@ -213,16 +213,16 @@ def _steps(
 
     def mark(piece: str, number: int = -1) -> None:
         if marked:
-            mine: Any = Mark(piece, number)  # not seen by what reads events: a composed trace has none
+            mine: Any = Mark(piece, number)  # readers of events never see marks, which a composed trace lacks
             record.events.append(mine)
 
     if engine.program.pipeline is not None:
         _mark_actions(engine.program.pipeline, mark)
     record.places.follow(state.model, lambda: numbers.get(id(engine.part), -1))
     parts: list[Microbatch] = []
-    ahead: Any = None  # on a GPU the next microbatch is copied while this one is used
+    ahead: Any = None  # on a GPU, the next microbatch is copied while the current one is used
     for number, given in enumerate(batches):
-        held, _ = record.cut()  # with the previous step's batch, freed when this one is read
+        held, _ = record.cut()  # includes the previous batch, which is freed when this one is read
         first = [ahead] if ahead is not None else []
         moved = list(first)
         for batch, _ in given[len(first) :]:

@@ -103,7 +103,7 @@ class Tracer:
             runs = min(runs, LEAST + plan.pipeline + AROUND)
         if few is not None and self._reads_alike(plan):
             for stages in dict.fromkeys((self._few_stages(plan, speeds), None)):
-                with contextlib.suppress(MeshwiseError, NotExtrapolable):  # others may have other values
+                with contextlib.suppress(MeshwiseError, NotExtrapolable):  # if this fails, more is traced
                     return self._of_few(plan, kind, speeds, few, stages, runs, extent)
         return self._replayed(_Asked(self.job, plan, kind, speeds))[0]
 
@@ -168,7 +168,7 @@ class Tracer:
     @functools.cached_property
     def stretch(self) -> Stretch | None:
         """The longest sequence of equal blocks of the model, or None."""
-        with contextlib.suppress(MeshwiseError):  # the trace of the whole model reports it
+        with contextlib.suppress(MeshwiseError):  # the trace of the whole model reports the error
             return self.model.stretch
         return None
 
@@ -186,7 +186,7 @@ class Tracer:
         if stretch is not None:
             depth = depth_of(asked.plan, stretch if blocks is None else stretch.beginning(blocks), blocks is not None)
         if stretch is not None and depth is not None:
-            with contextlib.suppress(MeshwiseError, NotExtrapolable):  # the result of the whole model counts
+            with contextlib.suppress(MeshwiseError, NotExtrapolable):  # otherwise the whole model is traced
                 least = depth.few * depth.stages
                 short, long = self._traced(asked, least), self._traced(asked, least + depth.stages, False)
                 axis, buckets = blocks_axis(stretch), "optimizer" in asked.plan.offload
@@ -196,7 +196,7 @@ class Tracer:
         return without_third(found, asked.third is not None), found, blocks
 
     def _traced(self, asked: _Asked, groups: int | None, least: bool = True) -> list[Trace]:
-        """Trace a plan of a job whose model has so many groups of equal blocks."""
+        """Trace a plan of a job whose model has `groups` groups of equal blocks."""
         stretch, size = self.stretch, asked.job.batch_size
         key = size, asked.plan, asked.kind, tuple(asked.speeds), asked.third is None, groups, least
         if asked.marked and key in self._kept:
@@ -244,7 +244,7 @@ class Tracer:
                     f"values: {why}. If the model reads a value of a tensor, compute this value with numpy or math."
                 ) from error
             stretch = None
-            with contextlib.suppress(Exception):  # modules of an unusual kind: the whole is traced
+            with contextlib.suppress(Exception):  # a model with unusual modules is traced whole
                 if self.job.stage_cost is None:
                     heard.forward(model, lambda: self.job.loss(model, self._batch()))
                     stretch = stretch_of(model, heard.done)

@@ -23,13 +23,13 @@ from meshwise.terminal.table import NO_LIMIT, Cell, columns_lines
 LESS_NEEDED = ("samples/s", "most of it", "80 % of cases")
 """Columns of the table of plans that are left out on a narrow screen, in this order."""
 MOST_ROWS, MOST_REASONS, MOST_EDITS, MOST_NAMED = 12, 6, 6, 5
-HOST_WORTH_SAYING = 1 << 20  # bytes
+HOST_WORTH_SAYING = 1 << 20  # bytes; less host memory is not mentioned
 
 
 def plans_text(plans: Any, width: int | None = None) -> Text:
     """Return the plans of `plan.Plans` as text for a terminal, at most `width` characters wide."""
     head, counts = titles(plans)
-    columns = plan_columns(plans)  # the less important ones are left out on a narrow screen
+    columns = plan_columns(plans)  # less important columns are left out on a narrow screen
     left = [title for title in columns if title in ("plan", "most of it") or title.startswith(("in ", "fits"))]
     lines = [Text.assemble((head, "bold"), f"  {counts}"), Text()]
     lines += columns_lines(columns, width or NO_LIMIT, left=left, less_needed=LESS_NEEDED) + _below(plans)
@@ -60,7 +60,7 @@ def first_text(plans: Any) -> str:
 def worth_showing(estimates: Sequence[Estimate]) -> list[Estimate]:
     """Return the plans that a user may choose."""
     shown: list[Estimate] = []
-    for each in estimates:  # the best first
+    for each in estimates:  # sorted from best to worst
         nowhere = each.memory.verdict == TOO_LARGE and estimates[0].memory.verdict != TOO_LARGE
         if not nowhere and not any(_axes(other) == _axes(each) and _beats(other, each) for other in shown):
             shown.append(each)
