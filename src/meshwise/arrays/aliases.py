@@ -46,9 +46,9 @@ def strides_of(x: Array) -> Strides:
 def shown(x: Array) -> Alias:
     """Return the `Alias` of `x`, which describes how `x` shares memory with other arrays."""
     if x.alias is not None and x.alias.source is not None:
-        fetched(x)  # after this, it may own its memory
+        fetched(x)  # x may own its memory after this
     if x.alias is None:
-        if any(map(_repeats, x.parts)):  # elements without memory of their own
+        if any(map(_repeats, x.parts)):  # repeated elements have no memory of their own
             x.parts = tuple(part.clone(memory_format=torch.contiguous_format) for part in x.parts)
         x.alias = Alias(ViewedMemory())
     return x.alias
@@ -69,7 +69,7 @@ def viewed(
     found: Array | None = None,
 ) -> Array:
     """Make a view of `x`: a write to the view changes `x`, and a write to `x` changes the view."""
-    if is_number(x):  # which never changes
+    if is_number(x):  # a scalar never changes
         found = rule(copied(x))
         found.alias = Alias(ViewedMemory(), strides, read_only) if found.shape else None
         return found
@@ -106,10 +106,10 @@ def is_last(x: Array) -> bool:
     `x`."""
     alias, aliases = x.alias, 1
     while alias is not None and alias.source is not None:
-        if getrefcount(alias.source) > 2:  # the alias, and the call
+        if getrefcount(alias.source) > 2:  # one reference from the alias, and one from the call
             return False
         alias, aliases = alias.source.alias, aliases + 1
-    return alias is None or getrefcount(alias.memory) == aliases + 1  # of an attribute: a local name may not be counted
+    return alias is None or getrefcount(alias.memory) == aliases + 1  # read the attribute: a local name may not count
 
 
 def _let_go(x: Array) -> None:

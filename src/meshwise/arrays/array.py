@@ -51,7 +51,7 @@ class Array:
 
     @shape.setter
     def shape(self, wanted: Any) -> None:
-        before = Array.__new__(Array)  # views of this memory stay valid
+        before = Array.__new__(Array)  # existing views of this memory stay valid
         before._become(self)
         found = before.reshape(wanted)
         if found.alias is None and before.alias is not None:
@@ -67,12 +67,12 @@ class Array:
             self.parts = other.parts
         else:
             with suppress(AttributeError):
-                del self.parts  # they are fetched when they are read
+                del self.parts  # parts are fetched when they are read
 
     def __reduce__(self) -> Any:
         if self.alias is None:
             return Array, (self.parts, self.sharding, self._shape, self._dtype, self.space)
-        own = tuple(part.clone(memory_format=torch.contiguous_format) for part in self.parts)  # not their whole storage
+        own = tuple(part.clone(memory_format=torch.contiguous_format) for part in self.parts)  # drops unused storage
         return (
             Array,
             (own, self.sharding, self._shape, self._dtype, self.space),
@@ -81,7 +81,7 @@ class Array:
 
     __hash__ = None  # type: ignore[assignment]
 
-    if TYPE_CHECKING:  # given by methods.py
+    if TYPE_CHECKING:  # defined in methods.py
 
         def __getattr__(self, name: str) -> Any: ...
         def __add__(self, other: Any) -> Array: ...

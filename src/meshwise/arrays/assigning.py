@@ -44,7 +44,7 @@ def set_item(x: Array, given: Any, value: Any, /) -> None:
     if alias.flips and alias.source is not None and not key.arrays:
         x, key = alias.source, replace(key, cuts=tuple(mirrored(key.cuts, alias.flips, x.shape)))
     writable(x)
-    if key.arrays:  # neither they nor the value may change during the write
+    if key.arrays:  # neither the indices nor the value may change during the write
         key = replace(key, arrays=tuple((dim, _of_its_own(x, each)) for dim, each in key.arrays))
         value = value if isinstance(value, Number) else _of_its_own(x, value)
     _write(x, key, value)
@@ -164,7 +164,7 @@ def _turned(value: Array | Tensor, key: Key, common: Shape, shape: Shape, flips:
 def _laid(x: Array, value: Array | Tensor, shape: Shape, placed: Sharding) -> tuple[Tensor, ...]:
     """Return the local parts of the value, broadcast to `shape` and laid out as `placed`."""
     if isinstance(value, Array):
-        if x.dtype.itemsize < value.dtype.itemsize:  # then fewer bytes move
+        if x.dtype.itemsize < value.dtype.itemsize:  # cast first, so that fewer bytes move
             value = Array(
                 tuple(part.to(x.dtype) for part in value.parts), value.sharding, value.shape, x.dtype, value.space
             )

@@ -82,7 +82,7 @@ def of_user(
 ) -> Array:
     """Make an array from numbers, nested lists, or an array of this or another library."""
     foreign = isinstance(obj, Tensor) or (is_array(obj) and not isinstance(obj, Array))
-    own = True if foreign and copy is None else copy  # on one device as on several
+    own = True if foreign and copy is None else copy  # copy on one device as well as on several
     found = asarray(space, obj, dtype, device=device, sharding=sharding, copy=own)
     if isinstance(obj, np.ndarray | Tensor):
         strides = obj.stride() if isinstance(obj, Tensor) else tuple(each // obj.itemsize for each in obj.strides)
@@ -127,7 +127,7 @@ def _as_tensor(space: Space, obj: Any, wanted: torch.dtype | None = None) -> Ten
         values = whole.astype(np.uint64) if all(type(each) is int for each in whole.flat) else values
     if values.dtype.kind not in "biufc":
         raise TypeError(f"asarray: this {type(obj).__name__} does not contain only numbers. Pass numbers or lists.")
-    values = values.view(values.dtype.name)  # torch knows one of two types with the same name
+    values = values.view(values.dtype.name)  # torch supports only one of two NumPy dtypes with the same name
     tensor = torch.from_numpy(values if values.flags.writeable else values.copy())
     if not _has_numpy(obj):
         if tensor.is_floating_point():
@@ -138,7 +138,7 @@ def _as_tensor(space: Space, obj: Any, wanted: torch.dtype | None = None) -> Ten
 
 
 def _read(obj: Any) -> Any:
-    """Replace the arrays in nested lists by their values."""
+    """Replace the arrays in nested lists with their values."""
     if isinstance(obj, list | tuple):
         return [_read(each) for each in obj]
     return obj.numpy() if isinstance(obj, Array | Tensor) else obj
@@ -281,7 +281,7 @@ def eye(
     """Make a matrix with ones on diagonal number `k` and zeros elsewhere."""
     kind = space.default_float if dtype is None else as_dtype(dtype)
     n_cols = n_rows if n_cols is None else n_cols
-    k = max(-n_rows, min(k, n_cols))  # torch's integers have 64 bits
+    k = max(-n_rows, min(k, n_cols))  # larger offsets do not fit into torch's 64-bit integers
 
     def part(own: Shape, where: tuple[slice, ...], at: torch.device) -> Tensor:
         rows, columns = (torch.arange(each.start, each.stop, device=at) for each in where)

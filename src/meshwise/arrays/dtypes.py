@@ -123,7 +123,7 @@ def limits(dtype: torch.dtype) -> tuple[int, int]:
 
 
 def compared(x: Any, dtype: torch.dtype) -> Any:
-    """Replace an integer outside the range of `dtype` by inf or -inf."""
+    """Replace an integer outside the range of `dtype` with inf or -inf."""
     if type(x) is not int or dtype not in INTEGERS or limits(dtype)[0] <= x <= limits(dtype)[1]:
         return x
     return math.copysign(math.inf, x)

@@ -225,7 +225,7 @@ def _by_parts(op: Op) -> Op:
     def of_parts(a: Tensor, b: Tensor) -> Tensor:
         if a.dim() and b.dim():
             return torch.view_as_complex(op(torch.view_as_real(a), torch.view_as_real(b)))
-        return torch.complex(op(a.real, b.real), op(a.imag, b.imag))  # one is a host number
+        return torch.complex(op(a.real, b.real), op(a.imag, b.imag))  # one operand is a number on the host
 
     return of_parts
 

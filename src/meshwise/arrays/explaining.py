@@ -83,7 +83,7 @@ def explain(operation: Callable[[], Any]) -> Explanation:
             layout = {name: where(x) for name, x in arrays.items()}
             try:
                 found = sum(move.bytes for move in _moved(operation))
-            except Exception:  # a placement that fails is no candidate
+            except Exception:  # skip placements that fail
                 continue
             if found < now:
                 held = sum(part.nbytes for x in arrays.values() for part in x.parts)
@@ -100,7 +100,7 @@ def _arrays_of(operation: Callable[[], Any]) -> dict[str, Array]:
 
 @contextmanager
 def _without_memory(arrays: Any) -> Iterator[Callable[[Array, Sharding], None]]:
-    """Inside the `with` block, replace the parts of arrays by tensors that have a shape but take no memory."""
+    """Inside the `with` block, replace the parts of arrays with tensors that have a shape but take no memory."""
     before = [(x, x.parts, x.sharding, x.alias) for x in arrays]
 
     def lay(x: Array, placed: Sharding) -> None:
@@ -121,7 +121,7 @@ def _without_memory(arrays: Any) -> Iterator[Callable[[Array, Sharding], None]]:
         for x, parts, placed, alias in before:
             x.parts, x.sharding, x.alias = parts, placed, alias
             if alias is not None and alias.source is not None:
-                del x.parts  # they are fetched when they are read
+                del x.parts  # parts are fetched when they are read
 
 
 def _moved(operation: Callable[[], Any]) -> CommLog:

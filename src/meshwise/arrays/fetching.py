@@ -248,7 +248,7 @@ def _local(x: Array, asked: Asked, part: int, numbers: Tensor) -> tuple[Tensor, 
 
 def last_of_each(numbers: Tensor, size: int) -> Tensor:
     """Return for each number the last position at which an equal number occurs."""
-    if size <= 8 * len(numbers):  # then a table of all numbers is cheaper than sorting the given ones
+    if size <= 8 * len(numbers):  # a table of all numbers is cheaper than sorting the given ones
         last = torch.zeros(size, dtype=torch.int64, device=numbers.device)
         at = torch.arange(len(numbers), device=numbers.device)
         return last.scatter_reduce_(0, numbers, at, "amax")[numbers]

@@ -35,7 +35,7 @@ from meshwise.arrays.sharding import evenly, sharding
 from meshwise.arrays.space import Space
 from meshwise.arrays.views import axis_of
 
-LONG = 1 << 22  # entries of a vector from which it is transformed in parts
+LONG = 1 << 22  # a vector of at least this many entries is transformed in parts
 NORMS = ("backward", "ortho", "forward")
 Transform = Callable[..., Tensor]
 OF_REAL = {"rfft", "ihfft"}
@@ -168,7 +168,7 @@ def _vector(x: Array, name: str, axis: int, n: int | None, norm: str) -> Array:
     if name in ("fft", "ifft") and n in (None, length) and length >= LONG and _divisor(length, len(held.places)):
         return _in_parts(x, name, axis, norm)
     lies = sharding((fullest(held),))
-    if length >= LONG:  # not possible in parts: a prime length, a new length, real numbers
+    if length >= LONG:  # cannot be split: a prime length, a new length or real numbers
         tell(x, name, lies)
     whole = reshard(x, lies, name)
     parts = tuple(

@@ -191,7 +191,7 @@ def pick(x: Array, dims: tuple[int, ...], indices: Sequence[Array | Tensor]) -> 
     for number, part in enumerate(x.parts):
         where = tuple(each.parts[number].to(torch.int64) for each in there)
         entries = part.permute(*dims, *rest)[where]
-        parts.append(entries if shape else entries.clone())  # torch makes a view for indices without dims
+        parts.append(entries if shape else entries.clone())  # torch returns a view if the indices have no dims
     placed = x.sharding
     if placed.dim is not None:
         placed = placed.along(len(shape) + rest.index(placed.dim))

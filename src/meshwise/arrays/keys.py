@@ -2,7 +2,7 @@
 
 A slice or an integer indexes one dim. Index arrays and masks are advanced indices: the dims of their common broadcast
 shape replace the dims that they index. The new dims are at the position of the first advanced index if all advanced
-indices are adjacent in the key, else in front.
+indices are adjacent in the key, otherwise in front.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def read_key(given: Any, shape: Shape) -> Key:
         given = (given,)
     try:
         return _read_basic(tuple([_BASIC[type(each)](each) for each in given]), shape)
-    except (KeyError, TypeError):  # arrays, or index objects of NumPy or ours
+    except (KeyError, TypeError):  # the key has arrays or other index objects
         return _read([_item(each) for each in given], shape)
 
 
@@ -52,7 +52,7 @@ _BASIC: dict[type, Callable[[Any], Any]] = {
     type(None): lambda each: each,
     type(...): lambda each: each,
 }
-"""By type of item in an index key: a function that makes the item hashable, for a cache. Index arrays are left out."""
+"""For each type of item in an index key, except index arrays: a function that makes it hashable, for a cache."""
 
 
 @functools.lru_cache(maxsize=4096)
@@ -81,7 +81,7 @@ def _read(items: list[Any], shape: Shape) -> Key:
             places.extend([at] if advanced else [])
         else:
             covered = _covered(item, shape, dim)
-            if item.dtype is torch.bool and tuple(item.shape) != tuple(covered):  # an empty mask: nothing is true in it
+            if item.dtype is torch.bool and tuple(item.shape) != tuple(covered):  # an empty mask has no true element
                 item = torch.zeros(tuple(item.shape), dtype=torch.bool)
             arrays.append((dim, item))
             cuts.extend(range(length) for length in covered)

@@ -2,7 +2,7 @@
 
 If the axis is split, the array is first split along another dim.
 
-Bytes moved: those of a transpose, which is the least: (1 - 1/p) of an array that lies evenly on p devices.
+Bytes moved: those of a transpose, which is the minimum: (1 - 1/p) of an array that lies evenly on p devices.
 """
 
 from __future__ import annotations

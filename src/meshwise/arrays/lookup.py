@@ -25,7 +25,7 @@ from meshwise.arrays.moves import combined, elements_moved, reshard, stacked
 from meshwise.arrays.products import added
 from meshwise.arrays.sharding import evenly, sharding
 
-Look = Callable[[Tensor, Tensor], Tensor]  # (values, part of the table) -> the answers of this part, int64
+Look = Callable[[Tensor, Tensor], Tensor]  # maps (values, part of the table) to the answers of this part, int64
 
 
 def searchsorted(x1: Array, x2: Any, /, *, side: str = "left", sorter: Array | None = None) -> Array:
@@ -108,7 +108,7 @@ def _is_in(values: Tensor, table: Tensor, dtype: torch.dtype) -> Tensor:
     if not dtype.is_complex:
         return torch.isin(v, t).to(torch.int64)
     found = torch.zeros(v.shape, dtype=torch.bool, device=v.device)
-    for few in t.split(64):  # torch.isin takes no complex numbers
+    for few in t.split(64):  # torch.isin does not support complex numbers
         found |= (v[..., None] == few).any(-1)
     return found.to(torch.int64)
 

@@ -53,7 +53,7 @@ def map_shards(
         several = isinstance(made, tuple)
         lead = 0 if dim is None else _ahead(x, at, before, wrap)
         found = [_cut(one, dim, own, part, lead) for one in (made if several else (made,))]
-        # A tensor that is returned unchanged belongs to an array: the result needs another.
+        # Copy a tensor that the function returns unchanged, because it belongs to an argument.
         results.append([one.clone() if any(one is each for each in inputs) else one for one in found])
     arrays = _joined(x, results, placed)
     return tuple(arrays) if several or len(arrays) > 1 else arrays[0]

@@ -53,7 +53,7 @@ def _read(subscripts: str, arrays: Sequence[Array]) -> tuple[list[str], str]:
     """Return the labels of each array and the labels of the result, one letter per dim."""
     given, arrow, result = subscripts.replace(" ", "").partition("->")
     inputs = given.split(",")
-    free = "".join(letter for letter in ascii_letters if letter not in subscripts)  # for dims behind `...`
+    free = "".join(letter for letter in ascii_letters if letter not in subscripts)  # labels for the dims of `...`
     asked = f"einsum({subscripts!r}) of shapes {', '.join(str(x.shape) for x in arrays)}"
     if len(inputs) != len(arrays):
         raise ValueError(f"{asked}: the labels are for {len(inputs)} arrays, but {len(arrays)} were given.")
@@ -128,7 +128,7 @@ def inner(x1: Any, x2: Any, /) -> Any:
     x1 = as_array("inner", x1)
     x2 = x1.__array_namespace__().asarray(x2)
     found = x1 * x2 if not x1.shape or not x2.shape else tensordot(x1, x2, axes=((-1,), (-1,)))
-    return found if found.shape else like(found, found.parts)  # a number
+    return found if found.shape else like(found, found.parts)  # a result without dims becomes a number
 
 
 def vdot(x1: Any, x2: Any, /) -> Any:

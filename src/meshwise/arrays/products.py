@@ -35,13 +35,13 @@ from meshwise.arrays.moves import Move, combined, elements_moved, exchange, resh
 from meshwise.arrays.reductions import as_array
 from meshwise.arrays.sharding import Shape, Sharding, evenly, sharding
 
-BLOCKS_FROM = 64 << 20  # bytes from which an operand that is needed whole is sent in blocks
+BLOCKS_FROM = 64 << 20  # an operand that is needed whole is sent in blocks if it has this many bytes
 UNMULTIPLIED = {
     torch.uint16,
     torch.uint32,
     torch.uint64,
-}  # torch has no products of these; modulo 2^64 int64's are equal
-Labels = tuple[int | None, ...]  # of the dims of an operand; None: a dim of 1 that is broadcast
+}  # torch cannot multiply these; int64 products are equal modulo 2^64
+Labels = tuple[int | None, ...]  # one label per dim of an operand; None: a dim of length 1 that is broadcast
 Local = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -174,7 +174,7 @@ def _divided(
     """Choose how to divide the work of a product over the devices, so that the fewest bytes move."""
     if not (x.divided or y.divided):
         common = tuple(place for place in x.places if place in y.places)
-        if not common:  # the smaller goes to the other
+        if not common:  # the smaller operand moves
             common = x.places if prod(b) * y_size <= prod(a) * x_size else y.places
         return _Division(None, sharding(common), sharding(common), sharding(common))
     best: tuple[int, _Division] | None = None

@@ -84,7 +84,7 @@ class Generator:
         kind = self._float(dtype)
 
         def draw(upper: Tensor, lower: Tensor) -> Tensor:
-            centred = _uniform(upper, lower, torch.float64).add_(2.0**-54)  # never 0
+            centred = _uniform(upper, lower, torch.float64).add_(2.0**-54)  # never 0, where ndtri is infinite
             normal: Tensor = torch.special.ndtri(centred).mul_(scale).add_(loc)
             return normal.to(kind)
 

@@ -2,8 +2,8 @@
 
 Sorting, quantiles and top-k use it.
 
-Each round reads a few hundred samples, at equal steps, of the elements that are still undecided: among the first r, or
-not. This decides about 99 of 100 of them. When few are left, all of these are read. Equal elements are
+Each round reads a few hundred samples, at equal steps, of the elements that may or may not be among the first
+r. This decides about 99 of 100 of them. When few are left, all of these are read. Equal elements are
 ordered by part, then by position, so that the answer is exact and unique, also for equal elements and NaN. The function
 `order` alone defines the order.
 """
@@ -22,8 +22,8 @@ from meshwise.arrays.reading import to_host
 from meshwise.arrays.sharding import sharding
 from meshwise.transfer.devices import OPEN_DEVICES
 
-SAMPLES = 512  # of all parts together, per cut and round
-FEWEST_A_PART = 8  # so that a round narrows, for any number of parts
+SAMPLES = 512  # number of samples from all parts together, per cut and round
+FEWEST_A_PART = 8  # minimum samples per part, so that every round narrows the range
 
 
 def order(values: Tensor, dim: int = 0, descending: bool = False) -> tuple[Tensor, Tensor]:
@@ -91,7 +91,7 @@ class _Window:
             self.high, self.wanted = list(self.low), 0
             return
         surely = max(0, (self.wanted - count * (step - 1)) // step)
-        possibly = self.wanted // step  # the next sample is not before the cut
+        possibly = self.wanted // step  # the sample after these is not before the cut
         ours, theirs, every = (_tally(some, count) for some in (parts[:surely], parts[:possibly], parts))
         for k in range(count):
             if theirs[k] < every[k]:

@@ -137,7 +137,7 @@ def make_space(devices: tuple[torch.device, ...], default_float: torch.dtype, he
     named = [str(device) for device in devices]
     if all(device.type == "cpu" for device in devices):
         named = [f"cpu:{place}" for place in range(len(devices))]
-    elif len(set(named)) < len(named):  # a device that is several places
+    elif len(set(named)) < len(named):  # one device stands for several places
         named = [f"{name}/{named[:at].count(name)}" for at, name in enumerate(named)]
     return Space(devices, tuple(named), here, default_float)
 
@@ -184,7 +184,7 @@ def _count(kind: str, count: int) -> tuple[torch.device, ...]:
     if kind != "cpu":
         return tuple(as_device(f"{kind}:{index}") for index in range(count))
     opened = open_devices()
-    if opened is None:  # torch knows one CPU; the places are ours
+    if opened is None:  # torch has a single CPU device; meshwise makes the places
         return (torch.device("cpu"),) * count
     if len(opened) < count:
         raise UsageError(f"{count} CPU devices need mw.virtual_devices({count}), but only {len(opened)} are open.")

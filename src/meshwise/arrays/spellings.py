@@ -200,7 +200,7 @@ def diag(x: Any, /) -> Any:
 def nan_to_num(
     x: Any, /, copy: bool = True, nan: float = 0.0, posinf: float | None = None, neginf: float | None = None
 ) -> Array:
-    """Replace NaN by `nan`, and infinities by `posinf` and `neginf`, by default the greatest and the least finite
+    """Replace NaN with `nan`, and infinities with `posinf` and `neginf`, by default the greatest and the least finite
     number. With copy=False, `x` itself is changed."""
     x = as_array("nan_to_num", x)
     found = in_order_of(like(x, [part.nan_to_num(nan, posinf, neginf) for part in x.parts]), [x])

@@ -25,7 +25,7 @@ from meshwise.arrays.lanes import freed, fullest
 from meshwise.arrays.moves import replicate, to_single
 from meshwise.arrays.statistics import as_floats
 
-LARGE = 32 << 20  # bytes of a matrix from which its factors are divided over the devices
+LARGE = 32 << 20  # factors of a matrix of at least this many bytes are divided over the devices
 Function = Callable[[Tensor], Any]
 
 
@@ -64,7 +64,7 @@ def by_stack(x: Array, name: str, function: Function) -> Any:
     stack = len(x.shape) - 2
     x = freed(x, {stack, stack + 1}, name)
     made = [called(name, function, part) for part in x.parts]
-    if not made:  # over ranks, if another rank holds everything
+    if not made:  # another rank holds the whole array
         made = [function(torch.empty(x.shape, dtype=x.dtype, device="meta"))]
         return _arrays(made, lambda each: Array((), x.sharding, tuple(each[0].shape), each[0].dtype, x.space))
 

@@ -112,7 +112,7 @@ def _argument(name: str, pick: Callable[..., Tensor], best: Callable[..., Tensor
         refuse_none(name, x, axes)
         if x.dtype in COMPLEXES:
             raise TypeError(f"{name} cannot compare complex numbers ({x.dtype}). Write abs(x) or xp.real(x).")
-        if x.dtype in UNSIGNED:  # torch lacks argmax for the wide ones
+        if x.dtype in UNSIGNED:  # torch has no argmax for wide unsigned types
             keys = tuple(comparable(part, x.dtype) for part in x.parts)
             x = Array(keys, x.sharding, x.shape, comparable(torch.zeros(0), x.dtype).dtype, x.space)
         shape, dim = reduced_shape(x.shape, axes, keepdims), x.sharding.dim

@@ -1,4 +1,4 @@
-"""Compute in uint16, uint32 and uint64 by signed integers.
+"""Compute in uint16, uint32 and uint64 with signed integers.
 
 torch stores these types, but has almost no kernels for them.
 
