@@ -85,8 +85,8 @@ def _by_parts(plain: Callable[..., Tensor], rows: Mapping[int, list[int]]) -> Ca
         found, before, inside = list[Tensor](), inside, True
         try:
             for number, part in enumerate(input.split(parts) if len(parts) > 1 else [input]):
-                held = [s if s is None or number == 0 else s.clone() for s in (running_mean, running_var)]  # rank 0's
-                found.append(plain(part, *held, weight, bias, training, *rest, **named))
+                held = [s if s is None or number == 0 else s.clone() for s in (running_mean, running_var)]
+                found.append(plain(part, *held, weight, bias, training, *rest, **named))  # part 0 sets the statistics
         finally:
             inside = before
         return torch.cat(found) if len(found) > 1 else found[0]
