@@ -1,4 +1,4 @@
-"""Define when a run saves its state, and how many checkpoints it keeps."""
+"""Define when a run saves states, and how many it keeps."""
 
 from __future__ import annotations
 
