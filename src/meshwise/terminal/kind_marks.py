@@ -1,4 +1,4 @@
-"""Give each kind of time a color, and a mark for terminals without colors."""
+"""Give each kind of time a color, and a colorless mark."""
 
 from __future__ import annotations
 
