@@ -1,8 +1,8 @@
-"""Six houses that the core does without: deleted, in a copy of the package, one and all.
+"""Delete houses, and parts of houses, that the core does not need: each one, and all, in a copy of the package.
 
     python -m pytest -m slow tests/test_houses.py
 
-What the core is tested by passes without them, but for the files in USE_A_HOUSE, which need one for what they compare.
+The tests of the core pass without them, except the files in USE_A_HOUSE, which need one for what they compare.
 """
 
 from __future__ import annotations
@@ -19,18 +19,23 @@ import pytest
 
 SOURCES = Path(__file__).parents[1] / "src" / "meshwise"
 HOUSES = {
-    "check": ("checker/",),
-    "plan": ("planner/", "launcher/auto.py"),
+    "checker": ("checker/",),
+    "planner": ("planner/", "launcher/auto.py"),
     "arrays": ("arrays/",),
     "integrations": ("integrations/",),
-    "lab": ("hardware/measure/", "hardware/views/bench.py", "hardware/bench.py", "hardware/commands/bench.py"),
-    "cluster": (
+    "bench of hardware": (
+        "hardware/measure/",
+        "hardware/views/bench.py",
+        "hardware/bench.py",
+        "hardware/commands/bench.py",
+    ),
+    "submit of launcher": (
         *("launcher/schedulers/batch_script.py", "launcher/schedulers/site.py"),
         *("launcher/submit.py", "launcher/commands/submit.py"),
     ),
 }
-MAY_IMPORT = {"plan": {"lab"}, "cluster": {"plan"}}
-"""A measured price needs the lab; a job is planned before it is sent."""
+MAY_IMPORT = {"planner": {"bench of hardware"}, "submit of launcher": {"planner"}}
+"""A measured price needs the bench; a job is planned before it is submitted."""
 OF_HOUSES = (
     *("arrays", "cli", "cuda", "docs", "checker", "examples", "hardware", "planner", "launcher/schedulers"),
     *("test_cli.py", "test_exports.py", "test_floors.py", "test_houses.py", "test_imports.py"),
@@ -51,7 +56,7 @@ USE_A_HOUSE = (
 
 
 def house_of(path: str) -> str:
-    """The house that a file or folder of the package belongs to; "" of the core."""
+    """The key of HOUSES to which a file or folder of the package belongs, or "" for the core."""
     return next((house for house, parts in HOUSES.items() if path.startswith(parts)), "")
 
 
@@ -91,7 +96,7 @@ def without(houses: Iterable[str], folder: Path) -> dict[str, str]:
 
 def test_a_part_that_is_gone_cannot_be_imported(tmp_path: Path, processes: None) -> None:
     command = [sys.executable, "-c", "import meshwise.checker"]
-    assert subprocess.run(command, env=without(["check"], tmp_path), cwd=tmp_path, capture_output=True).returncode
+    assert subprocess.run(command, env=without(["checker"], tmp_path), cwd=tmp_path, capture_output=True).returncode
 
 
 @pytest.mark.slow
