@@ -23,18 +23,13 @@ HOUSES = {
     "planner": ("planner/", "launcher/auto.py"),
     "arrays": ("arrays/",),
     "integrations": ("integrations/",),
-    "bench of hardware": (
-        "hardware/measure/",
-        "hardware/views/bench.py",
-        "hardware/bench.py",
-        "hardware/commands/bench.py",
-    ),
-    "submit of launcher": (
+    "bench": ("hardware/measure/", "hardware/views/bench.py", "hardware/bench.py", "hardware/commands/bench.py"),
+    "submit": (
         *("launcher/schedulers/batch_script.py", "launcher/schedulers/site.py"),
         *("launcher/submit.py", "launcher/commands/submit.py"),
     ),
 }
-MAY_IMPORT = {"planner": {"bench of hardware"}, "submit of launcher": {"planner"}}
+MAY_IMPORT = {"planner": {"bench"}, "submit": {"planner"}}
 """A measured price needs the bench; a job is planned before it is submitted."""
 OF_HOUSES = (
     *("arrays", "cli", "cuda", "docs", "checker", "examples", "hardware", "planner", "launcher/schedulers"),
