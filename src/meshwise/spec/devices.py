@@ -22,7 +22,7 @@ STREAMED = ("cuda", "xpu")
 `torch.get_device_module(device)`, because a rehearsal may set `torch.accelerator` to a simulated device."""
 
 
-@functools.cache  # called in every step
+@functools.cache  # cached, because it is called in every step
 def has_streams(device: object) -> bool:
     """Return whether a device (`cuda:0`, `cpu`, a torch.device) runs asynchronously to the host, in streams."""
     return str(device).split(":")[0] in STREAMED
