@@ -32,8 +32,8 @@ NOT_FINITE = ("isnan", "isinf")
 DRAWN = ("randperm", "randint", "random_")
 """Operators that draw random integers. Their values are kept, because programs use them as indices, e.g. of samples."""
 _VALUE = "_value_in_rehearsal"
-_lost = StorageMap()  # values that a write has made unknown
-_of_batch = StorageMap()  # values that depend on the batch
+_lost = StorageMap()  # marks values that a write has made unknown
+_of_batch = StorageMap()  # marks values that depend on the batch
 
 
 class _Value:
@@ -159,7 +159,7 @@ def with_values(
         if any(tensor.numel() > MOST for tensor in tensors_in(out)):  # large result of small inputs, such as a mask
             raise OverflowError
         real = _computed(func, args, kwargs)
-    except Exception:  # no value if the CPU cannot compute it
+    except Exception:  # the CPU cannot compute it, so it has no value
         lose(written_arguments(func, args, kwargs))
         return out if ran else run()
     if not ran:

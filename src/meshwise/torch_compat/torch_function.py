@@ -41,7 +41,7 @@ def called(func: Callable[..., Any]) -> str:
     if name != "__get__":
         return name
     read: Any = func.__self__  # type: ignore[attr-defined]
-    read = read.fget if isinstance(read, property) else read  # a property written in Python
+    read = read.fget if isinstance(read, property) else read  # the property is written in Python
     return f".{read.__name__}"
 
 
