@@ -42,7 +42,7 @@ ids are the same on all ranks."""
 
 def render(report: Report, timeline: Timeline) -> Iterator[bytes]:
     """Yield the trace as gzip data."""
-    packer = zlib.compressobj(level=5, wbits=zlib.MAX_WBITS | 16)  # with a gzip header without name or time
+    packer = zlib.compressobj(level=5, wbits=zlib.MAX_WBITS | 16)  # adds a gzip header without name or time
     for text in trace_text(report, timeline):
         yield packer.compress(text)
     yield packer.flush()
@@ -83,7 +83,7 @@ def _ranks(timeline: Timeline) -> list[int]:
 def _rank_rows(spans: Spans, first: int) -> tuple[Spans, Whole]:
     spans = spans.copy()
     spans["end"] = np.maximum(spans["start"], spans["end"])
-    spans = spans[np.lexsort((-spans["end"], spans["start"]))]  # parents before children
+    spans = spans[np.lexsort((-spans["end"], spans["start"]))]  # sort parents before children
     return spans, first + spans["lane"].astype(np.int64) * COPIES + _copies(spans)
 
 
