@@ -84,7 +84,7 @@ class LauncherChannel:
     def send(self, rank: int, kind: str, **facts: Any) -> None:
         line = self._lines.get(rank)
         if line is not None:
-            with contextlib.suppress(OSError):  # the worker is gone: its closed connection is already the message
+            with contextlib.suppress(OSError):  # if the worker is gone, its closed connection reports this
                 line.send(json.dumps({"kind": kind, **facts}).encode())
 
     def close(self) -> None:

@@ -135,7 +135,7 @@ def begin(world: World, store: Any) -> None:
         made, owned = made_folder("verbs")
         store.set(f"meshwise/verbs/{first}", str(made))
     folder = Path(store.get(f"meshwise/verbs/{first}").decode())
-    if not folder.is_dir():  # the processes of one machine share no files
+    if not folder.is_dir():  # the ranks of this machine do not share a file system
         return
     _owned.append(owned if world.local_rank == 0 else own(folder))
     ranks = range(first, first + world.local_size)

@@ -27,10 +27,10 @@ LINKS = 40  # most symbolic links to follow in a row, as in Linux
 TEMPORARY = tempfile.gettempdir()
 """Where the launcher has its folder. Inside a check, programs have another folder for temporary files."""
 IN_MEMORY = ("", ":memory:")  # names of sqlite databases that are not files
-_CREATE, _ADD, _RESTRICT = 444, 445, 446  # system calls; the same numbers on every processor since 5.0
-_VERSION = 1  # LANDLOCK_CREATE_RULESET_VERSION
-_BENEATH = 1  # LANDLOCK_RULE_PATH_BENEATH
-_NO_NEW_PRIVS = 38  # linux/prctl.h
+_CREATE, _ADD, _RESTRICT = 444, 445, 446  # system call numbers of Landlock, equal on all processors
+_VERSION = 1  # the flag LANDLOCK_CREATE_RULESET_VERSION
+_BENEATH = 1  # the rule type LANDLOCK_RULE_PATH_BENEATH
+_NO_NEW_PRIVS = 38  # PR_SET_NO_NEW_PRIVS in linux/prctl.h
 _RIGHTS = sum(1 << bit for bit in (1, 4, 5, 7, 8, 10, 12, 13, 14))
 """Landlock's bits of the restricted rights: write or truncate files; make, remove or move files, folders and links."""
 _OLDEST = 3  # the first Landlock version with all of these rights (Linux 6.2)

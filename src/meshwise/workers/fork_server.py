@@ -129,7 +129,7 @@ class Forks:
                             continue
                         break
                     packet = b"" if self._line is None else self._line.recv(PACKET)
-            except (OSError, ValueError):  # the connection is closed
+            except (OSError, ValueError):  # the connection to the server is closed
                 packet = b""
             if not packet:  # the server died, so the kernel has killed its workers
                 died = None if self.process is None else _waited(self.process)
@@ -217,7 +217,7 @@ def serve(line: socket.socket, work: Callable[[], int], interrupted: Any = signa
                 kill_group(pid)
                 os.waitpid(pid, 0)
             return 0
-        if sys.stdout is not None:  # None if the launcher has no stdout
+        if sys.stdout is not None:  # it is None if the launcher has no stdout
             sys.stdout.flush()
         pid = os.fork()
         if pid == 0:

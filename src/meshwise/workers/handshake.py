@@ -182,7 +182,7 @@ class Doorkeeper:
         while not self._over:
             try:
                 connection, _ = self._server.accept()
-            except OSError:  # the client hung up, this server is closed, or too many files are open
+            except OSError:  # the client or this server has closed, or too many files are open
                 time.sleep(PAUSE)
                 continue
             self._thread(self._meet, connection)

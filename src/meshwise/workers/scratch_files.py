@@ -199,7 +199,7 @@ class FileFunctions(FileView):
             return original(self.seen(path, False), *rest, **named)  # type: ignore[no-any-return]
         mine = self.written(path, False)
         if not os.path.lexists(mine):
-            Path(mine).touch()  # so that the system raises its usual errors; a user's folder has a copy already
+            Path(mine).touch()  # so that the system raises its usual errors; folders were copied before
         if original.__name__ == "rmdir":
             self.copy(logical, inside=True)  # rmdir removes only empty folders
         original(mine, *rest, **named)

@@ -30,7 +30,7 @@ VARIABLE = "MESHWISE_SECRET"
 LEAST = 32  # minimum number of characters
 MAKING_TIMEOUT = 5.0  # seconds for another process to write its new file
 PREFIX = ".meshwise-rendezvous-"
-MOST = 64 << 10  # maximum bytes of the file
+MOST = 64 << 10  # maximum size of the file in bytes
 SET_ONE = f"give all processes one secret: export {VARIABLE}=$(openssl rand -hex 32)"
 
 
@@ -121,7 +121,7 @@ def _opened(path: Path, flags: int) -> int:
     descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
     if why := _not_private(os.fstat(descriptor)):
         os.close(descriptor)
-        if flags & os.O_EXCL:  # just created, on a disk without owners or modes
+        if flags & os.O_EXCL:  # the new file is on a disk without owners or modes
             path.unlink()
         raise OSError(None, why)
     return descriptor

@@ -32,7 +32,7 @@ from meshwise.workers.gate import StepGate, watch_time
 STOP = "meshwise/stop"
 ROUND = 0.5  # seconds between checks of the store
 LINGER = 10 * ROUND  # most seconds for which the first rank waits at its end, so that the others can read this
-PATIENCE = 60.0  # seconds for a rank to reach its next step after a request to stop; then the signal ends it
+PATIENCE = 60.0  # seconds for a rank to reach its next step after a request to stop, before it is ended
 _over = threading.Event()  # set when the program of this rank has ended
 _asked: queue.SimpleQueue[int] = queue.SimpleQueue()
 """Signals that arrived. A handler may run at any point, even while a message is sent, so it only adds to this queue."""
@@ -56,7 +56,7 @@ def agree_to_stop(world: World, gate: StepGate, *, interrupts: bool = False) -> 
     """
     first = not _threads
     if world.size == 1 and not interrupts and not any(name in os.environ for name in OF_SCHEDULERS):
-        return  # an interactive process: SIGTERM ends it
+        return  # the process runs alone: signals end it as usual
     _catch([*WARNINGS, *([signal.SIGINT] if interrupts else [])])
     atexit.register(leave_in_peace)
     if first:
@@ -118,7 +118,7 @@ def _ask(store: Any, world: World, gate: StepGate, number: int) -> None:
         gate.set_last(gate.freeze())
         _say(number, gate)
     else:
-        with contextlib.suppress(RuntimeError):  # the first rank, which keeps the store, is gone
+        with contextlib.suppress(RuntimeError):  # the first rank, which keeps the store, may be gone
             if store.compare_set(STOP, "", mine).decode() == mine:
                 _say(number, gate)
     if not gate.reached.wait(PATIENCE):  # the rank may never reach another step
@@ -128,7 +128,7 @@ def _ask(store: Any, world: World, gate: StepGate, number: int) -> None:
 
 
 def _follow(store: Any, world: World, gate: StepGate) -> None:
-    with contextlib.suppress(RuntimeError):  # the program has ended, and the store with it
+    with contextlib.suppress(RuntimeError):  # the store may be gone, if the program has ended
         if _found(store, [STOP], float("inf")):
             gate.signal = int(store.get(STOP).split()[0])
             store.set(f"{STOP}/{world.rank}", str(gate.freeze()))

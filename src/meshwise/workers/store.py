@@ -130,7 +130,7 @@ class Meeting:
 
     def set(self, key: str, value: object) -> None:
         """Send a value to the other machines, within ROUND seconds. A value that has not changed is not sent again."""
-        value = json.loads(json.dumps(value))  # the same value as the others get
+        value = json.loads(json.dumps(value))  # convert it to the value that the other machines get
         with self._lock:
             if self._told.get(key) != value:
                 self._told[key] = self._pending[key] = value

@@ -19,11 +19,11 @@ from meshwise.workers.control_groups import read_text
 from meshwise.workers.heartbeat import SIGNAL
 
 WINDOW = 5.0  # seconds between readings of a process's CPU time
-SHARE = 0.02  # share of a core: computing processes use more even as one of thirty on two cores; polling ones use less
+SHARE = 0.02  # share of a core: a computing process uses more, even as one of 30 on two cores; a polling one uses less
 TICKS = os.sysconf("SC_CLK_TCK")
 ANSWER = 0.5  # seconds to wait for the stack
 SETTLED = 0.03  # seconds without further output: the stack is complete
-LOOKS = 5  # checks of a process in uninterruptible sleep
+LOOKS = 5  # number of checks of a process in uninterruptible sleep
 MOST_CHILDREN = 8
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 STATES = {

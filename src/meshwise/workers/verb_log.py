@@ -158,11 +158,11 @@ def log_verb(verb: str, *which: int, log: VerbLog | None = None) -> None:
     log, here = log or _log, threading.get_ident()
     if log is None or (log._thread or here) != here:
         return
-    depth, code, lasti, line = log.newest.get(verb, UNKNOWN)  # usually the same line at the same depth
+    depth, code, lasti, line = log.newest.get(verb, UNKNOWN)  # usually, the same line calls at the same depth
     try:
         frame = sys._getframe(depth)
     except ValueError:  # the stack is shallower than last time
-        frame, code = sys._getframe(1), None  # not this frame, which would hold itself and what its callers hold
+        frame, code = sys._getframe(1), None  # skip this frame, which would refer to itself and its callers
     line = line if frame.f_code is code and frame.f_lasti == lasti else log.line(verb, sys._getframe(1))
     line[2] += 1
     checksum = log._checksum * FACTOR + line[1]

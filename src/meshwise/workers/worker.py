@@ -41,7 +41,7 @@ from meshwise.workers.hints import add_hint
 from meshwise.workers.written_files import FileWatch
 
 END_TIMEOUT = 2.0
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
+PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 SOCKET_ROOM = 107 - len("/pymp-12345678/listener-12345678")  # bytes of a socket's path that remain for the folder
 
 
@@ -52,7 +52,7 @@ def main() -> int:
     die_with_parent()
     bind_to_cores(os.environ.get(CORES, ""))
     threads = threads_in(os.environ)
-    if threads not in (0, torch.get_num_threads()):  # torch was loaded before the fork, with another number
+    if threads not in (0, torch.get_num_threads()):  # torch was loaded before the fork, with another number of threads
         torch.set_num_threads(threads)
     session = join.rank_context()
     if session.channel is None:

@@ -48,7 +48,7 @@ class FileWatch:
         it. ignored: folders whose files are never reported."""
         caches = [os.environ[name] for name in CACHES if name in os.environ]
         self._ignored = tuple(os.path.realpath(folder) + os.sep for folder in (*ignored, *caches))
-        self._temporary = os.path.realpath(tempfile.gettempdir()) + os.sep  # read here: `gettempdir` itself opens files
+        self._temporary = os.path.realpath(tempfile.gettempdir()) + os.sep  # read now, because `gettempdir` opens files
         self._tell, self._told, self._process = tell, set[str](), os.getpid()
 
     def begin(self) -> None:
