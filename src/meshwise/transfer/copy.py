@@ -83,7 +83,7 @@ def copy(
             ):
                 return dst.copy_(src)
         except (AttributeError, RuntimeError):
-            pass  # handled below
+            pass  # the general case follows
     return move(dst, src, "copy", CopyOptions(links, verify, path, stream))
 
 
@@ -267,7 +267,7 @@ def repeats(tensor: Tensor) -> bool:
     """Check whether elements of the tensor share memory, as in an expanded tensor or overlapping windows."""
     if tensor.is_contiguous() or tensor.numel() < 2:
         return False
-    reach = 0  # the furthest element over the smaller strides
+    reach = 0  # offset of the furthest element along the smaller strides
     certain = True
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size == 1:

@@ -30,7 +30,7 @@ from meshwise.transfer import collectives, stages
 
 KEY = "meshwise/read"
 ENDED = "ended"
-POLL, SLOWEST = 0.0005, 0.02  # seconds between polls: at first, and after a while
+POLL, SLOWEST = 0.0005, 0.02  # seconds between two polls, at first and later
 TICK = 0.5  # seconds between checks of the other ranks' positions
 MISMATCH = 1 << 40  # a rank that has another fact adds this to the counter
 
@@ -41,7 +41,7 @@ SHARDED = (
 )
 
 _past = [0]  # the number of reads that all ranks have reached
-_unmet = [False]  # process-wide: a backward runs in other threads
+_unmet = [False]  # a list, not thread-local, because a backward runs in other threads
 
 
 @contextlib.contextmanager
@@ -147,12 +147,12 @@ def _look_out() -> None:
         while dist.is_initialized() and not over.wait(TICK):
             now = dict(collectives.entered)
             if now == before and not said:
-                where = user_place(sys._current_frames().get(main or 0))  # no frame is kept, as it keeps models
+                where = user_place(sys._current_frames().get(main or 0))  # keep no frame: it holds models
                 store.set(f"{KEY}/at/{rank}", json.dumps([where, now]))
             said, before = now == before, now
 
     def run() -> None:
-        with contextlib.suppress(RuntimeError, ValueError):  # the group and its store are gone
+        with contextlib.suppress(RuntimeError, ValueError):  # the group and its store may be gone
             watch()
 
     def ended() -> None:

@@ -52,7 +52,7 @@ _pipe: list[Pipe | None] = [None]
 _lacks: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()
 _carried: list[tuple[Callable[[], Any], Callable[[Any], None]]] = []
 _in_own_layers: list[bool] = [True]
-_left: list[nn.Module | None] = [None]  # the last of this stage's layers, once it has run
+_left: list[nn.Module | None] = [None]  # the last layer of this stage, once it has run
 
 
 def pipe() -> Pipe | None:
