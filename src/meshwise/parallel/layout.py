@@ -171,7 +171,7 @@ def _derived(model: nn.Module, layers: list[Layer]) -> set[str]:
         for name, group in groups.items():
             width, last = group[0].in_length, group[-1]
             rows |= {layer.name for layer in group if layer.out_length == width != layer.in_length}
-            around = [layer for layer in inside if layer.name.startswith(f"{name}.")]  # including nested groups
+            around = [layer for layer in inside if layer.name.startswith(f"{name}.")]  # this includes nested groups
             if len(around) > 1 and around[-1] is last and around[0].in_length == last.in_length == last.out_length:
                 ends[name] = last.name
         ended = {inner for inner in ends for name in ends if len(groups[name]) == 1 and inner.startswith(f"{name}.")}

@@ -83,7 +83,7 @@ def _stepped(optimizer: optim.Optimizer, dtype: torch.dtype, place: Place, every
         return place(torch.randn(_small_shape(stands_for), dtype=dtype), stands_for)
 
     clone, small = _copied(optimizer, draw)
-    if hasattr(clone, "train"):  # a schedule-free optimizer
+    if hasattr(clone, "train"):  # this is a schedule-free optimizer
         clone.train()
     # Some optimizers change their step after a number of steps, which is one of their settings (25 in Shampoo).
     waits = [v for held in (vars(optimizer), *optimizer.param_groups) for v in held.values() if type(v) is int]

@@ -100,7 +100,7 @@ def meet_without_forward(groups: Sequence[Group]) -> None:
 
 
 FIRST = 1800.0  # seconds for all ranks to reach the blocks of the first forward, which may compile
-GRACE = 60.0  # seconds for a new order later: ranks with a known order do not report it
+GRACE = 60.0  # seconds for all ranks to reach a block in a new order in a later forward
 
 
 class GatherOrder:

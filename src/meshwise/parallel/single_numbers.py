@@ -31,7 +31,7 @@ class SingleNumbers:
     def __init__(self, model: nn.Module, mesh: DeviceMesh, absent: Collection[nn.Parameter]) -> None:
         self.places: dict[str, tuple[nn.Module, str]] = {}
         self._mesh = mesh
-        self._leaves: dict[str, tuple[Tensor, Tensor]] = {}  # name -> the shared value, and the leaf
+        self._leaves: dict[str, tuple[Tensor, Tensor]] = {}  # name -> (the shared value, the leaf)
         known: dict[nn.Parameter, tuple[str, nn.Parameter]] = {}
         for full, module in list(model.named_modules()):
             inside = {}

@@ -50,8 +50,8 @@ class Order(enum.IntEnum):
     GUARD = 1  # first, so that it can refuse a step before anything has changed
     WATCH = 2  # sees the gradients of all parameters before, and the parameters of all ranks after
     DRAWS = 3  # makes the optimizer draw random numbers for parameters, not for a rank's samples
-    PHASE = 4  # around the techniques: their cost belongs to the optimizer's span
-    ZERO1 = 5  # before offload, which gets state only for parameters that this rank steps
+    PHASE = 4  # before the techniques, because their cost belongs to the optimizer's span
+    ZERO1 = 5  # before OFFLOAD, so that it gets state only for parameters that this rank steps
     OFFLOAD = 6  # last, because it steps all buckets but the last by itself
 
 

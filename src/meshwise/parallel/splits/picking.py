@@ -70,7 +70,7 @@ def picked(x: SplitTensor, index: Tensor) -> SplitTensor:
     mine = [each[each // long == axis.rank] % long for each in wanted]
     sent = torch.cat([functional.pad(each, (0, longest - len(each))) for each in mine])
     local = x.movedim(dim, 0)
-    local = local if part.own else torch.cat([local, local.new_zeros(1, *local.shape[1:])])  # sent, but unused
+    local = local if part.own else torch.cat([local, local.new_zeros(1, *local.shape[1:])])  # zeros that nobody uses
     local = local.index_select(0, sent.to(x.device)).unflatten(0, (axis.size, longest))
     got = kept_within(level_of(part), local, through(_Exchange, local, axis)).flatten(0, 1)
     owner = wanted[axis.rank] // long
@@ -196,7 +196,7 @@ def _setitem(func: Func, args: Args, kwargs: Kwargs) -> None:
 
 def _selected(func: Func, args: Args, kwargs: Kwargs) -> Any:
     x, *where = [*args, *kwargs.values()]
-    if len(where) == 1 and whole_shape(x) != whole_shape(where[0]):  # a mask
+    if len(where) == 1 and whole_shape(x) != whole_shape(where[0]):  # the index is a mask
         raise NoRule
     lead = [slice(None)] * (where[0] % x.dim()) if len(where) == 2 else []
     return _getitem(Tensor.__getitem__, (x, (*lead, where[-1])), {})

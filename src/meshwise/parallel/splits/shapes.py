@@ -174,7 +174,7 @@ def _narrow(func: Func, args: Args, kwargs: Kwargs) -> Any:
 
 def _joined(func: Func, args: Args, kwargs: Kwargs, *, new: bool = False) -> Any:
     """Run `torch.cat` on split tensors, or `torch.stack` if `new`."""
-    empty = torch.Size([0])  # an empty cache adds nothing
+    empty = torch.Size([0])  # skip empty tensors, such as an empty cache
     tensors = [each for each in args[0] if new or whole_shape(each) != empty]
     first = max((each for each in tensors if is_split(each)), key=lambda each: whole_shape(each).numel())
     dims = first.dim()
@@ -196,7 +196,7 @@ def _in_pieces(func: Func, args: Args, kwargs: Kwargs) -> Any:
     if dim != x.part.dim:
         return along(2, 0)(func, args, kwargs)
     if x.part.repeats == 1 and dim:
-        raise NoRule  # pieces of unequal length: gathering once is cheaper
+        raise NoRule  # for pieces of unequal length, gathering once is cheaper
     places_of = torch.empty(x.part.length, device="meta")
     others = {name: value for name, value in kwargs.items() if name not in ("dim", "tensor")}
     sizes = [len(each) for each in getattr(places_of, called(func))(*args[1:2], **others)]
