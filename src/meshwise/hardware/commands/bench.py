@@ -89,7 +89,7 @@ def _show(found: Any, target: Path | None, as_json: bool) -> int:
 def _writable(path: Path) -> Path:
     """Return `path` if a machine file can be written there. Raises UsageError if it cannot, or if another kind of file
     exists there."""
-    toml_writer()  # fail before measuring
+    toml_writer()  # fail early if tomli_w is missing
     if path.is_dir() or not path.parent.is_dir():
         raise UsageError(f"--save {path} must be a file in an existing folder, for example here.toml.")
     if not os.access(path.parent, os.W_OK):
