@@ -70,7 +70,7 @@ class Commands(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         """Invoke a command as click does. If the user presses Ctrl-C, or a program that the command runs calls
-        `sys.exit`, raise an error of meshwise instead. In a process that a launcher such as torchrun started,
+        `sys.exit`, raise an error from meshwise instead. In a process that a launcher such as torchrun started,
         `sys.exit` ends the process as usual."""
         try:
             return super().invoke(ctx)
