@@ -34,7 +34,7 @@ STATES = "meshwise"
 
 @dataclass(eq=False)
 class Ranks(OfTrainer):
-    """The state shared by all classes of meshwise that override methods of Lightning's Trainer and its parts."""
+    """The state shared by all meshwise classes that override methods of Lightning's Trainer and its parts."""
 
     states: list[dict[str, Any]] = field(default_factory=list)
     open: dict[bool, WeakSet[Any]] = field(default_factory=lambda: {True: WeakSet(), False: WeakSet()})
@@ -107,7 +107,7 @@ class DistributedStrategy(ABC):  # an ABC, as only classes of equal layout can r
 
     def setup_optimizers(self, trainer: Any) -> None:
         super().setup_optimizers(trainer)  # type: ignore[misc]
-        self.meshwise.engine.gate.saves |= trainer.checkpoint_callback is not None  # shown when a stop is requested
+        self.meshwise.engine.gate.saves |= trainer.checkpoint_callback is not None  # whether a stop can save a state
         schedulers = [config.scheduler for config in self.lr_scheduler_configs]  # type: ignore[attr-defined]
         for each in [*self.optimizers, *(one for one in schedulers if isinstance(one, LRScheduler))]:  # type: ignore[attr-defined]
             self.meshwise.share(each)

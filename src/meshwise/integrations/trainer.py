@@ -68,7 +68,7 @@ class DistributedTrainer:
         module = import_module(TRAINER)
         skips = functools.partial(skip_batches, module.skip_first_batches)
         engine, saves = self.meshwise.engine, self.args.save_strategy != "no"
-        engine.gate.saves |= saves  # shown when a stop is requested
+        engine.gate.saves |= saves  # whether a stop can save a state
         with mock.patch.object(module, "skip_first_batches", skips):
             try:
                 return super().train(*args, **options)  # type: ignore[misc]
@@ -207,7 +207,7 @@ WHOLE = (
 
 
 def _join() -> None:
-    """Replace the process group that TrainingArguments has created with a process group of meshwise."""
+    """Replace the process group that TrainingArguments has created with meshwise's own process group."""
     rank_context()
     rejoin()
 

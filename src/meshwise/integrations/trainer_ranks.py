@@ -34,7 +34,7 @@ MIXED = "a sum over num_items_in_batch and more"
 
 @dataclass(eq=False)
 class Ranks(OfTrainer):
-    """The state shared by the classes of meshwise that override methods of transformers' Trainer and of its
+    """The state shared by the meshwise classes that override methods of transformers' Trainer and of its
     Accelerator."""
 
     loss: Tensor | None = None
