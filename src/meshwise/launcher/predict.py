@@ -1,4 +1,4 @@
-"""Predict: start the workers, join what they return, summarise it."""
+"""Predict: start the workers, join what they return, summarize it."""
 
 from __future__ import annotations
 

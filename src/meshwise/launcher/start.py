@@ -86,7 +86,7 @@ def refuse_restarts(options: RunOptions, where: str) -> None:
 
 
 def _folder_of(program: LaunchedProgram, options: RunOptions, name: str | None) -> Path:
-    """Return the folder of a run, new or resumed. name: the folder's name if another machine has chosen it, else
+    """Return the folder of a run, new or resumed. name: the folder's name if another machine has chosen it, or
     None."""
     if options.resume is not None:
         return run_and_checkpoint(Path(options.resume))[0]

@@ -1,4 +1,4 @@
-"""Import the modules with which a rank trains, for the files of the API.
+"""Import what a rank needs to train, for the API's files.
 
 The launcher of a job does not import these modules.
 """
