@@ -63,7 +63,7 @@ class Program:
         self.coupled_gradients = False
         """Whether ranks exchange gradients inside the backward, so that gradients depend on other ranks' losses."""
         self.pipeline: parallel.pipeline.Pipeline | None = None
-        """Runs the stages of this rank, if the plan has a pipeline; else None."""
+        """Runs the stages of this rank, if the plan has a pipeline; otherwise None."""
         self.stage_cost: Callable[[str, nn.Module], float] | None = None  # see `Job.stage_cost`
         self.backwards = self.began = 0
         """The number of backwards in this session or job. `began` is this number when the current program began."""

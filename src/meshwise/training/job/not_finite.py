@@ -127,6 +127,6 @@ class NotFinite:
 
 
 def _any_not_finite(tensors: Iterable[Tensor]) -> Tensor:
-    """Return a scalar tensor: 1 if any value in `tensors` is infinite or NaN, else 0."""
+    """Return a scalar tensor: 1 if any value in `tensors` is infinite or NaN, otherwise 0."""
     bad = [~torch.isfinite(tensor).all() for tensor in tensors if tensor.numel()]
     return torch.stack(bad).any().float() if bad else torch.zeros(())

@@ -1,4 +1,4 @@
-"""Turn predictions into rows, write the rows in parts, and join the parts.
+"""Turn predictions into rows, write them in parts, and join them.
 
     OUT.partial/                               exists until every sample is predicted
         facts.json                             facts on which the predictions depend

@@ -129,7 +129,7 @@ class FirstFiles(RankFiles):
         return path
 
     def _keep(self, path: str | None, link: bool = False) -> None:
-        """Keep the state of a path, if it is not kept yet. link: by a hard link, as it is not changed in place."""
+        """Keep the state of a path, if it is not kept yet. link: whether a hard link is enough, without a copy."""
         kept = f"{self._shared}/{self._epoch}{path}"
         if path is None or os.path.lexists(kept) > os.path.isdir(kept) or not self._absent.isdisjoint(parents(path)):
             return

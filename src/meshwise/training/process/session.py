@@ -1,6 +1,6 @@
 """Keep the process's default engine, from `mw.distribute` to the end.
 
-The engine is the only state that a script's verbs share.
+The engine is the only state that the functions of a script's loop share.
 """
 
 from __future__ import annotations

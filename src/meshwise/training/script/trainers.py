@@ -59,7 +59,7 @@ SAVED = "saved {0}. To resume from this state, call trainer.{1}."
 
 
 def in_front(front: type, thing: Any, ranks: Any) -> None:
-    """Replace the class of an object by a new class that derives from `front` and from the old class, so that methods
+    """Replace the class of an object with a new class that derives from `front` and from the old class, so that methods
     of `front` override those of the old class. ranks: becomes the attribute `meshwise` of the new class."""
     cls = type(thing)
     names = {"__module__": cls.__module__, "__doc__": cls.__doc__, "meshwise": ranks}
@@ -68,7 +68,7 @@ def in_front(front: type, thing: Any, ranks: Any) -> None:
 
 @dataclass(eq=False)
 class OfTrainer:
-    """The state shared by all classes of meshwise that override methods of one Trainer and of its parts."""
+    """The state shared by all meshwise classes that override methods of one Trainer and of its parts."""
 
     engine: Engine
     trainer: Any

@@ -1,8 +1,8 @@
 """Answer small questions of a program: rank, main process, memory.
 
-It also has verbs for what rank 0 does first or alone.
+It also has functions for what rank 0 does first or alone.
 
-Each verb works on one device, without a launcher, and before `mw.distribute`.
+Each function works on one device, without a launcher, and before `mw.distribute`.
 """
 
 from __future__ import annotations
