@@ -373,7 +373,7 @@ class EngineWatcher:
                 by_hand = any(map(_is_by_hand, trace.steps))
                 trace.hints = self.hints.end(by_hand=by_hand, per_rank=self._engine.whole is None)
             for place in self._unsummed:
-                trace.evaluation[f"the loop at {place}, {UNSUMMED}"] = math.nan  # only several ranks need a sum
+                trace.evaluation[f"the loop at {place}, {UNSUMMED}"] = math.nan  # one device has no such entry
         return self.found
 
     def _wait_for_ranks(self, where: str) -> None:

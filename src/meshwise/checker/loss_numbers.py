@@ -1,4 +1,4 @@
-"""Trace the numbers that a loss is made of, with lines.
+"""Trace the numbers that a loss is made of, with source lines.
 
 It tells which of them is a mean over samples and which a sum.
 
@@ -55,7 +55,7 @@ class NotedNumbers:
     def _note(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = operator(*args, **kwargs)
         number = result[0] if isinstance(result, tuple) and result else result
-        if type(number) is Tensor and not (number.dim() or number.is_complex() or number.is_meta):  # has a value
+        if type(number) is Tensor and not (number.dim() or number.is_complex() or number.is_meta):  # a readable scalar
             name, at = operator_name(operator), user_place()
             self._calls[at, name] += 1
             key = at, name, self._calls[at, name]

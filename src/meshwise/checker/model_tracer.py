@@ -58,7 +58,7 @@ class ModelTracer:
         perturb: bool = False,
         whole: bool = False,
     ) -> None:
-        """whole: whether the program sees whole batches. No rank has a loss of its own then."""
+        """whole: whether the program sees whole batches. In that case, no rank has a loss of its own."""
         kinds = {clean(name): type(module).__name__ for name, module in model.named_modules()}
         self.trace = Trace(kinds, tied_in(model), parameters_of(model), buffers_of(model))
         self.trace.places = {

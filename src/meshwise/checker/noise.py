@@ -1,4 +1,4 @@
-"""Find parameter elements whose gradient is zero but for rounding.
+"""Find parameter elements whose gradient is zero except for rounding.
 
 Examples are the bias in front of a batch norm, and the bias of the keys in attention.
 

@@ -40,7 +40,7 @@ class ShortLoops:
 
     def limit(self, batch_size: int) -> int | None:
         """Return the largest size that the next batch may have. 0 ends the loop, None means no limit."""
-        ends = not self._since_step or self._batches >= self._a_step  # a full epoch, too, ends with or after a step
+        ends = not self._since_step or self._batches >= self._a_step  # a loop ends between steps, like a full epoch
         if (ends and self.made >= self._steps) if self._trained else (self._batches >= EVALUATED):
             return 0
         if self._trained:

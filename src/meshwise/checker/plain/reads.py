@@ -53,8 +53,8 @@ class Reads:
         self.has_cut = False
         """Whether some loop may have got fewer batches than its loader has."""
         self._steps, self._seed, self._follow, self._passes = steps, seed, follow, passes
-        self._loaders: dict[int, tuple[Any, int]] = {}  # by id of the index source: the source, and the loader's number
-        self._lengths: dict[int, int] = {}  # batches by index source, for loops that one process reads as the ranks do
+        self._loaders: dict[int, tuple[Any, int]] = {}  # maps an index source's id to the source and a loader's number
+        self._lengths: dict[int, int] = {}  # maps that id to a number of batches, for loops that one process replays
         self._made_at: dict[int, str] = {}
         self._loops: dict[int, _Loop] = {}  # maps the id of an iterator to its loop
         self._made = self._batches_of_step = self._batches_since = 0

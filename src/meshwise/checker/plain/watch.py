@@ -189,7 +189,7 @@ class _Watcher:
 
     def _before_step(self, optimizer: Optimizer, arguments: Any, named: Any) -> None:
         held = [p for group in optimizer.param_groups for p in group["params"]]
-        if self._stepping is not None or all(p.grad is None for p in held):  # called by ZeroRedundancyOptimizer
+        if self._stepping is not None or all(p.grad is None for p in held):  # inside ZeroRedundancyOptimizer's own step
             return
         self._stepping = optimizer
         if any(isinstance(p, DTensor) for p in held):
