@@ -71,7 +71,7 @@ class _Heap:
     reserved: int = 0
     retries: int = 0
     next_address: int = 0
-    # By pool and stream: (size, address) of free blocks, smallest first, and the block of each address.
+    # Maps (pool, stream) to the (size, address) of its free blocks, smallest first. `at` maps addresses to blocks.
     cached: dict[tuple[bool, str], list[tuple[int, int]]] = field(default_factory=lambda: defaultdict(list))
     at: dict[int, _Block] = field(default_factory=dict)
 
@@ -176,7 +176,7 @@ def _events(works: Sequence[Work], first: Sequence[int]) -> Iterator[Allocate | 
         yield from (event for event in work.events if not isinstance(event, Launch))
 
 
-# Around the allocator.
+# Memory besides the allocator's.
 
 
 @dataclass(frozen=True)

@@ -65,7 +65,7 @@ def candidates(space: Space) -> list[Plan]:
 
 
 def _edits() -> list[dict[str, Any]]:
-    """Return the plan options to try with a mesh: with and without each that a technique names (see `_technique`)."""
+    """Return the plan options to try with a mesh, with and without each option that a technique names."""
     edits: list[dict[str, Any]] = [{}]
     for field in fields(Plan):
         edits += [edit | {field.name: value} for edit in edits for value in field.metadata.get("tries", ())]

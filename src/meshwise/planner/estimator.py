@@ -41,7 +41,7 @@ class Rehearsed:
 
     @functools.cached_property
     def whole(self) -> Rehearsed:
-        """The same with all microbatches."""
+        """The same estimate with all microbatches."""
         return self if self.again is None else self.again()
 
 
@@ -75,7 +75,7 @@ def rehearser(
         short = any(each.launches_alone or each.step.left_out for each in traces)
         again = functools.partial(rehearse, plan, False) if short else None
         steps = [each.step for each in traces]
-        used = replace(machine, devices=machine.devices[: plan.devices])  # only their workers share the cores of a host
+        used = replace(machine, devices=machine.devices[: plan.devices])  # only workers on these share a host's cores
         prices = prices_here(used, steps, MEASURE) if kind == "cpu" else described[plan.compile]
         notes = (*steps[0].notes, *_cells(steps[0]), *prices.notes)
         whole = (each for each in traces if not each.launches_alone)

@@ -63,7 +63,7 @@ def breakdown(step: Step, rank: int) -> RankStep:
 
 
 def _breakdown(done: tuple[Done, ...], seconds: float, rank: int) -> RankStep:
-    """The same if no launches are left out."""
+    """Like `breakdown`, for a step without left-out launches."""
     edges = _edges(done)
     begun = sorted(done, key=lambda one: one.start)
     active: list[list[str]] = [[] for _ in KINDS[:4]]

@@ -155,7 +155,7 @@ def grown(short: Any, long: Any, times: int) -> Any:
     if type(short) is type(long) is int:
         return short + times * (long - short)
     if type(short) is type(long) is float and 1 / short == round(1 / short) and 1 / long == round(1 / long):
-        return 1 / grown(round(1 / short), round(1 / long), times)  # such as the fraction that one microbatch is
+        return 1 / grown(round(1 / short), round(1 / long), times)  # a fraction such as 1 / microbatches
     if type(short) is type(long) and isinstance(short, CollectiveOperation | Copy):
         return replace(long, size=grown(short.size, long.size, times))
     if isinstance(short, Operation) and isinstance(long, Operation) and short.name == long.name:

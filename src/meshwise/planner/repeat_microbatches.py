@@ -131,7 +131,7 @@ def with_more(trace: Trace) -> Trace:
     named = {old.storage: new.storage for new, old in zip(*begins, strict=False)}
 
     def of(event: Any) -> Any:
-        """An event of `more`, with the memory that it begins with as `step` numbers it."""
+        """Return an event of `more`, with memory that is held at the beginning numbered as in `step`."""
         number = None if isinstance(event, Launch | Mark) else named.get(event.storage)
         return event if number is None else replace(event, storage=number)
 
@@ -147,7 +147,7 @@ def check_equal(traced: Trace, made: Trace) -> None:
 
 
 def _pairs(made: Sequence[Sequence[Any]], traced: Trace) -> Iterator[tuple[Any, Any]]:
-    """Yield each event of a composed trace, and that of a traced one, with its references as without marks."""
+    """Yield pairs of an event of the composed trace and one of the traced trace, whose references skip marks."""
     numbers: dict[int, int] = {}
     for others, events in zip(made, sections_of(traced), strict=True):
         before = list(itertools.accumulate((isinstance(event, Mark) for event in events), initial=0))
@@ -161,7 +161,7 @@ def _pairs(made: Sequence[Sequence[Any]], traced: Trace) -> Iterator[tuple[Any, 
 
 
 def _grown(event: Event, pair: tuple[Event, Event], times: int) -> Event:
-    """Return an event as it is in a step of `times` more microbatches, by the same in traces of n and n + 1."""
+    """Extrapolate an event by `times` microbatches. pair: the event in traces of n and n + 1 microbatches."""
     found = grown_event(*pair, times)
     if isinstance(event, Launch) and isinstance(found, Launch):
         return replace(event, what=found.what)

@@ -57,8 +57,8 @@ class Last(NamedTuple):
 
 
 class Left(NamedTuple):
-    """A launch of the previous action, or an allocation that it left: number `back` from the last of such a `kind`.
-    place: the same in the traced step."""
+    """A launch of the previous action, or an allocation that it left: number `back` from the last one of this
+    `kind`. place: its place in the traced step."""
 
     kind: Hashable
     back: int
@@ -130,7 +130,7 @@ def count_of(orders: Iterable[Order]) -> int:
 
 
 def sections_of(trace: Trace) -> Sequence[Sequence[Any]]:
-    """Return the memory held before the first step, the events of the first step, and the same of a later step."""
+    """Return the memory held before the first step, the events of the first step, and both for a later step."""
     return trace.first.held, trace.first.events, trace.step.held, trace.step.events
 
 
@@ -185,7 +185,7 @@ def cut(trace: Trace, known: dict[Any, Any]) -> Pieces:
 
 
 def _sends(launch: Launch) -> bool:
-    """Whether a launch is a send. It is waited for by itself, not as the last of its stream."""
+    """Return whether a launch is a send. Launches wait for the send itself, not for the last of its stream."""
     return isinstance(launch.what, CollectiveOperation) and launch.what.kind == "send"
 
 

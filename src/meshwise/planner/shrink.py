@@ -106,7 +106,7 @@ class Stages:
 
     @property
     def sort(self) -> Plan:
-        """The same without sizes, which do not distinguish stages: the degree of an axis, and microbatches."""
+        """The traced plan without sizes that do not distinguish stages: degrees of axes, number of microbatches."""
         axes = {axis: min(getattr(self.few, axis), 2) for axis in AXES if axis != "pipeline"}
         return with_few(self.few, **axes, accumulate=1)
 
@@ -181,7 +181,7 @@ class Stages:
         return replace(trace, first=first, step=step)
 
     def _ranks(self, old: CollectiveOperation, traced: int, stage: int) -> Iterable[int]:
-        """The ranks of a collective of the real run."""
+        """Return the ranks of a collective in the real run."""
         few, many = self.few.devices // self.few.data, self.plan.devices // self.plan.data  # devices of one replica
         first = replace(old, ranks=tuple(rank for rank in old.ranks if rank < few))
         found = list(self._of_copy(first, traced, stage))
@@ -192,7 +192,7 @@ class Stages:
         return [rank + many * copy for copy in range(self.plan.data) for rank in found]
 
     def _of_copy(self, old: CollectiveOperation, traced: int, stage: int) -> Iterable[int]:
-        """The same for a collective of one replica on the axis `data`."""
+        """Like `_ranks`, for a collective of one replica on the axis `data`."""
         stages = {self._stage(rank) for rank in old.ranks}
         if stages == {traced}:
             return self._at(old.ranks, stage)
@@ -209,7 +209,7 @@ class Stages:
         return rank // self.apart % FEW_STAGES
 
     def _at(self, ranks: Iterable[int], stage: int) -> list[int]:
-        """The same ranks of the real run, at a stage."""
+        """Return the corresponding ranks of the real run, at a stage."""
         apart, found = self.apart, []
         for rank in ranks:
             replica, place = rank // (FEW_STAGES * apart), rank % apart
@@ -218,7 +218,7 @@ class Stages:
 
 
 def _runs(held: Sequence[Allocate]) -> list[list[Allocate]]:
-    """The runs of parameters of a single element."""
+    """Return the runs of parameters that have a single element."""
     runs = itertools.groupby(held, lambda one: one.category == "parameters" and one.size <= ELEMENT)
     return [list(run) for single, run in runs if single]
 

@@ -65,7 +65,7 @@ def costs_of(work: Work, prices: Prices) -> list[Cost] | None:
             facts = price, prices.host(what, rank, launch.phase, work.dtensors), share, count
             known[id(what), launch.phase] = facts
         price, host, share, count = facts
-        blocks = launch.blocks or (cpu and launch.stream == MAIN)  # a CPU worker computes itself
+        blocks = launch.blocks or (cpu and launch.stream == MAIN)  # on a CPU, the host computes itself
         joins = (
             before is not None
             and share == before.share == COMPUTING
@@ -182,7 +182,7 @@ def within_period(done: Sequence[Done], left_out: range, period: float) -> tuple
 
 
 OVERLAP, STEP = "overlap", "step"
-"""Causes of uncertainty beside FACTORS: how much overlapping activities slow each other, and unknown effects."""
+"""Causes of uncertainty besides FACTORS: how much overlapping activities slow each other, and unknown effects."""
 
 
 @dataclass(frozen=True)

@@ -261,7 +261,7 @@ def microbatches_of(plan: Plan) -> int | None:
     alike = not plan.shares and (plan.pipeline == 1 or plan.schedule not in CHUNKS)
     if plan.pipeline > 1 and plan.shard > 1 and plan.schedule != "gpipe":
         few += min(plan.pipeline, FEW_STAGES) - 1
-        # A plan that fills its pipeline once traces few stages once more (see `Stages.begun`), or all.
+        # For a plan that fills its pipeline once, few stages are traced once more (see `Stages.begun`), or all.
         alike = alike and (not fills_once(plan) or plan.accumulate >= plan.pipeline > FEW_STAGES)
     return few if alike and plan.accumulate * plan.pipeline > _few_parts(plan, few) else None
 
@@ -274,5 +274,5 @@ def parts_traced(plan: Plan) -> int:
 
 
 def _few_parts(plan: Plan, few: int) -> int:
-    """The same for `few` microbatches and one more. In a pipeline, the latter is traced only with the fewest blocks."""
+    """Like `parts_traced`, for `few` microbatches and one more, which a pipeline traces only with the fewest blocks."""
     return 2 * few + 1 if plan.pipeline == 1 else (3 * few + 1) * min(plan.pipeline, FEW_STAGES) // 2

@@ -101,12 +101,12 @@ def fake_world(rank: int, size: int) -> Iterator[None]:
         with (
             patch.object(dist.distributed_c10d, "_get_default_store", lambda: store),
             patch.object(dist.ProcessGroup, "_has_hooks", lambda group: False),  # the fake group warns when asked
-            patch.object(_Backend, "_get_sequence_number_for_group", lambda backend: 0),  # the fake one cannot count
+            patch.object(_Backend, "_get_sequence_number_for_group", lambda backend: 0),  # a fake backend has none
             patch.object(dist, "all_gather_object", _of_all),
             patch.object(dist, "broadcast_object_list", lambda box, **others: None),
             patch.object(_fsdp_param, "_chunk_with_empty", _Chunks),
             patch.object(_sharding_prop, "detect_fake_mode", lambda *inputs: fake.plain_mode()),
-            patch.object(DeviceMesh, "__deepcopy__", lambda mesh, memo: mesh, create=True),  # copies of DTensors use it
+            patch.object(DeviceMesh, "__deepcopy__", lambda mesh, memo: mesh, create=True),  # DTensor copies share it
             patch.multiple(DeviceMesh, **{name: _on_real(name) for name in _MESH_METHODS if hasattr(DeviceMesh, name)}),
         ):
             try:
@@ -117,7 +117,7 @@ def fake_world(rank: int, size: int) -> Iterator[None]:
                 # the other. The next world may give the names of these groups to other groups.
                 _clear_sharding_prop_cache()
     finally:
-        sys.excepthook = hook  # torch's own hook names a rank in each line of a traceback
+        sys.excepthook = hook  # undo torch's hook, which names a rank in each line of a traceback
 
 
 class _Chunks(Sequence[Tensor]):
