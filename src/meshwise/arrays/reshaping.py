@@ -1,7 +1,7 @@
 """Reshape arrays, moving only what crosses a new border.
 
 Dims of the old and the new shape form groups of equal size. A group without the divided dim is reshaped where it lies.
-The group that contains the divided dim is divided anew along its first dim that has an entry for each device, in the
+The group that contains the divided dim is divided again along its first dim that has an entry for each device, in the
 old proportions, rounded to whole entries.
 
 The bytes moved are the lower bound in two cases. If the divided dim is the first dim of its group, before and after,

@@ -184,7 +184,7 @@ def _count(kind: str, count: int) -> tuple[torch.device, ...]:
     if kind != "cpu":
         return tuple(as_device(f"{kind}:{index}") for index in range(count))
     opened = open_devices()
-    if opened is None:  # torch has a single CPU device; meshwise makes the places
+    if opened is None:  # torch has one CPU device, which stands for all places
         return (torch.device("cpu"),) * count
     if len(opened) < count:
         raise UsageError(f"{count} CPU devices need mw.virtual_devices({count}), but only {len(opened)} are open.")
