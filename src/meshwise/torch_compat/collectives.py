@@ -1,4 +1,4 @@
-"""Give torch's collectives one behaviour on every backend and version.
+"""Give torch's collectives one behavior on every backend and version.
 
 They accept any dtype, any layout and empty tensors.
 
