@@ -214,7 +214,7 @@ class Several:
     def _begin(self, restarts: Restarts, error: WorkerFailed, members: Sequence[Member]) -> Nodes:
         """Begin the attempt that this machine has claimed, and announce it to the other machines."""
         restarts.number, sentence = restarts.number + 1, restarts.next()
-        if self.lock is None:  # the machine that held the lock is lost or has left
+        if self.lock is None:  # the machine that held the lock was lost, now or earlier
             self.lock = FolderLock(restarts.folder, claimed=True)
         restarts.keep_plan()  # written before other machines start, because a script's workers read it
         folder = {"name": restarts.folder.name, "attempt": restarts.number}
