@@ -89,7 +89,7 @@ class Recording:
         self._log: SpanLog | None = None
         if folder is None:
             return
-        if folder.exists() or attempt() > 1:  # a missing folder of the first attempt must not be created
+        if folder.exists() or attempt() > 1:  # only the first attempt may create the folder
             stay_in(folder)
         if world.size > 1 and recorder is None:
             self._clocks = Clocks(world, clock)
