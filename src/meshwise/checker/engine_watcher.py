@@ -242,7 +242,7 @@ class EngineWatcher:
         if self.tracer is None:
             return
         self._wait_for_ranks("optimizer.step")
-        if self.tracer.step.samples:  # without samples, a closure may run forward and backward inside the step
+        if self.tracer.step.samples:  # without samples, a closure may still run forward and backward inside the step
             self._end_forward(discard=True)
         self._in_step = True
         self.complete_step()

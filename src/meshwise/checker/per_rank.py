@@ -1,7 +1,7 @@
 """Find mistakes of the per-rank view in a program's source.
 
-For `meshwise check`. Such mistakes are sums and averages of this rank's samples that the program takes for those of all
-ranks. Values that are returned, or passed to other functions of the file, are skipped: they may be summed there.
+For `meshwise check`. Such mistakes are sums and averages over this rank's samples that the program takes for whole sums
+and averages. Values that are returned, or passed to other functions of the file, are skipped: they may be summed there.
 """
 
 from __future__ import annotations
