@@ -109,7 +109,8 @@ def is_last(x: Array) -> bool:
         if getrefcount(alias.source) > 2:  # one reference from the alias, and one from the call
             return False
         alias, aliases = alias.source.alias, aliases + 1
-    return alias is None or getrefcount(alias.memory) == aliases + 1  # read here, as a local may not be counted
+    # Read the attribute each time: Python may not count a reference that a local name holds.
+    return alias is None or getrefcount(alias.memory) == aliases + 1
 
 
 def _let_go(x: Array) -> None:

@@ -142,7 +142,8 @@ def broadcast_to(x: Array, /, shape: Shape | Sequence[int]) -> Array:
     def rule(x: Array) -> Array:
         placed = x.sharding
         if placed.dim is not None and x.shape[placed.dim] == 1 != wanted[placed.dim + more]:
-            x = reshard(x, sharding((placed.places[placed.sizes.index(1)],)))  # its data is already there
+            # All data is on that device already, so nothing moves.
+            x = reshard(x, sharding((placed.places[placed.sizes.index(1)],)))
         return _repeated(x, wanted, x.sharding if x.sharding.dim is None else x.sharding.along(x.sharding.dim + more))
 
     return viewed(x, rule, of_repeated(x, wanted), read_only=True)
