@@ -136,8 +136,6 @@ class Hints:
         elif active and not self._loops:
             self._say(DROPOUT.format(place=where, names=some(active)))
 
-    # The hints.
-
     def _say(self, text: str) -> None:
         self._said[text] = None
 
