@@ -59,7 +59,8 @@ class Ranks(OfTrainer):
         return self.engine.program.plain(wholes(tree))
 
 
-class DistributedStrategy(ABC):  # an ABC, as only classes of equal layout can replace each other
+# An ABC like Lightning's strategies: Python only replaces a class by one of the same layout.
+class DistributedStrategy(ABC):
     """Overrides methods of Lightning's strategy for a single device."""
 
     meshwise: Ranks
