@@ -112,9 +112,6 @@ def copy_seconds(copy: Copy, device: Device, machine: Machine) -> Priced | None:
     return priced(seconds, FIGURES["nccl.large"].spread, CATALOG if share else MODEL, COMMUNICATION)
 
 
-# Bytes.
-
-
 def _bytes_seconds(operation: Operation, device: Device, sort: str) -> Priced | None:
     """Estimate the time to read and write an operator's bytes in an accelerator's memory."""
     moved = operation.read + operation.written
@@ -131,9 +128,6 @@ def _bytes_seconds(operation: Operation, device: Device, sort: str) -> Priced | 
     total = floor.value + seconds
     both = (floor.value * floor.spread + seconds * spread) / total
     return priced(total, both, origin, MEMORY)
-
-
-# FLOPs.
 
 
 def _flops_seconds(operation: Operation, device: Device, sort: str) -> Priced | None:
@@ -259,9 +253,6 @@ def _between(table: Sequence[tuple[int, float]], at: float) -> float:
     (low, first), (high, second) = table[place - 1], table[place]
     share = math.log(at / low) / math.log(high / low)
     return math.exp((1 - share) * math.log(first) + share * math.log(second))
-
-
-# Processors.
 
 
 def _on_processor(operation: Operation, device: Device, sort: str) -> Priced | None:
