@@ -79,7 +79,8 @@ def read_slices(read: Reader, slices: Iterable[BatchSlice], epoch: int) -> Itera
     Slices are taken from the iterable when they are needed, and no batch is kept.
     """
     slices, ahead = tee(slices)
-    batches = chain.from_iterable(read(map(_INDICES, ahead), epoch) for _ in range(1))  # starts workers when read
+    # The reader starts its workers when the first batch is read.
+    batches = chain.from_iterable(read(map(_INDICES, ahead), epoch) for _ in range(1))
     # Make new tuples: `zip` would keep a tuple that the caller still holds alive for two more batches.
     return map(itemgetter(0, 1), zip(batches, slices, strict=False))
 

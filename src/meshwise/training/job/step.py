@@ -43,7 +43,8 @@ def compute(engine: Engine, job: Job, state: RunState, parts: Sequence[Microbatc
     Returns the loss and the loss weight of each microbatch, still on the device.
     """
     pipeline = engine.program.pipeline
-    stage = () if pipeline is None or pipeline.pipe.rank == 0 else (pipeline.pipe.rank,)  # stage 0 draws as one device
+    # Stage 0 draws the same random numbers as one device.
+    stage = () if pipeline is None or pipeline.pipe.rank == 0 else (pipeline.pipe.rank,)
     seed_draws(engine.world, state.seed, state.step, *stage)
     engine.program.begin_backward()
     engine.draw_key = state.seed, state.step

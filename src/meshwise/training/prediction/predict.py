@@ -100,7 +100,8 @@ def run_predict(job: Job, options: PredictOptions) -> Predictions:
             say(f"parts are written to {folder_of(out)}: after a stop, the same command continues")
         left = collectives.broadcast_object(left_of(data.samples, out) if first else None, collectives.everyone())
         earlier = done = data.samples - len(left)
-        writes = session.world.rank % (plan.within_samples // plan.pipeline) == 0  # ranks of a replica have equal rows
+        # The ranks of a replica have the same rows, so only the first of them writes.
+        writes = session.world.rank % (plan.within_samples // plan.pipeline) == 0
         pieces, indices, world = list[Outputs](), list[Tensor](), engine.world
         batches = read_parts(data, own_slices(left, job.batch_size, world), 0, world.device)
         stack.enter_context(torch.no_grad())

@@ -275,7 +275,8 @@ class LoopState:
             return
         self._saver.settle()
         loader, engine = self._loader, self._engine
-        ahead = loader is not None and loader.place[1] > 0 and loader.given_at == engine.phases.done  # batch is unused
+        # The current batch may have been read ahead, and not trained on yet.
+        ahead = loader is not None and loader.place[1] > 0 and loader.given_at == engine.phases.done
         if not self._clean or ahead or (loader is None and self._counted != engine.program.backwards):
             where = "between the batches of one step"
             if loader is None and self._clean is None and engine.phases.done:

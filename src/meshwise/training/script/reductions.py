@@ -62,7 +62,8 @@ def mean_over_ranks(
         given = 0 if samples == 0 else samples if weight is None else weight
         here = gather(mean.to(engine.world.device)) if isinstance(value, Tensor) else mean
         known = as_weight(1 if given is None else given, here)
-        counted = torch.where(known != 0, here.to(known.dtype).reshape(-1), 0) * known  # NaN without samples
+        # The mean of a rank without samples is NaN, and must not count.
+        counted = torch.where(known != 0, here.to(known.dtype).reshape(-1), 0) * known
         sums = _added(torch.cat([counted, known.reshape(1)]), "mw.mean", grad=grad)
         joint = (sums[:-1] / sums[-1]).view(here.shape)
         mean = joint.to(here.dtype if _is_float(here) else torch.get_default_dtype()).to(
