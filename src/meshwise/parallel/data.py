@@ -40,7 +40,7 @@ from meshwise.spec.errors import PlanError
 from meshwise.spec.plan import Plan
 from meshwise.torch_compat import reducer
 from meshwise.torch_compat.modules import stored_in
-from meshwise.torch_compat.reducer import PlainBucket, copy_each
+from meshwise.torch_compat.reducer import PlainBucket, copy_each, data_of, parts_of_bucket
 from meshwise.transfer import collectives
 from meshwise.transfer.reading import agree
 
@@ -72,14 +72,12 @@ class DataParallel:
         piggyback_loss: bool = False,
         dtype: torch.dtype | None = None,
     ) -> None:
-        self._named, self._dtype = list(named), dtype
+        self._named, self._dtype, self._bucket_mb = list(named), dtype, bucket_mb
         self._parameters = [p for _, p in self._named]
         carried = piggyback_loss and dtype is None and bool(self._named)
         self._loss_carrier = _loss_carrier(self._named[0][1]) if carried else None
-        self._bucket_mb = bucket_mb
-        self._groups: list[_Group] = []
+        self._groups, self._trained = list[_Group](), list[bool]()
         self._grouped = set[int]()  # ids of the groups' parameters
-        self._trained: list[bool] = []
         self._calls = self._buckets = 0  # in this backward: reduced so far, and in all
         self._key = f"meshwise/data/{collectives.group_key()}/{next(_made)}"
         self._backwards = 0
@@ -214,23 +212,21 @@ class DataParallel:
         if not all(map(operator.is_not, gradients, itertools.repeat(None))):
             return False
         plain = self._factor is None and not self._kept and self._dtype is None
-        fresh = fresh and plain and bucket.plain and bucket.large
-        flat, views = bucket.fresh() if fresh else bucket.held()
-        if not plain:
+        # New memory, since the program may keep its parts.
+        views = parts_of_bucket(flat := bucket.members[0].new_empty(bucket.size), bucket.members)
+        if plain and bucket.large:  # both in one pass
+            for view, gradient in zip(views, gradients, strict=True):
+                torch.div(gradient, bucket.ranks, out=view)
+        else:
             copy_each(views, gradients)
-            self._on_bucket(bucket).wait()
+        if not plain:
+            self._on_bucket(PlainBucket(bucket.members, flat=flat)).wait()
         else:
             self._calls += 1
-            if bucket.large:  # both in one pass
-                for view, gradient in zip(views, gradients, strict=True):
-                    torch.div(gradient, bucket.ranks, out=view)
-            else:
-                copy_each(views, gradients)
-                flat.div_(bucket.ranks)
-            collectives.sum_now(flat, of="gradients")
-        if fresh:
+            collectives.sum_now(flat if bucket.large else flat.div_(bucket.ranks), of="gradients")
+        if fresh and all(map(Tensor.is_contiguous, gradients)):
             for p, view in zip(bucket.members, views, strict=True):
-                p.grad = view.data  # not a view to autograd
+                p.grad = data_of(view)  # no view to autograd
         else:
             copy_each(gradients, views)
         return True

@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch._utils import _unflatten_dense_tensors
 from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.distributed.utils import _verify_param_shape_across_processes
 from torch.nn.parallel import DistributedDataParallel
@@ -28,6 +27,10 @@ copy_each = torch._foreach_copy_
 """Copy each tensor of the second list into the tensor at the same index of the first."""
 multiply_each = torch._foreach_mul_
 """Multiply each tensor of a list, in place, by one number or by a tensor that holds one."""
+parts_of_bucket: Callable[[Tensor, list[Any]], list[Tensor]] = torch._C._nn.unflatten_dense_tensors
+"""Return consecutive parts of a flat tensor, in the shapes of these tensors."""
+data_of: Callable[[Tensor], Tensor] = vars(torch._C.TensorBase)["data"].__get__
+"""Return `x.data`, also after the whole view has replaced that attribute."""
 _VERSION = operator.attrgetter("_version")
 Hook = Callable[[Any], torch.futures.Future[Tensor]]
 
@@ -41,28 +44,17 @@ class PlainBucket:
     It is used if one bucket holds all parameters. Such a bucket is full only when the backward ends, so the reducer
     could not send it during the backward."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter], ranks: int = 1) -> None:
-        first = parameters[0]
+    def __init__(self, parameters: Sequence[nn.Parameter], ranks: int = 1, flat: Tensor | None = None) -> None:
         self.members, self.ranks = list(parameters), ranks
-        self.size, self._held = sum(p.numel() for p in parameters), list[tuple[Tensor, list[Tensor]]]()
-        self.large = first.device.type == "cpu" and self.size > LARGE * len(self.members)
-        self.plain = all(p.is_contiguous() for p in parameters)
-
-    def fresh(self) -> tuple[Tensor, list[Tensor]]:
-        """Return new memory, and its parts as gradients that the program may keep."""
-        flat = self.members[0].new_empty(self.size)
-        return flat, [*_unflatten_dense_tensors(flat, self.members)]
-
-    def held(self) -> tuple[Tensor, list[Tensor]]:
-        """Return the same memory at each call, and its parts."""
-        self._held = self._held or [self.fresh()]
-        return self._held[0]
+        self.size = sum(p.numel() for p in parameters)
+        self.large = parameters[0].device.type == "cpu" and self.size > LARGE * len(parameters)
+        self.flat = flat if flat is not None else parameters[0].new_empty(0)
 
     def buffer(self) -> Tensor:
-        return self.held()[0]
+        return self.flat
 
-    def gradients(self) -> list[Tensor]:
-        return self.held()[1]
+    def gradients(self) -> Sequence[Tensor]:
+        return parts_of_bucket(self.flat, self.members)
 
     def parameters(self) -> list[nn.Parameter]:
         return self.members
@@ -83,7 +75,8 @@ class PlainReducer:
         hook: a function that begins to reduce a full bucket, and returns a future."""
         self._hook = hook
         found = _assigned(ready, bucket_mb)
-        self._buckets = [PlainBucket([ready[index] for index in bucket]) for bucket in found]
+        each = [[ready[index] for index in bucket] for bucket in found]
+        self._buckets = [PlainBucket(b, flat=b[0].new_zeros(sum(p.numel() for p in b))) for b in each]
         self._armed, self._waiting, self._begun = False, [0] * len(found), list[torch.futures.Future[Tensor]]()
         for number, bucket in enumerate(self._buckets):
             for p, view in zip(bucket.parameters(), bucket.gradients(), strict=True):

@@ -135,8 +135,7 @@ class Backwards:
             for p, _ in kept:
                 p.grad = None
         sent = root.sent(CARRIED)
-        means = reduction.backward(local, value=sent.reshape(-1))
-        assert means is not None
+        means: Any = reduction.backward(local, value=sent.reshape(-1))
         root.set(means if sent.dim() == 1 else means.reshape(sent.shape), size)
         if waits:
             self._divide(loss.assumed / (root.total if isinstance(root.total, Tensor) else root.total or 1), kept)
@@ -148,8 +147,7 @@ class Backwards:
 
     def _divide(self, factor: Tensor | float, kept: list[tuple[nn.Parameter, Tensor]]) -> None:
         """Give the gradients of this backward the factor that their loss lacked, and add those of earlier backwards."""
-        differs = isinstance(factor, Tensor) or abs(factor - 1) > 1e-12
-        if differs and (gradients := [gradient for _, gradient in self._gradients()]):
+        if (isinstance(factor, Tensor) or abs(factor - 1) > 1e-12) and (gradients := [g for _, g in self._gradients()]):
             with torch.no_grad():
                 multiply_each(locals_of(gradients), factor)
         for p, gradient in kept:
