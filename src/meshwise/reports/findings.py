@@ -188,7 +188,8 @@ def _of_step(shares: _Shares, stragglers: Sequence[Finding]) -> Iterator[Finding
 
 
 def _communication(shares: _Shares, stragglers: Sequence[Finding]) -> Iterator[Finding]:
-    share, table, collectives = shares.share("communication"), shares.table, shares.collectives
+    share, table = shares.share("communication"), shares.table
+    collectives = [c for c in shares.collectives if c.bytes and 2 * c.count >= shares.steps]  # those of usual steps
     if share < LEAST["communication"]:
         return
     delays = table.sync_points.delay

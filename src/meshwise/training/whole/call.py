@@ -28,6 +28,7 @@ from meshwise.parallel.splits.hooks import is_of_program
 from meshwise.parallel.splits.rows_axis import DataAxis
 from meshwise.parallel.splits.tensor import SplitTensor, check_copies, split
 from meshwise.spec.errors import UsageError
+from meshwise.spec.user_code import user_place
 from meshwise.torch_compat.beside_dispatch import transforming
 from meshwise.torch_compat.compiling import is_used, without_compiling
 from meshwise.torch_compat.modules import buffers_in, parameters_in
@@ -61,7 +62,7 @@ class Divided:
         self.key: tuple[int, ...] | None = None  # of the draws in the newest batch of a loader
         self._drawn: tuple[Any, int] = (None, 0)  # the key of the newest draws, and how many calls had this key
         self.verdicts: dict[str, Verdict] = {}
-        """The newest verdict on each class of modules."""
+        """The newest verdict on each class of modules, and the line that called it first."""
         self.alone = axis.size == collectives.world_size(collectives.everyone())
         listen()
 
@@ -86,7 +87,7 @@ class Call:
         self.module, self.inner, self.divided, self.own = module, module.forward, divided, own
         self.kind = divided.engine.world.kind
         self.known: dict[Any, Verdict] = {}
-        self.opened = False
+        self.opened, self.place = False, ""
         self._look()
 
     def _look(self) -> None:
@@ -184,7 +185,8 @@ class Call:
         every = collectives.gather_objects((verdict.dims, verdict.why), axis.group)
         if verdict.dims is not None and any(dims != verdict.dims for dims, _ in every):
             verdict = Verdict(why=next((why for _, why in every if why), "differs between ranks"))
-        self.divided.verdicts[type(self.module).__name__] = verdict
+        self.place = self.place or user_place()
+        self.divided.verdicts[f"{type(self.module).__name__} ({self.place})"] = verdict
         return verdict
 
     def _through(self, args: Any, kwargs: Any) -> Any:
