@@ -19,10 +19,13 @@ from unittest.mock import patch
 
 import cloudpickle
 import torch
+import torch.distributed as dist
 
+from meshwise.parallel.splits.rows_axis import DataAxis
 from meshwise.spec.devices import WorkerSlot
 from meshwise.torch_compat import compiling
 from meshwise.training.process.session import end_sessions
+from meshwise.transfer import groups
 from meshwise.workers import verb_log
 from meshwise.workers.join import join
 from meshwise.workers.launch import Halt, launch
@@ -58,6 +61,10 @@ def serve(address: Any) -> None:
 def fresh() -> None:
     """Forget what an earlier case has distributed, and compiled: loops are looked at in another way then."""
     end_sessions()
+    for group in [*dist.distributed_c10d._world.pg_map]:
+        if group.group_desc == DataAxis.name:  # its threads wake up for ever
+            dist.destroy_process_group(group)
+    groups.key_of.cache_clear()
     verb_log.in_progress.clear()
     torch.set_default_dtype(torch.float32)
     if compiling.is_used():

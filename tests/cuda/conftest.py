@@ -104,11 +104,14 @@ def meshwise(python: Run) -> Run:
 
 @pytest.fixture(scope="session")
 def gpus(processes: None) -> Iterator[Callable[..., Pool]]:
-    """`gpus(2)`: two workers on fake GPUs in one process group, kept for all tests; of another schedule, others."""
+    """`gpus(2)`: two workers on fake GPUs in one process group, kept for all tests. Another schedule has other workers,
+    kept until the next is asked for."""
     pools: dict[tuple[int, str], Pool] = {}
 
     def of(size: int, schedule: str = "immediate", seed: int = 0) -> Pool:
         if (key := (size, f"{schedule} {seed}")) not in pools:
+            for other in [each for each in pools if each[1] != "immediate 0"]:
+                pools.pop(other).close()
             pools[key] = Pool(
                 size, "cuda", FAKE_CUDA_DEVICES="4", FAKE_CUDA_SCHEDULE=schedule, FAKE_CUDA_SEED=str(seed)
             )

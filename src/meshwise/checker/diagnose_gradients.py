@@ -85,6 +85,19 @@ def _one_factor(evidence: Evidence) -> Cause | None:
     return Cause(K.LOSS_WEIGHTING, f"{text}: {_meaning(factor, plan)}.") if _all_wrong(evidence) else None
 
 
+def _begins_with_a_factor(evidence: Evidence) -> str:
+    """Return a sentence if the first wrong gradient is N times, or 1/N of, that of one device, where N is a number of
+    ranks. Later gradients may be wrong in other ways, because the backward computes them from the first."""
+    factor, plan = evidence.first.factor, evidence.plan
+    sizes = {plan.devices, plan.data, plan.shard, plan.tensor, plan.context} - {1}
+    if factor is None or not any(near(factor, size) or near(factor, 1 / size) for size in sizes):
+        return ""
+    return (
+        f"{evidence.how_many()}; the first of the backward, of {evidence.first.name}, is {factor:.12g} times that of "
+        "one device: equal gradients of the ranks are added up, or a sum is divided by the number of ranks."
+    )
+
+
 def _meaning(factor: float, plan: Plan) -> str:
     if plan.accumulate > 1 and any(near(factor, size) for size in (plan.accumulate, 1 / plan.accumulate)):
         return "the number of microbatches is applied once too often, or not at all"
@@ -152,6 +165,7 @@ GRADIENT_RULES: tuple[Rule, ...] = (
     says(K.DROPOUT, _random_recompute),
     _one_factor,
     by_weights,
+    says(K.DOUBLED_REDUCTION, _begins_with_a_factor),
     says(K.TIED_WEIGHT, _only_tied_weights),
     says(K.LOWER_PRECISION, _lower_precision),
     _exchanged_by_hand,
