@@ -19,7 +19,7 @@ from meshwise.parallel.splits.crossing import enter, gather
 from meshwise.parallel.splits.picking import entries
 from meshwise.parallel.splits.rule import NoRule, Rule, given, moved, refuse, split_in, with_parts_of
 from meshwise.parallel.splits.tensor import SplitTensor, is_split, split, whole_shape
-from meshwise.torch_compat.torch_function import Args, Func, Kwargs, called
+from meshwise.torch_compat.torch_function import Args, Func, Kwargs, called, on_parts
 from meshwise.torch_compat.tree import map_kind, map_tensors
 
 ALONE = {
@@ -107,7 +107,9 @@ def _drawn(func: Func, args: Args, kwargs: Kwargs) -> Any:
 
     def whole(x: SplitTensor) -> Tensor:
         x = x if x.part == part else refuse()
-        shape, order = whole_shape(x), sorted(range(x.dim()), key=x.stride, reverse=True)  # draws are in memory order
+        with on_parts():
+            order = sorted(range(x.dim()), key=x.stride, reverse=True)  # draws are in memory order
+        shape = whole_shape(x)
         held = [part.held(rank) for rank in range(part.axis.size)]
         if x.dim() > 3 and min(held) < 2 and not part.axis.proves:  # strides of one row may differ
             orders = part.axis.all_gather(torch.tensor(order, device=x.device))
