@@ -76,7 +76,7 @@ class Hints:
         self._zeroed = self._ticked = ""  # lines of zero_grad and scheduler steps since the last backward
         self._evaluated = dict[tuple[str, int], None]()
         self._files = dict[str, None]()
-        self._begun = 0  # how many random draws came before the running call of a model
+        self._begun = 0  # number of random draws before the current model call
 
     def follow(self, tracer: ModelTracer, model: nn.Module) -> None:
         """Observe the calls of a model that trains."""

@@ -32,7 +32,7 @@ KEY = "meshwise/read"
 ENDED = "ended"
 POLL, SLOWEST = 0.0005, 0.02  # seconds between two polls, at first and later
 TICK = 0.5  # seconds between checks of the other ranks' positions
-MISMATCH = 1 << 40  # a rank that has another fact adds this to the counter
+MISMATCH = 1 << 40  # a rank whose fact differs adds this to the counter
 
 SHARDED = (
     "{here}: rank {rank} reads a sharded tensor, and {other}. Each rank has a part of the tensor, so all ranks must "

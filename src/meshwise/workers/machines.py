@@ -114,7 +114,7 @@ class Machines:
             return
         try:
             link = self._link((moved["host"], moved["port"]))
-        except OSError:  # that machine is lost too: the present leader will call this one
+        except OSError:  # that machine is lost too: the current leader will call this machine
             return
         self.meeting.close()
         self._leader, self.meeting = int(moved["node"]), Meeting(lambda: link, self.me.name)

@@ -31,7 +31,7 @@ from meshwise.workers.gate import StepGate, watch_time
 
 STOP = "meshwise/stop"
 ROUND = 0.5  # seconds between checks of the store
-LINGER = 10 * ROUND  # most seconds for which the first rank waits at its end, so that the others can read this
+LINGER = 10 * ROUND  # longest time that rank 0 waits at its end, so that the others can read this
 PATIENCE = 60.0  # seconds for a rank to reach its next step after a request to stop, before it is ended
 _over = threading.Event()  # set when the program of this rank has ended
 _asked: queue.SimpleQueue[int] = queue.SimpleQueue()
@@ -136,7 +136,7 @@ def _follow(store: Any, world: World, gate: StepGate) -> None:
             if _found(store, keys, PATIENCE):
                 gate.set_last(max(int(store.get(key)) for key in keys))
                 store.set(f"{STOP}/{world.rank}/read", "")
-                if world.rank == 0:  # rank 0 keeps the store, so it ends after the others have read it
+                if world.rank == 0:  # rank 0 hosts the store, so it must exit after the others have read it
                     _found(store, [f"{key}/read" for key in keys], LINGER, threading.Event())
 
 

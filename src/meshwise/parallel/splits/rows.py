@@ -109,7 +109,7 @@ def _drawn(func: Func, args: Args, kwargs: Kwargs) -> Any:
         x = x if x.part == part else refuse()
         shape, order = whole_shape(x), sorted(range(x.dim()), key=x.stride, reverse=True)  # draws are in memory order
         held = [part.held(rank) for rank in range(part.axis.size)]
-        if x.dim() > 3 and min(held) < 2 and not part.axis.proves:  # strides of one row may differ
+        if x.dim() > 3 and min(held) < 2 and not part.axis.proves:  # a single row may have another stride order
             orders = part.axis.all_gather(torch.tensor(order, device=x.device))
             order = orders[held.index(max(held))].tolist()
         ones = torch.ones([shape[dim] for dim in order], dtype=x.dtype, device=x.device)
