@@ -35,7 +35,7 @@ from meshwise.arrays.moves import Move, combined, elements_moved, exchange, resh
 from meshwise.arrays.reductions import as_array
 from meshwise.arrays.sharding import Shape, Sharding, evenly, sharding
 
-BLOCKS_FROM = 64 << 20  # an operand that is needed whole is sent in blocks if it has this many bytes
+BLOCKS_FROM = 64 << 20  # an operand that is needed whole is sent in blocks if it has at least this many bytes
 UNMULTIPLIED = {
     torch.uint16,
     torch.uint32,
