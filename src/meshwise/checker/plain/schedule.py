@@ -62,7 +62,7 @@ def horizon_of(scheduler: Any) -> int | None:
         held = dict(function.keywords) if isinstance(function, functools.partial) else {}
         if inspect.isfunction(function):
             held = dict(inspect.getclosurevars(function).nonlocals)
-        numbers = [value for value in held.values() if type(value) is int and value > 1]  # the largest is not a warmup
+        numbers = [value for value in held.values() if type(value) is int and value > 1]  # the largest is the total
         if numbers:
             return max(numbers)
     return None
