@@ -45,7 +45,7 @@ EXIT_CODES = {
 }
 
 
-LONG_WORD = re.compile(r"(\S{100})\S{200,}(\S{20})")  # shortened to its ends when shown
+LONG_WORD = re.compile(r"(\S{100})\S{200,}(\S{20})")  # shown without its middle
 
 NARROW = 66  # in a terminal with fewer columns, the boxes of a command's help would cut off option names
 
