@@ -65,7 +65,7 @@ def measure_copy(path: PathSpec, sizes: Sequence[int], budget: float, move: Move
         else torch.zeros(max(sizes), dtype=torch.uint8, device=name)
         for name in (path.source, path.target)
     )
-    # torch runs a copy in the source's stream, so the source's clock counts. The host has no stream.
+    # torch runs a copy in the source's stream, so it is timed there. The host has no stream.
     clocked = target.device if path.source == "host" else source.device
     samples: dict[int, list[float]] = {}
     note = ""
