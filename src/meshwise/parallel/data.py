@@ -45,7 +45,7 @@ from meshwise.transfer import collectives
 from meshwise.transfer.reading import agree
 
 _skipped = WeakIdKeyDictionary()  # parameters that a rank may skip
-_made = itertools.count()  # all ranks make reductions in the same order
+_made = itertools.count()  # numbers the reductions, which all ranks make in the same order
 _GRADIENT = operator.attrgetter("grad")
 _IS_TRAINED = operator.attrgetter("requires_grad")
 LATE_GRACE = 30.0  # seconds for all ranks to reach a parameter that is new to the reduction
@@ -261,7 +261,7 @@ class DataParallel:
         store = reducer.default_store()
         keys = [f"{self._key}/unused/{self._backwards}/{name}" for name, _ in missing]
         for key, (_, p) in zip(keys, missing, strict=True):
-            store.add(key, int(id(p) not in before))  # gradients of earlier backwards count
+            store.add(key, int(id(p) not in before))  # 0 if an earlier backward left a gradient
         torch.stack([(p * 0).sum().real.float() for _, p in missing]).sum().backward()
 
         def missed_by_all() -> None:

@@ -29,7 +29,7 @@ ALONE = {
     (1, 4): "unfold pixel_shuffle pixel_unshuffle channel_shuffle",
     (2, 4): "grid_sample",
 }
-"""Operators that treat each row (each entry of dim 0) alone, by (how many first arguments have rows, the least dims of
+"""Operators that treat each row (entry of dim 0) independently, by (number of first arguments with rows, fewest dims of
 the first argument)."""
 POOLS = """max_pool{}d max_pool{}d_with_indices avg_pool{}d adaptive_avg_pool{}d adaptive_max_pool{}d max_unpool{}d
 adaptive_max_pool{}d_with_indices lp_pool{}d conv{}d conv_transpose{}d"""
