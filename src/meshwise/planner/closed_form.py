@@ -288,7 +288,7 @@ class ClosedForm:
         last = blocks * self._block(plan, self._batch * part).kept
         again = forward.largest * _inside(plan.tensor, plan.sequence) * (plan.recompute != "none")
         outside = (forward.outside / plan.tensor + again) * part / plan.context * self._narrow(plan)
-        stepping = trained / ways  # memory that the optimizer computes with
+        stepping = trained / ways  # temporary memory of the optimizer's step
         return HELD * (held + max(last + outside, last * min(plan.pipeline, plan.accumulate), stepping))
 
     def _narrow(self, plan: Plan) -> float:

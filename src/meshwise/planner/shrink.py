@@ -88,7 +88,7 @@ share it."""
 
 @dataclass(frozen=True)
 class Stages:
-    """The stages of a plan of which few are traced."""
+    """The stages of a plan. Only a few of them are traced."""
 
     plan: Plan
     blocks: int
