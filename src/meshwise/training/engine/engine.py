@@ -110,7 +110,7 @@ class Engine:
     """Sends a checksum of what must be equal on all ranks along with each loss: an `Agreed`
     (training/guards/agreed.py)."""
     watcher: Any = None
-    """Observes the engine from outside, on every rank alike: an `EngineWatcher` of `meshwise check`, or None."""
+    """Observes the engine from outside, on every rank: an `EngineWatcher` of `meshwise check`, or None."""
     calls: Any = None
     """Observes the calls of models in a program that sees whole batches: a `ModelTracer` of `meshwise check`, or
     None."""

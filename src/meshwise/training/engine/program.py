@@ -178,7 +178,7 @@ class Program:
     def _drop(self) -> None:
         """Close `self.reduction` and set it to None, because it holds references to parameters."""
         if self.reduction is not None:
-            try:  # noqa: SIM105 -- at the end of Python this module has no names any more
+            try:  # noqa: SIM105 -- when Python exits, this module has no names left
                 self.reduction.close()
             except ReferenceError:
                 pass

@@ -24,7 +24,7 @@ from meshwise.training.whole.proof import ASKED, Verdict
 looked_at = weakref.WeakSet[nn.Module]()
 """The modules in which registrations are counted. A slice of a ModuleList is a new module at each call."""
 registered = [0]
-"""How often one of them got a submodule or a parameter."""
+"""How often a module in `looked_at` got a submodule or a parameter."""
 
 
 class Otherwise(Exception):
