@@ -110,7 +110,7 @@ class Machines:
 
     def _follow(self, moved: Mapping[str, Any], asked: Mapping[str, Any]) -> None:
         """Join the run at its new leader."""
-        if moved["node"] == self.me.node:  # the entry is an old one of this machine
+        if moved["node"] == self.me.node:  # an old entry of this machine
             return
         try:
             link = self._link((moved["host"], moved["port"]))

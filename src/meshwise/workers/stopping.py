@@ -118,7 +118,7 @@ def _ask(store: Any, world: World, gate: StepGate, number: int) -> None:
         gate.set_last(gate.freeze())
         _say(number, gate)
     else:
-        with contextlib.suppress(RuntimeError):  # the first rank, which keeps the store, may be gone
+        with contextlib.suppress(RuntimeError):  # rank 0, which hosts the store, may be gone
             if store.compare_set(STOP, "", mine).decode() == mine:
                 _say(number, gate)
     if not gate.reached.wait(PATIENCE):  # the rank may never reach another step
