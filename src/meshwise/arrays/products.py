@@ -174,7 +174,7 @@ def _divided(
     """Choose how to divide the work of a product over the devices, so that the fewest bytes move."""
     if not (x.divided or y.divided):
         common = tuple(place for place in x.places if place in y.places)
-        if not common:  # the smaller operand moves
+        if not common:  # no device has both operands: move the smaller one
             common = x.places if prod(b) * y_size <= prod(a) * x_size else y.places
         return _Division(None, sharding(common), sharding(common), sharding(common))
     best: tuple[int, _Division] | None = None
