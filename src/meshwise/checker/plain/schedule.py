@@ -26,7 +26,7 @@ def watch_ticks(record: Record) -> list[Callable[[], None]]:
         def step(scheduler: Any, *arguments: Any, **named: Any) -> Any:
             nonlocal inside
             inner, inside = inside, True
-            if not inner and (plain.__name__ == "__init__" or scheduler.last_epoch < 0):  # the scheduler is being made
+            if not inner and (plain.__name__ == "__init__" or scheduler.last_epoch < 0):  # it is being created
                 made_at[id(scheduler)] = scheduler, user_place()
                 record.schedules.append(user_place())
             elif not inner:
