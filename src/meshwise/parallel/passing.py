@@ -37,7 +37,7 @@ class Pass:
         self.carried: list[Any] = []
         self.forms: dict[int, Any] = {}  # the `Form` of each block's output so far, by block number
         self.device = torch.device("cpu")
-        self.gradients: list[Tensor | None] = []  # the gradients of received tensors, which the backward stores
+        self.gradients: list[Tensor | None] = []  # the gradients of received tensors, as the backward stores them
         self.output: Any = None
         self.sent: list[Tensor] = []
         self.left = False

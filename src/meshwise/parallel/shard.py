@@ -115,7 +115,7 @@ class Sharded:
         self._agreed: set[int] = set()
         self._idle: set[str] | None = None
         self._so_far = self._passed = self._asked = self._backwards = 0
-        self._met = False  # whether the first reduction is over, in which every rank reports its position
+        self._met = False  # whether the first reduction, in which every rank reports its position, is over
         self._reached, self._filled = set[str](), dict[str, list[str]]()
         self._factor: Callable[[], Tensor] | None = None
         self._noticed, self._reached_past_blocks = set[str](), set[str]()

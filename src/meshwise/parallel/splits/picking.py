@@ -59,7 +59,7 @@ def picked(x: SplitTensor, index: Tensor) -> SplitTensor:
     part, axis, dim, ranks = x.part, x.part.axis, x.part.dim, range(x.part.axis.size)
     into = moved(index.part, 0) if is_split(index) else SplitPart(axis, 0, len(index))
     rows, long = gather(index).cpu(), max(part.length, 1)
-    outside = rows.numel() and not -part.length <= rows.min() <= rows.max() < part.length  # torch raises an error
+    outside = rows.numel() and not -part.length <= rows.min() <= rows.max() < part.length  # then torch raises an error
     if outside or any(each.dim == dim for each in parts_of(x, level_of(part))):
         raise NoRule
     held = [entries(part, rank) for rank in ranks]
