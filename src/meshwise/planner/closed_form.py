@@ -170,7 +170,7 @@ class ClosedForm:
             return count * forward + (count - 1) * back + max(both, again) + alone
         turns = count + (stages - 1) / CHUNKS.get(plan.schedule, 1)
         send = self._one("send", hidden, 2, plan.context * plan.tensor)
-        if plan.shard == plan.tensor == 1:  # a stage sends its input's gradient after reducing its own
+        if plan.shard == plan.tensor == 1:  # a stage sends its input's gradient after reducing its own gradients
             reduce = stages * (both - back)
         return turns * (forward + back + send) + reduce + alone
 
