@@ -94,7 +94,7 @@ def find_stall(beats: Mapping[int, Beat], silent: Collection[int]) -> Stall | No
     if roots:  # the ranks that the others wait for make progress
         return None
     ours, everyone = all(beat.ours for beat in beats.values()), len(silent) == len(beats)
-    stuck = {rank: wait for rank, wait in waiting.items() if not late[rank]}  # all entered, but it does not end
+    stuck = {rank: wait for rank, wait in waiting.items() if not late[rank]}  # in a collective that all have entered
     if stuck and (any(late.values()) or (everyone and (ours or len(waiting) == len(beats)))):
         first = min(stuck.values(), key=lambda wait: wait.at)
         return Stall(sorted(rank for rank in stuck if stuck[rank].group == first.group), waiting, first, inside=True)

@@ -194,7 +194,7 @@ class _Launcher:
             self.listeners.message(hang.rank, {"kind": "note", "text": hang.text})
             self._far.say(hang.text)
             for rank in pids if hang.stalls else ():
-                self._channel.send(rank, ASKED)  # answered only on an accelerator
+                self._channel.send(rank, ASKED)  # only ranks on an accelerator answer
         for text in self._far.news():
             self.listeners.message(self.first_rank, {"kind": "note", "text": text})
 

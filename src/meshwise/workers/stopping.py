@@ -99,7 +99,7 @@ def _catch(numbers: Sequence[int], interrupting: Callable[[], bool] = lambda: Fa
     def came(number: int, frame: Any) -> None:
         if os.getpid() == owner:
             if number == signal.SIGINT and (number in came_before or interrupting()):
-                raise KeyboardInterrupt  # a second Ctrl-C ends it at once
+                raise KeyboardInterrupt  # a second Ctrl-C ends the program at once
             came_before.add(number)
             _asked.put(number)
         else:  # this is a child that the program has forked
