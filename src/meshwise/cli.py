@@ -31,7 +31,7 @@ ROOMS = (
     *(("hardware", "devices bench"), ("planner", "plan"), ("launcher", "run submit predict"), ("checker", "check")),
     *(("reports", "report"), ("launcher", "runs logs stop"), ("training", "checkpoints weights")),
 )
-"""Maps each command to the module that defines it, in order of use. A house may be absent."""
+"""Pairs of a house and its commands, in order of use. A house may be absent."""
 HERE = Path(__file__).parent
 FILES = [HERE / house / "commands" / f"{name}.py" for house, names in ROOMS for name in names.split()]
 COMMANDS = {file.stem: f"{__package__}.{file.parts[-3]}.commands.{file.stem}" for file in FILES if file.exists()}
@@ -45,7 +45,7 @@ EXIT_CODES = {
 }
 
 
-LONG_WORD = re.compile(r"(\S{100})\S{200,}(\S{20})")  # shortened to its ends when shown
+LONG_WORD = re.compile(r"(\S{100})\S{200,}(\S{20})")  # shown without its middle
 
 NARROW = 66  # in a terminal with fewer columns, the boxes of a command's help would cut off option names
 

@@ -46,9 +46,9 @@ def strides_of(x: Array) -> Strides:
 def shown(x: Array) -> Alias:
     """Return the `Alias` of `x`, which describes how `x` shares memory with other arrays."""
     if x.alias is not None and x.alias.source is not None:
-        fetched(x)  # x may own its memory after this
+        fetched(x)  # may give x memory of its own
     if x.alias is None:
-        if any(map(_repeats, x.parts)):  # repeated elements have no memory of their own
+        if any(map(_repeats, x.parts)):  # repeated elements share memory
             x.parts = tuple(part.clone(memory_format=torch.contiguous_format) for part in x.parts)
         x.alias = Alias(ViewedMemory())
     return x.alias
@@ -69,7 +69,7 @@ def viewed(
     found: Array | None = None,
 ) -> Array:
     """Make a view of `x`: a write to the view changes `x`, and a write to `x` changes the view."""
-    if is_number(x):  # a scalar never changes
+    if is_number(x):  # scalars are immutable
         found = rule(copied(x))
         found.alias = Alias(ViewedMemory(), strides, read_only) if found.shape else None
         return found

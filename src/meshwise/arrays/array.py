@@ -51,7 +51,7 @@ class Array:
 
     @shape.setter
     def shape(self, wanted: Any) -> None:
-        before = Array.__new__(Array)  # existing views of this memory stay valid
+        before = Array.__new__(Array)  # keeps existing views of this memory valid
         before._become(self)
         found = before.reshape(wanted)
         if found.alias is None and before.alias is not None:
@@ -67,7 +67,7 @@ class Array:
             self.parts = other.parts
         else:
             with suppress(AttributeError):
-                del self.parts  # parts are fetched when they are read
+                del self.parts  # the next read of `parts` fetches them
 
     def __reduce__(self) -> Any:
         if self.alias is None:

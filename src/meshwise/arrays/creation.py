@@ -82,7 +82,7 @@ def of_user(
 ) -> Array:
     """Make an array from numbers, nested lists, or an array of this or another library."""
     foreign = isinstance(obj, Tensor) or (is_array(obj) and not isinstance(obj, Array))
-    own = True if foreign and copy is None else copy  # copy on one device as well as on several
+    own = True if foreign and copy is None else copy  # always copy, so that one device behaves like several
     found = asarray(space, obj, dtype, device=device, sharding=sharding, copy=own)
     if isinstance(obj, np.ndarray | Tensor):
         strides = obj.stride() if isinstance(obj, Tensor) else tuple(each // obj.itemsize for each in obj.strides)

@@ -121,7 +121,7 @@ def _without_memory(arrays: Any) -> Iterator[Callable[[Array, Sharding], None]]:
         for x, parts, placed, alias in before:
             x.parts, x.sharding, x.alias = parts, placed, alias
             if alias is not None and alias.source is not None:
-                del x.parts  # parts are fetched when they are read
+                del x.parts  # the next read of `parts` fetches them
 
 
 def _moved(operation: Callable[[], Any]) -> CommLog:

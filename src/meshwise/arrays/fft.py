@@ -155,7 +155,7 @@ def _checked(function: Transform, part: Tensor, axis: int) -> Tensor:
     try:
         if part.numel() or not part.shape[axis]:
             return function(part).resolve_conj()
-        full = [max(1, length) for length in part.shape]  # libraries reject 0 rows
+        full = [max(1, length) for length in part.shape]  # FFT libraries reject 0 rows
         row = function(part.new_zeros(full))
         return row[tuple(slice(0 if length == 0 else None) for length in part.shape)].resolve_conj()
     except RuntimeError as error:
@@ -168,7 +168,7 @@ def _vector(x: Array, name: str, axis: int, n: int | None, norm: str) -> Array:
     if name in ("fft", "ifft") and n in (None, length) and length >= LONG and _divisor(length, len(held.places)):
         return _in_parts(x, name, axis, norm)
     lies = sharding((fullest(held),))
-    if length >= LONG:  # cannot be split: a prime length, a new length or real numbers
+    if length >= LONG:  # not split: a prime length, a changed length, or real numbers
         tell(x, name, lies)
     whole = reshard(x, lies, name)
     parts = tuple(

@@ -35,7 +35,7 @@ from meshwise.arrays.moves import Move, combined, elements_moved, exchange, resh
 from meshwise.arrays.reductions import as_array
 from meshwise.arrays.sharding import Shape, Sharding, evenly, sharding
 
-BLOCKS_FROM = 64 << 20  # an operand that is needed whole is sent in blocks if it has this many bytes
+BLOCKS_FROM = 64 << 20  # an operand that is needed whole is sent in blocks if it has at least this many bytes
 UNMULTIPLIED = {
     torch.uint16,
     torch.uint32,
@@ -174,7 +174,7 @@ def _divided(
     """Choose how to divide the work of a product over the devices, so that the fewest bytes move."""
     if not (x.divided or y.divided):
         common = tuple(place for place in x.places if place in y.places)
-        if not common:  # the smaller operand moves
+        if not common:  # no device has both operands: move the smaller one
             common = x.places if prod(b) * y_size <= prod(a) * x_size else y.places
         return _Division(None, sharding(common), sharding(common), sharding(common))
     best: tuple[int, _Division] | None = None

@@ -1,4 +1,4 @@
-"""Draw random arrays that are alike on any number of devices.
+"""Draw random arrays that are equal on any number of devices.
 
 An element depends only on the seed, on the number of the draw, and on the element's index in the array: a CPU and a GPU
 draw the same numbers.

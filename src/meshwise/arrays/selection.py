@@ -91,7 +91,7 @@ class _Window:
             self.high, self.wanted = list(self.low), 0
             return
         surely = max(0, (self.wanted - count * (step - 1)) // step)
-        possibly = self.wanted // step  # the sample after these is not before the cut
+        possibly = self.wanted // step  # number of samples that may lie before the cut
         ours, theirs, every = (_tally(some, count) for some in (parts[:surely], parts[:possibly], parts))
         for k in range(count):
             if theirs[k] < every[k]:

@@ -25,7 +25,7 @@ from meshwise.arrays.lanes import freed, fullest
 from meshwise.arrays.moves import replicate, to_single
 from meshwise.arrays.statistics import as_floats
 
-LARGE = 32 << 20  # factors of a matrix of at least this many bytes are divided over the devices
+LARGE = 32 << 20  # the work of factoring a matrix of at least this many bytes is divided over the devices
 Function = Callable[[Tensor], Any]
 
 

@@ -28,7 +28,7 @@ from meshwise.transfer.collectives import gather_objects
 from meshwise.transfer.groups import everyone, get_rank
 
 Name = TypeVar("Name", str, tuple[str, str])
-LACKS = float("inf")  # the difference of a rank that lacks a value
+LACKS = float("inf")  # stands for the difference of a rank that lacks a value
 TINY = torch.finfo(torch.float64).tiny
 
 

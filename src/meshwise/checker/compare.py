@@ -33,7 +33,7 @@ KINDS = (
     *("optimizer state", "parameters", "buffers", "scheduler", "steps", "evaluation"),
 )
 """The kinds of values that are compared, in the order in which a step produces them."""
-HARDLY = 1e-3  # a corrected difference shrinks to this fraction or less
+HARDLY = 1e-3  # a difference counts as explained if a correction leaves less than this fraction of it
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def compare(reference: Trace, actual: Trace) -> Comparison:
         gradients = _reduced_by_hand(_over_ranks(_gradients(number, mine, other), other.rank_divergence))
         outputs = _over_ranks(compared_outputs(number, mine, other, unseen), other.rank_divergence)
         wrong = any(d.fault for d in gradients)
-        found += [d for d in contents if wrong or not d.fault]  # contents without effect on gradients do not count
+        found += [d for d in contents if wrong or not d.fault]  # contents that do not change gradients do not count
         found += outputs if wrong else of_samples(outputs, unseen)
         found += gradients
         note_noise(noise, mine.gradients, other.gradients)
@@ -97,7 +97,7 @@ def _compared(kind: str, differences: Sequence[Difference]) -> Compared:
 
 
 def _over_ranks(differences: Iterable[Difference], divergence: Divergence) -> list[Difference]:
-    """Return the differences."""
+    """Return the differences. Where ranks differ from each other by more, increase a difference to that."""
     found = []
     for d in differences:
         ranks = divergence.get((d.kind, d.name), 0.0)

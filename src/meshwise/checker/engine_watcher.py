@@ -80,7 +80,7 @@ class EngineWatcher:
         self.hints = Hints() if draws is None and job is None else None
         """Collects warnings about likely mistakes in a script on one device. None for a job or under a plan."""
         self._left: dict[str, float] = {}  # sums of values after an optimizer's last step: see `local_sums`
-        self._has_loaded = False  # whether a state dict was loaded since that step
+        self._has_loaded = False  # whether a state dict was loaded since an optimizer's last step
         self._stepped: tuple[Optimizer | None, StepTrace] | None = None  # the last step, kept until the next backward
         self._in_step = False
         self._reduced = 0.0  # a sum of the parameters when gradients were last reduced
@@ -261,10 +261,10 @@ class EngineWatcher:
         """Record that an optimizer has made its step, and begin the next step."""
         if self.tracer is None:
             return
-        if self._engine.whole is not None and not self.tracer.step.samples:  # only torch.autograd.grad ran
+        if self._engine.whole is not None and not self.tracer.step.samples:  # torch.autograd.grad ran, and no backward
             with self.backward(False):
                 pass
-        if self.found.backwards == 0:  # neither before the step nor in its closure
+        if self.found.backwards == 0:  # no backward ran, neither before the step nor in its closure
             raise UsageError(
                 "optimizer.step() was called before any mw.backward. Write mw.backward(loss) instead of "
                 "loss.backward()."
@@ -329,7 +329,7 @@ class EngineWatcher:
         divided = plan.state_divided and not plan.parameters_divided
         across_ranks.collect_step(state, model, optimizer, divided=divided)
         state.scheduler = scheduler_numbers(scheduler)
-        for kind in ("parameters", "buffers", "optimizer_state"):  # share equal tensors with the last step
+        for kind in ("parameters", "buffers", "optimizer_state"):  # where unchanged, keep the last step's tensor
             before = getattr(self.found.trace.steps[-1], kind)
             now = getattr(state, kind).items()
             setattr(state, kind, {n: before[n] if n in before and torch.equal(t, before[n]) else t for n, t in now})

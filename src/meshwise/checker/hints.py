@@ -76,7 +76,7 @@ class Hints:
         self._zeroed = self._ticked = ""  # lines of zero_grad and scheduler steps since the last backward
         self._evaluated = dict[tuple[str, int], None]()
         self._files = dict[str, None]()
-        self._begun = 0  # how many random draws came before the running call of a model
+        self._begun = 0  # number of random draws before the current model call
 
     def follow(self, tracer: ModelTracer, model: nn.Module) -> None:
         """Observe the calls of a model that trains."""
@@ -110,7 +110,7 @@ class Hints:
             none = all(p.grad is None or not p.grad.any() for p in model.parameters())
             window.zeroed += [self._zeroed] if self._zeroed and none else []
             window.ticked += [self._ticked] if self._ticked else []
-            window.moved |= now != window.parameters  # for example by a look-ahead step
+            window.moved |= now != window.parameters  # changed, for example by a look-ahead step
         window.backwards, window.parameters = window.backwards + 1, now
         self._zeroed = self._ticked = ""
 

@@ -183,7 +183,7 @@ class ModelTracer:
         self._own, self._in_backward = None, False
         if self._of_loss is not None:
             self._of_loss.remove()  # code that inspects gradients skips tensors with hooks
-        # A recomputation that draws the same numbers repeats calls, which are not recorded again.
+        # Calls that a recomputation repeats with the same draws are not recorded again.
         self.step.rng_mismatch |= len(self.draws.log) > drawn
         self._norms_left = local_norms(self._model)
 
@@ -282,7 +282,7 @@ class ModelTracer:
             output = Output(self._at[1], name, kind, number, tuple(value.shape), self._rows.count, found)
             self.step.outputs.append(output)
             first = self._at == (0, 0) and not self._whole
-            if first and type(tensor) is Tensor and tensor.grad_fn is not None:  # a tensor hook would be seen
+            if first and type(tensor) is Tensor and tensor.grad_fn is not None:  # the program would see a tensor hook
                 tensor.grad_fn.register_prehook(partial(self._keep_back, output, tensor.output_nr))
 
     def _keep_back(self, output: Output, number: int, gradients: tuple[Tensor | None, ...]) -> None:

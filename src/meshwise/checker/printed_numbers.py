@@ -15,7 +15,7 @@ Printed = Sequence[tuple[str, str]]
 _NUMBER = re.compile(r"(?<![\w.])[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
 _WORD = re.compile(r"[a-z]+")
 _CLOSE = Decimal("1e-6")  # relative to the number: both sides compute in float64
-MOMENT = Decimal("0.1")  # relative to the number: more than a few steps of rounding could cause
+MOMENT = Decimal("0.1")  # relative to the number: a larger change than a few steps of rounding can cause
 _UNIT = re.compile(
     r"\s*([kmgt]?i?b|bytes|[nuµm]?s|secs?|seconds?|mins?|minutes?|m|h|hours?|devices?|ranks?|workers?|gpus?|processes)"
     r"(?![a-z])|\s*[a-z]*\s*(/|per)\s*(s|sec|second|min|minute)(?![a-z])|:\d",

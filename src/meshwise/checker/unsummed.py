@@ -56,7 +56,7 @@ class UnsummedLoops:
         """Watch a loop from its first batch to its second."""
         if read.given == 1 and read in self._open:
             self._open[read].unhook()
-            if self._open[read].backwards != self._program.backwards:  # the loop trains
+            if self._open[read].backwards != self._program.backwards:  # a backward ran, so the loop trains
                 self._open.pop(read).foreign.close()
         if read.given:
             return

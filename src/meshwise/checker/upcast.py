@@ -27,7 +27,7 @@ from meshwise.torch_compat.modules import WIDE
 from meshwise.torch_compat.tree import map_tensors, tensors_in
 
 FACTORIES = {"rand", "randn", "rand_like", "randn_like"}
-SHAPED_LIKE = {"new_empty", "new_empty_strided"}  # only allocates: copy.deepcopy sets the storage
+SHAPED_LIKE = {"new_empty", "new_empty_strided"}  # these only allocate; copy.deepcopy then sets the storage
 _NARROW = {torch.float64: torch.float32, torch.complex128: torch.complex64}
 OF_A_SCALER = {"_amp_foreach_non_finite_check_and_unscale_", "_amp_update_scale_"}
 

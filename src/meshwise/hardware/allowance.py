@@ -16,7 +16,7 @@ from pathlib import Path
 
 from meshwise.workers.control_groups import OWN, ROOT, groups, read_text
 
-NO_LIMIT = 2**60  # version 1 writes about 2**63 bytes, in whole pages, if there is no limit
+NO_LIMIT = 2**60  # without a limit, cgroup v1 shows about 2**63 bytes, rounded to pages
 
 
 def allowed_cores() -> tuple[int, ...]:

@@ -56,7 +56,7 @@ class PartLink:
         }
 
 
-@dataclass(frozen=True, eq=False)  # parts are compared by identity, and so can be keys
+@dataclass(frozen=True, eq=False)  # compared by identity, so that parts can be dict keys
 class CatalogPart:
     """A device that can be bought.
 

@@ -59,7 +59,7 @@ class Ranks(OfTrainer):
         return self.engine.program.plain(wholes(tree))
 
 
-# An ABC like Lightning's strategies: Python only replaces a class by one of the same layout.
+# An ABC like Lightning's strategies, since Python only lets a class be replaced by one of the same layout.
 class DistributedStrategy(ABC):
     """Overrides methods of Lightning's strategy for a single device."""
 
@@ -108,7 +108,7 @@ class DistributedStrategy(ABC):
 
     def setup_optimizers(self, trainer: Any) -> None:
         super().setup_optimizers(trainer)  # type: ignore[misc]
-        self.meshwise.engine.gate.saves |= trainer.checkpoint_callback is not None  # whether a stop can save a state
+        self.meshwise.engine.gate.saves |= trainer.checkpoint_callback is not None  # whether a stop saves a state
         schedulers = [config.scheduler for config in self.lr_scheduler_configs]  # type: ignore[attr-defined]
         for each in [*self.optimizers, *(one for one in schedulers if isinstance(one, LRScheduler))]:  # type: ignore[attr-defined]
             self.meshwise.share(each)
@@ -116,7 +116,7 @@ class DistributedStrategy(ABC):
     def teardown(self: Any) -> None:
         self.meshwise.close(True)
         self.meshwise.close(False)
-        self.meshwise.engine.given.waits = False  # still set if a training ended inside a step
+        self.meshwise.engine.given.waits = False  # may still be set from a training that ended inside a step
         kept = self._lightning_module, self._optimizers
         if self.meshwise.divided:  # the parts of a divided model stay on their devices
             self._lightning_module, self._optimizers = None, []

@@ -68,7 +68,7 @@ class DistributedTrainer:
         module = import_module(TRAINER)
         skips = functools.partial(skip_batches, module.skip_first_batches)
         engine, saves = self.meshwise.engine, self.args.save_strategy != "no"
-        engine.gate.saves |= saves  # whether a stop can save a state
+        engine.gate.saves |= saves  # whether a stopped run saves its state
         with mock.patch.object(module, "skip_first_batches", skips):
             try:
                 return super().train(*args, **options)  # type: ignore[misc]

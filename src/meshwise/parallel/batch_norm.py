@@ -226,7 +226,7 @@ class _Normalize(torch.autograd.Function):
         if bias is not None:
             result = result + _along(bias, wide)
         over_all = torch.where(shared, rest[0, 0], total)
-        if number == 1 and not rehearsing() and int(over_all) == 1:  # torch raises this error on one device
+        if number == 1 and not rehearsing() and int(over_all) == 1:  # the error that torch raises on one device
             raise ValueError(f"Expected more than 1 value per channel when training, got input size {x.size()}")
         ctx.mark_non_differentiable(mean, variance, over_all)
         return result.to(x.dtype), mean, variance, over_all

@@ -45,7 +45,7 @@ from meshwise.transfer import collectives
 from meshwise.transfer.reading import agree
 
 _skipped = WeakIdKeyDictionary()  # parameters that a rank may skip
-_made = itertools.count()  # all ranks make reductions in the same order
+_made = itertools.count()  # numbers the reductions, which all ranks make in the same order
 _GRADIENT = operator.attrgetter("grad")
 _IS_TRAINED = operator.attrgetter("requires_grad")
 LATE_GRACE = 30.0  # seconds for all ranks to reach a parameter that is new to the reduction
@@ -78,7 +78,7 @@ class DataParallel:
         self._loss_carrier = _loss_carrier(self._named[0][1]) if carried else None
         self._groups, self._trained = list[_Group](), list[bool]()
         self._grouped = set[int]()  # ids of the groups' parameters
-        self._calls = self._buckets = 0  # in this backward: reduced so far, and in all
+        self._calls = self._buckets = 0  # buckets of this backward: reduced so far, and in total
         self._key = f"meshwise/data/{collectives.group_key()}/{next(_made)}"
         self._backwards = 0
         self._factor: Callable[[], Tensor] | None = None
@@ -100,7 +100,7 @@ class DataParallel:
         self._backwards += 1
         before: dict[int, tuple[Tensor, int]] = {}
         trained = list(map(_IS_TRAINED, self._parameters))
-        if trained != self._trained:  # frozen or unfrozen, on every rank alike: start over
+        if trained != self._trained:  # parameters were frozen or unfrozen, on every rank: start over
             self._trained, self._groups, self._grouped = trained, [], set()
         for p in self._parameters:
             if p.grad is not None:
@@ -177,7 +177,7 @@ class DataParallel:
         self._named, self._parameters, self._groups, self._grouped = [], [], [], set()
 
     def _watched(self, loss: Tensor) -> list[int]:
-        """Run the backward."""
+        """Run the backward, and return the indices of the parameters it reached, in order."""
         order: list[int] = []
         handles = []
         for index, p in enumerate(self._parameters):
@@ -214,7 +214,7 @@ class DataParallel:
         plain = self._factor is None and not self._kept and self._dtype is None
         # New memory, since the program may keep its parts.
         views = parts_of_bucket(flat := bucket.members[0].new_empty(bucket.size), bucket.members)
-        if plain and bucket.large:  # both in one pass
+        if plain and bucket.large:  # copy and divide in one pass
             for view, gradient in zip(views, gradients, strict=True):
                 torch.div(gradient, bucket.ranks, out=view)
         else:
@@ -226,7 +226,7 @@ class DataParallel:
             collectives.sum_now(flat if bucket.large else flat.div_(bucket.ranks), of="gradients")
         if fresh and all(map(Tensor.is_contiguous, gradients)):
             for p, view in zip(bucket.members, views, strict=True):
-                p.grad = data_of(view)  # no view to autograd
+                p.grad = data_of(view)  # `.data`, so that autograd sees no view
         else:
             copy_each(gradients, views)
         return True
@@ -261,7 +261,7 @@ class DataParallel:
         store = reducer.default_store()
         keys = [f"{self._key}/unused/{self._backwards}/{name}" for name, _ in missing]
         for key, (_, p) in zip(keys, missing, strict=True):
-            store.add(key, int(id(p) not in before))  # gradients of earlier backwards count
+            store.add(key, int(id(p) not in before))  # 0 if an earlier backward left a gradient
         torch.stack([(p * 0).sum().real.float() for _, p in missing]).sum().backward()
 
         def missed_by_all() -> None:
@@ -363,7 +363,7 @@ class DataParallel:
 
 
 def _loss_carrier(first: nn.Parameter) -> nn.Parameter:
-    """Make an extra parameter."""
+    """Make the extra parameter whose gradient carries the loss."""
     dtype = first.dtype if first.dtype in (torch.float32, torch.float64) else torch.float32
     return nn.Parameter(torch.zeros(CARRIED, dtype=dtype, device=first.device))
 
@@ -376,7 +376,7 @@ def _untouched(p: nn.Parameter, gradient: Tensor | None, version: int) -> bool:
 def reduction_of(named: Mapping[str, nn.Parameter], plan: Plan, *, piggyback_loss: bool) -> DataParallel:
     """Make the object that averages the gradients of replicated parameters, which may belong to several models.
 
-    piggyback_loss: see `DataParallel`.
+    piggyback_loss: see `apply` in parallel/apply.py.
     """
     dtype = reduced_in(plan.dtypes)
     return DataParallel(list(named.items()), bucket_mb=plan.bucket_mb, piggyback_loss=piggyback_loss, dtype=dtype)

@@ -34,7 +34,7 @@ from meshwise.torch_compat.tree import map_tensors, tensors_in
 from meshwise.transfer import collectives, stages
 from meshwise.transfer.sharded import local_part
 
-LARGE = 8 << 20  # bytes: heap holes of this size would add up to much of a large model
+LARGE = 8 << 20  # after a storage of this many bytes, the heap is trimmed: holes of this size would add up
 
 
 @contextlib.contextmanager

@@ -246,7 +246,7 @@ def let_go(optimizer: Optimizer) -> None:
             optimizer.state.pop(p, None)
 
 
-LOOKS = 2  # how many first forwards of a rank's stages get a check of the parameters' values
+LOOKS = 2  # in how many first forwards of a rank's stages the parameters' values are checked
 
 
 class StageWrites:

@@ -37,7 +37,7 @@ class Pass:
         self.carried: list[Any] = []
         self.forms: dict[int, Any] = {}  # the `Form` of each block's output so far, by block number
         self.device = torch.device("cpu")
-        self.gradients: list[Tensor | None] = []  # the gradients of received tensors, which the backward stores
+        self.gradients: list[Tensor | None] = []  # the gradients of received tensors, as the backward stores them
         self.output: Any = None
         self.sent: list[Tensor] = []
         self.left = False
@@ -95,7 +95,7 @@ class Pass:
         if not self.is_last:
             self.forms[number] = form_of(result)
         if number == self.hi - 1:
-            # Send a copy, because later code may write into the block's output. It will do so on the next stage too.
+            # Send a copy, because later code may write into the block's output, and will do so again on the next stage.
             self.output = result if self.is_last else map_tensors(torch.clone, result)
             self.carried = stages.take_along()
             if not self.is_last:

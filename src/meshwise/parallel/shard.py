@@ -56,7 +56,7 @@ from meshwise.torch_compat.whole_values import plain_loss, read_whole
 from meshwise.transfer import collectives, stages
 from meshwise.transfer.reading import agree, look_out, meet, someone_is_past, together
 
-_made = itertools.count()  # every rank shards its models in the same order
+_made = itertools.count()  # numbers the models: every rank shards them in the same order
 
 
 class Sharded:
@@ -81,7 +81,7 @@ class Sharded:
         absent = stages.absent_parameters(model)
         self.whole_mesh = mesh_of_stage(setup.plan, setup.world)
         """The mesh of all ranks of this pipeline stage. It may have axes that `mesh` lacks, such as `tensor`."""
-        self._own_numbers = list[SingleNumbers]()  # empty, or a list of one
+        self._own_numbers = list[SingleNumbers]()  # at most one
         if not (self._staged or setup.parts_on_host):
             absent = absent | self._take_numbers(SingleNumbers(model, self.whole_mesh, absent), setup)
         for root in roots_of(model):
@@ -115,7 +115,7 @@ class Sharded:
         self._agreed: set[int] = set()
         self._idle: set[str] | None = None
         self._so_far = self._passed = self._asked = self._backwards = 0
-        self._met = False  # whether the first reduction is over, in which every rank reports its position
+        self._met = False  # whether the first reduction, in which every rank reports its position, is over
         self._reached, self._filled = set[str](), dict[str, list[str]]()
         self._factor: Callable[[], Tensor] | None = None
         self._noticed, self._reached_past_blocks = set[str](), set[str]()
@@ -325,7 +325,7 @@ class Sharded:
             self._idle = nowhere - self._skipped
         elif unreached:
             if torch.accelerator.is_available():
-                torch.accelerator.synchronize()  # other ranks counted before their reductions, which are over now
+                torch.accelerator.synchronize()  # now all ranks have counted: they do so before their reductions
             size = collectives.world_size()
             nowhere = {name for name, keys in unreached.items() if all(default_store().add(k, 0) == size for k in keys)}
         else:
@@ -355,7 +355,7 @@ def _apply(setup: Setup) -> None:
     generates_together(setup.model)
     setup.notes += make_contiguous(setup.model)
     sharded = setup.reduction = Sharded(setup)
-    setup.coupled_gradients |= plan.reduce_each  # reducing before all weights are known needs one scale
+    setup.coupled_gradients |= plan.reduce_each  # gradients reduced before all weights are known need one scale
     of_model = weakref.ref(sharded)
     setup.let_go = lambda names: [] if (held := of_model()) is None else held.let_go(names)
     register_model_load_hooks(setup.model)

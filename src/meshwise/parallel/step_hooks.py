@@ -39,7 +39,7 @@ After = Callable[[Optimizer], None]
 
 
 def is_by_numbers(optimizer: Optimizer) -> bool:
-    """Return whether the optimizer is known to update every element by itself."""
+    """Return whether the optimizer is known to update every element independently."""
     return type(optimizer) in BY_NUMBERS
 
 
@@ -48,9 +48,9 @@ class Order(enum.IntEnum):
     step, they are called in reverse order."""
 
     GUARD = 1  # first, so that it can refuse a step before anything has changed
-    WATCH = 2  # sees the gradients of all parameters before, and the parameters of all ranks after
+    WATCH = 2  # sees all parameters' gradients before the step, and the parameters of all ranks after it
     DRAWS = 3  # makes the optimizer draw random numbers for parameters, not for a rank's samples
-    PHASE = 4  # before the techniques, because their cost belongs to the optimizer's span
+    PHASE = 4  # before the techniques, so that their cost belongs to the optimizer's span
     ZERO1 = 5  # before OFFLOAD, so that it gets state only for parameters that this rank steps
     OFFLOAD = 6  # last, because it steps all buckets but the last by itself
 

@@ -125,7 +125,7 @@ class _Heap:
         if self.cap is not None and self.reserved + whole > self.cap:
             return None
         self.reserved += whole
-        self.next_address += whole + BLOCK  # segments are not adjacent
+        self.next_address += whole + BLOCK  # a gap, since segments are not adjacent
         return _Block(whole, self.next_address - whole, stream, small)
 
     def _give_back(self) -> None:
@@ -171,12 +171,12 @@ def replay(works: Sequence[Work], cap: int | None = None, first: Sequence[int] =
 def _events(works: Sequence[Work], first: Sequence[int]) -> Iterator[Allocate | Free]:
     for number, size in enumerate(first):
         yield Allocate(-1 - number, size, "temporary")
-    for work in works:  # what an earlier step has allocated is skipped
+    for work in works:  # skips what an earlier step has allocated
         yield from work.held
         yield from (event for event in work.events if not isinstance(event, Launch))
 
 
-# Memory besides the allocator's.
+# Memory outside the allocator.
 
 
 @dataclass(frozen=True)

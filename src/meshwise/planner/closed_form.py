@@ -170,7 +170,7 @@ class ClosedForm:
             return count * forward + (count - 1) * back + max(both, again) + alone
         turns = count + (stages - 1) / CHUNKS.get(plan.schedule, 1)
         send = self._one("send", hidden, 2, plan.context * plan.tensor)
-        if plan.shard == plan.tensor == 1:  # a stage sends its input's gradient after reducing its own
+        if plan.shard == plan.tensor == 1:  # a stage sends its input's gradient after reducing its own gradients
             reduce = stages * (both - back)
         return turns * (forward + back + send) + reduce + alone
 
@@ -288,7 +288,7 @@ class ClosedForm:
         last = blocks * self._block(plan, self._batch * part).kept
         again = forward.largest * _inside(plan.tensor, plan.sequence) * (plan.recompute != "none")
         outside = (forward.outside / plan.tensor + again) * part / plan.context * self._narrow(plan)
-        stepping = trained / ways  # memory that the optimizer computes with
+        stepping = trained / ways  # temporary memory of the optimizer's step
         return HELD * (held + max(last + outside, last * min(plan.pipeline, plan.accumulate), stepping))
 
     def _narrow(self, plan: Plan) -> float:

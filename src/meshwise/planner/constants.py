@@ -62,7 +62,7 @@ FIGURES: Mapping[str, Figure] = {
     "attention.cudnn": Figure(1.6, 1.3, "FlashAttention-3, arXiv 2407.08608, figure 5: cuDNN over FlashAttention-2"),
     "attention.flash1": Figure(0.564, 1.3, f"{_FITTED}: 512 to 65,536 positions under FSDP1 on A100"),
     "attention.efficient": Figure(0.6, 1.4, f"{OURS}: of flash attention"),
-    # Fractions of the rate that a copy reaches; for a copy, of the nominal memory bandwidth.
+    # Memory rates as fractions of the rate of a copy; for a copy, as a fraction of the nominal memory bandwidth.
     "memory.copy": Figure(0.89, 1.1, "catalog.toml, [[reached]] memory: device-to-device copy on an H200"),
     "memory.elementwise": Figure(0.882, 1.15, f"{_FITTED}: all"),
     "memory.reduction": Figure(0.605, 1.3, f"{_FITTED}: all"),

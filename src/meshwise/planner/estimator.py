@@ -86,10 +86,10 @@ def rehearser(
         try:
             try:
                 step = simulate(steps, prices, interval=interval, merged=short)
-            except NotExtrapolable:  # left-out microbatches affect only times
+            except NotExtrapolable:  # only the times depend on microbatches that were left out
                 steps = [each.step for each in traced(plan, "launches")]
                 step = simulate(steps, prices, interval=interval, merged=short)
-        except ValueError as error:  # the ranks that were traced wait for each other
+        except ValueError as error:  # a deadlock: the traced ranks wait for each other
             return Rehearsed(replace(estimate, unknown=str(error)), traces, prices, None, again)
         seconds, parts = Range(step.seconds, step.low, step.high), slowest_rank(step).kinds
         estimate = replace(estimate, seconds=seconds, parts=parts, balanced=_balanced(plan, speeds, step))
@@ -137,7 +137,7 @@ def memory_of(traced: Trace, prices: Prices, cap: int | None) -> MemoryEstimate:
     capacity = device.memory if cap is None else min(cap, device.memory or cap)
     peak = max((memory_curve(work).peak for work in works), key=lambda peak: peak.bytes)
     host = max(memory_curve(work, on_host=True).peak.bytes for work in works)
-    if traced.step.kind == "cpu":  # a CPU worker's memory besides tensors is not counted
+    if traced.step.kind == "cpu":  # a CPU worker's other memory is not counted
         spread, reserved = FIGURES["allocated"].spread, peak.bytes
         total = Range(reserved, reserved / spread, reserved * spread)
     else:

@@ -124,7 +124,7 @@ def _edges(done: tuple[Done, ...]) -> list[tuple[float, bool, int, str]]:
 
 LAUNCHES, WAITING, IDLE, TO_HOST = "launches", "waiting for other ranks", "idle", "link to the host"
 MOST = 8
-"""How many operators are listed at most. The same limit applies to collectives."""
+"""The maximum number of operators to list. The same limit applies to collectives."""
 
 
 @dataclass(frozen=True)

@@ -173,7 +173,7 @@ class _Longer:
         one, other = self.short.refers[before], self.long.refers[place]
         if len(one) == len(other):
             return [self._fixed_refer(old, new) for old, new in zip(one, other, strict=True)]
-        found: list[int] = []  # a launch that waits for an event of each piece
+        found: list[int] = []  # for a launch that waits for an event of each piece
         rest = list(one)
         for new in other:
             piece = self.pieces.of(new)

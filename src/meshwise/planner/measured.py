@@ -87,7 +87,7 @@ class OperatorTimes:
         works, known = list(works), {**self._seconds, **self.ended}
         waiting = [operation for operation in _most_first(works) if operation.call not in known]
         if waiting and budget:
-            timing.timed("", 1)  # start the other process, which the budget does not cover
+            timing.timed("", 1)  # start the timing process: its startup does not count toward the budget
         end = time.perf_counter() + budget
         found: dict[str, float] = {}
         inside: dict[str, Sequence[int]] = {}

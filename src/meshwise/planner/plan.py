@@ -45,7 +45,7 @@ LARGE = 10**9
 SLACK = 1.1
 """The search tries plans first whose memory, roughly guessed, is at most this many times the memory of a device."""
 EDITS = 10.0
-"""If the user asks about one plan, the most seconds to spend on variants of it that take less memory."""
+"""If the user asks about one plan, the maximum number of seconds to spend on variants of it that take less memory."""
 _NOTHING = Search((), (), (), 0.0)
 
 
@@ -114,7 +114,7 @@ def page(plans: Plans) -> Page:
     return Page(plan_page(plans, plans.first.whole))
 
 
-setattr(Plans, "figure", page)  # noqa: B010  # as of a report
+setattr(Plans, "figure", page)  # noqa: B010  # set here, as `Report.figure` is
 
 
 def plan_options(options: PlanOptions) -> Plans:

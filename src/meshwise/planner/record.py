@@ -79,7 +79,7 @@ class Record:
         return phase if phase in PHASES else "other"
 
     def on_operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: Call) -> Any:
-        """Run an operator, and record its launch and the memory that it allocates. Implements `compat.fake.Handler`."""
+        """Run an operator, and record its launch and memory allocations. Implements `torch_compat.fake.Handler`."""
         if func is torch.ops.aten.add.Tensor and sums_in_place(args):
             func = run.func = torch.ops.aten.add_.Tensor
         if self.phase in ("forward", "backward") and _tells_values(func, args):

@@ -79,7 +79,7 @@ class Composing:
         return [(), (), (), *found][-4:]
 
     def _entries(self, like: Piece, left_out: bool) -> Sequence[tuple[int, Entry]]:
-        """The entries of a piece of the shorter trace to write, with their places in it."""
+        """Return the entries of a piece of the shorter trace to write, with their places in the piece."""
         if (like, left_out) not in self._asked:
             own = self._pieces.lasting(like) if left_out else list(enumerate(self._pieces.entries[like]))
             alone = [each for each in own if isinstance(each[1].event, Launch)] if self._launches_alone else own
@@ -87,7 +87,7 @@ class Composing:
         return self._asked[like, left_out]
 
     def _longer(self, section: int) -> Iterator[Piece]:
-        """The pieces of a section of the longer trace, in order."""
+        """Yield the pieces of a section of the longer trace, in order."""
         before = ""
         for piece in self._pieces.entries:
             if piece.section != section:
@@ -100,7 +100,7 @@ class Composing:
             before = name
 
     def _swept(self, section: int, name: str, first: int = 0) -> Iterator[Piece]:
-        """The pieces of all microbatches in the longer trace, in order: inputs, or forwards and backwards."""
+        """Yield the pieces of all microbatches in the longer trace, in order: inputs, or forwards and backwards."""
         if name == "action":
             for forward, number in self._orders[section]:
                 yield Piece(section, "forward" if forward else "backward", number)
@@ -109,7 +109,7 @@ class Composing:
                 yield Piece(section, name, number)
 
     def _like(self, piece: Piece) -> Piece:
-        """The piece of the shorter trace that corresponds to a piece of the longer one."""
+        """Return the piece of the shorter trace that corresponds to a piece of the longer one."""
         number, short, count = piece.number, self._pieces.count, self._counts[piece.section]
         numbers = range(2, short - 1) if 2 <= number < count - 1 else (number if number < 2 else short - 1,)
         found = [like for n in numbers if (like := piece._replace(number=n)) in self._pieces.entries]
@@ -126,7 +126,7 @@ class Composing:
         return before and Piece(piece.section, "forward" if before[0] else "backward", before[1])
 
     def _of(self, piece: Piece, like: Piece, ref: Place | Last | Left, led: dict[Piece, Piece]) -> Target:
-        """The target of a reference of the shorter trace, for this piece of the longer trace."""
+        """Return the target in the longer trace, for this piece of it, of a reference in the shorter trace."""
         if isinstance(ref, Left):
             before = self._action_before(piece)
             if before is not None and before.name == ref.place.piece.name:
@@ -143,7 +143,7 @@ class Composing:
         return target, ref.at
 
     def _piece_of(self, piece: Piece, like: Piece, ref: Piece) -> Piece:
-        """The piece of the longer trace to which a reference from a piece leads."""
+        """Return the piece of the longer trace to which a reference from `piece` leads."""
         if ref.name == REST:
             return ref
         own, target = like.number, ref.number
@@ -186,7 +186,7 @@ class Composing:
             at += length
 
     def _of_rest(self, ref: Place | Last | Left, refers: Sequence[Place | Last | Left]) -> Iterator[Target]:
-        """The targets of a reference from outside of the microbatches."""
+        """Yield the targets of a reference from outside the microbatches."""
         if isinstance(ref, Left):
             ref = ref.place
         if isinstance(ref, Last) or ref.piece.name == REST:
@@ -195,7 +195,7 @@ class Composing:
         name, number, last = ref.piece.name, ref.piece.number, self._counts[ref.piece.section] - 1
         if number == 2 and not any(isinstance(each, Place) and each.piece[1:] == (name, 1) for each in refers):
             raise NotExtrapolable(f"an event refers to the {name} of microbatch {number} alone")
-        # Microbatch 2 of the shorter trace stands for all between the second and the last, its neighbors for none.
+        # Microbatch 2 of the shorter trace stands for all between the second and the last; its neighbors do not.
         like = {0: (0,), 1: (1,), 2: range(2, last), self._pieces.count - 1: (last,)}
         for other in like.get(number, ()):
             if other not in self._left_out or name not in ACTIONS:
@@ -222,7 +222,7 @@ class Composing:
         return best
 
     def _run(self, entries: Sequence[Entry], at: int) -> Iterator[Place]:
-        """The references of the entries from `at` on, as long as each leads to a microbatch of one family."""
+        """Yield the references of the entries from `at` on, as long as each leads to a microbatch of one family."""
         family = _family(entries[at])
         for entry in entries[at:]:
             if not family or _family(entry) != family:
@@ -266,7 +266,7 @@ class Composing:
 
 
 def _family(entry: Entry) -> str:
-    """`input` or `action` if an entry concerns the memory of one microbatch alone, otherwise an empty string."""
+    """Return `input` or `action` if an entry concerns the memory of one microbatch alone, otherwise an empty string."""
     if isinstance(entry.event, Launch) or len(entry.refers) != 1 or not isinstance(entry.refers[0], Place):
         return ""
     name = entry.refers[0].piece.name

@@ -150,7 +150,7 @@ class _Loop(Places):
         super().begin_step(step)
         self._record.allocated_since(self._asked if self._known else 0, "input")  # everything allocated before is input
         self._look()
-        by_hand = self._trained and not self._engine.phases.optimizers  # without an optimizer, batches are steps
+        by_hand = self._trained and not self._engine.phases.optimizers  # without an optimizer, each batch is a step
         self._stepped = self._stepped or by_hand
         if self._stepped or not self._trained:
             self.end()

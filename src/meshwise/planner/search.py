@@ -32,7 +32,7 @@ class Bounds:
     """Lower bounds on the memory and the step time of any plan of one job on one machine."""
 
     def __init__(self, model: Facts, machine: Machine, cap: int | None) -> None:
-        """cap: the most bytes of each device's memory that a step may use. None for all of the memory."""
+        """cap: the maximum number of bytes of each device's memory that a step may use. None: all of the memory."""
         self._model = model
         sizes = [device.memory for device in machine.devices]
         self.room = None if None in sizes else max(size for size in sizes if size is not None)
@@ -169,7 +169,7 @@ class _Searching:
         self._begun, self._seconds = clock(), seconds
         self._open = dict.fromkeys(plans)
         self._over = False
-        self._rate = 0.0  # seconds that a part of a rehearsal takes
+        self._rate = 0.0  # maximum seconds per traced part of a rehearsal
         self._first: tuple[tuple[Plan, Guess], ...] = ()
         self.estimates: dict[Plan, Estimate] = {}
         self._refused: dict[Plan, str] = {}

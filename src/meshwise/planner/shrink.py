@@ -77,7 +77,7 @@ def blocks_axis(stretch: Stretch) -> GrowthAxis:
     return GrowthAxis(read, write)
 
 
-ELEMENT = 8  # the most bytes of a parameter's element
+ELEMENT = 8  # a parameter of at most this many bytes counts as a single element
 Actions = Callable[[int], list[Order]]  # maps a number of microbatches to a stage's actions in a step
 FEW_STAGES = 4
 """How many stages are traced: the first, two of those between to see that they do the same, and the last."""
@@ -88,7 +88,7 @@ share it."""
 
 @dataclass(frozen=True)
 class Stages:
-    """The stages of a plan of which few are traced."""
+    """The stages of a plan. Only a few of them are traced."""
 
     plan: Plan
     blocks: int

@@ -102,7 +102,7 @@ def all_that_join(costs: Sequence[Cost], ends: Mapping[str, str]) -> Iterator[Se
 
 def launched_in_time(costs: Sequence[Cost], ends: Mapping[str, str]) -> Iterator[Sequence[Cost]]:
     """Yield rows of operators. The host launches each before the previous operator can have ended."""
-    first, ahead = 0, 0.0  # how much work the device still has when the host launches
+    first, ahead = 0, 0.0  # ahead: seconds of work that the device still has when the host launches
     for place, cost in enumerate(costs):
         ahead -= _at(cost.host, ends)
         if place and (ahead < 0 or not cost.joins or costs[place - 1].blocks):

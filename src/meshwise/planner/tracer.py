@@ -94,7 +94,7 @@ class Tracer:
         self.job = replace(job, data=functools.cache(job.data), loader_workers=0)
         self.batch_size = job.batch_size
         self._kept: dict[Hashable, list[Trace]] = {}
-        self._alike: set[Hashable] = set()  # plans, without sizes, whose third stage did what the second does
+        self._alike: set[Hashable] = set()  # plans, without sizes, whose third stage did the same as their second
 
     def __call__(self, plan: Plan, kind: str, speeds: Sequence[Hashable] = (), extent: Extent = "whole") -> list[Trace]:
         """Trace the job's step under a plan."""
@@ -173,7 +173,7 @@ class Tracer:
         return None
 
     def _few_stages(self, plan: Plan, speeds: Sequence[Hashable]) -> Stages | None:
-        """Return the stages of a plan of which few are traced. None if all must be traced."""
+        """Return the stages of a plan if a few of them can be traced for all, and None otherwise."""
         stretch, alike = self.stretch, not (speeds or plan.state_parts > 1 or isinstance(plan.recompute, tuple))
         if stretch is None or plan.pipeline <= FEW_STAGES or not alike:
             return None
@@ -261,7 +261,7 @@ def microbatches_of(plan: Plan) -> int | None:
     alike = not plan.shares and (plan.pipeline == 1 or plan.schedule not in CHUNKS)
     if plan.pipeline > 1 and plan.shard > 1 and plan.schedule != "gpipe":
         few += min(plan.pipeline, FEW_STAGES) - 1
-        # For a plan that fills its pipeline once, few stages are traced once more (see `Stages.begun`), or all.
+        # If a plan fills its pipeline only once, few stages (see `Stages.begun`) or all of them are traced again.
         alike = alike and (not fills_once(plan) or plan.accumulate >= plan.pipeline > FEW_STAGES)
     return few if alike and plan.accumulate * plan.pipeline > _few_parts(plan, few) else None
 

@@ -106,7 +106,7 @@ def _opened(folder: Path, name: str, work: Work) -> IO[str] | None:
         file.close()
         if not _is_earlier(text, work):
             raise UsageError(f"{folder}: {REFUSALS[name].format(by=_holder(text))}") from None
-        (folder / name).unlink(missing_ok=True)  # the other process keeps its lock, on a file without a name
+        (folder / name).unlink(missing_ok=True)  # the other process keeps its lock, on an unlinked file
         return _opened(folder, name, work)
     except OSError:
         file.close()

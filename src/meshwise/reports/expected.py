@@ -69,7 +69,7 @@ def _kinds(prediction: Prediction, table: StepTable, step: float) -> list[TimeBe
 
 
 def _memory(prediction: Prediction, ranks: Sequence[RankReport]) -> list[MemoryBeside]:
-    """Compare the predicted bytes of each memory counter with the most on any rank."""
+    """Compare the predicted bytes of each memory counter with the maximum over the ranks."""
     rows = []
     for name, value in prediction.memory.items():
         found = [rank.memory[name] for rank in ranks if name in rank.memory]
@@ -119,7 +119,7 @@ def one_device_seconds(table: StepTable, collectives: Sequence[CollectiveReport]
     """Estimate how many seconds a step would take on one device."""
     seconds = table.seconds[table.steady]  # shape: (steps, ranks, kinds)
     samples, optimizer = seconds[:, :, SAMPLES].sum(axis=2), seconds[:, :, KIND["optimizer"]]
-    divided = any(c.of == "parameters" or c.name == "reduce-scatter" for c in collectives)  # steps are divided too
+    divided = any(c.of == "parameters" or c.name == "reduce-scatter" for c in collectives)  # optimizer steps too
     steps = optimizer.sum(axis=1) if divided else optimizer.min(axis=1)
     idle = seconds[:, :, KIND["idle"]].min(axis=1)
     most = samples.sum(axis=1) + steps + idle

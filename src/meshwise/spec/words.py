@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 
 MOST_LINES, MOST_CHARACTERS = 20, 2000
-"""The most lines and characters shown of a text from outside meshwise, such as the message of an exception."""
+"""The maximum number of lines and characters to show of a foreign text, such as the message of an exception."""
 _CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 

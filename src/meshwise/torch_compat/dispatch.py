@@ -213,7 +213,7 @@ def _touched(operator: Any, args: Any, kwargs: dict[str, Any], result: Any) -> I
     of_torch = schema.name.startswith("aten::")
     yield from ((tensor, True) for tensor in made if _memory(tensor) not in own or not of_torch)
     asks_the_shape = name.endswith("_like") or name.startswith("new_")
-    asks_the_shape |= of_torch and any(_memory(tensor) in own for tensor in made)  # a view that the schema lacks
+    asks_the_shape |= of_torch and any(_memory(tensor) in own for tensor in made)  # a view not declared in the schema
     named = dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | kwargs
     for argument in schema.arguments:
         alias = argument.alias_info

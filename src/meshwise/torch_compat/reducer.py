@@ -35,7 +35,7 @@ _VERSION = operator.attrgetter("_version")
 Hook = Callable[[Any], torch.futures.Future[Tensor]]
 
 
-LARGE = 8192  # mean elements of a parameter above which a call for each is cheaper than a second pass over all
+LARGE = 8192  # mean parameter size above which one call per parameter beats a second pass over the bucket
 
 
 class PlainBucket:
@@ -162,7 +162,7 @@ def base_of(tensor: Tensor) -> Tensor:
 
 
 def in_backward() -> bool:
-    """Return whether this thread runs a backward now. Read in torch 2.13: `autograd/graph.py`."""
+    """Return whether this thread is running a backward. Read in torch 2.13: `autograd/graph.py`."""
     return bool(torch._C._current_graph_task_id() != -1)
 
 

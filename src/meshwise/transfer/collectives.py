@@ -193,7 +193,7 @@ def begin_send(tensor: Tensor, target: int, group: Group = None) -> Callable[[],
         await_sent = backend.begin_send(tensor, target, group or dividing())
 
     def wait() -> None:
-        beat = _enter(group, "send", ends=(get_rank(group), target))  # a waiting rank is not blamed for a hang
+        beat = _enter(group, "send", ends=(get_rank(group), target))  # so that a waiting rank is not blamed for a hang
         await_sent()
         leave(beat)
 

@@ -144,7 +144,7 @@ def _stream_legs(dst: Tensor, src: Tensor) -> Seconds:
     with lane.lock:
         _make_buffers(lane, min(chunk_bytes(src.numel()), src.numel()))
         lane.out.wait_stream(here)  # wait until src is written
-        lane.back.wait_stream(there)  # wait until dst is not in use any more
+        lane.back.wait_stream(there)  # wait until dst is no longer in use
         lane.back.wait_stream(here)  # only for timing: the clock starts when both ends are ready
         watch = Stopwatch(dst.device, lane.back)
         for which, target, source in _chunks(dst, src):

@@ -32,7 +32,7 @@ KEY = "meshwise/read"
 ENDED = "ended"
 POLL, SLOWEST = 0.0005, 0.02  # seconds between two polls, at first and later
 TICK = 0.5  # seconds between checks of the other ranks' positions
-MISMATCH = 1 << 40  # a rank that has another fact adds this to the counter
+MISMATCH = 1 << 40  # a rank whose fact differs adds this to the counter
 
 SHARDED = (
     "{here}: rank {rank} reads a sharded tensor, and {other}. Each rank has a part of the tensor, so all ranks must "
@@ -147,7 +147,7 @@ def _look_out() -> None:
         while dist.is_initialized() and not over.wait(TICK):
             now = dict(collectives.entered)
             if now == before and not said:
-                where = user_place(sys._current_frames().get(main or 0))  # keep no frame: it holds models
+                where = user_place(sys._current_frames().get(main or 0))  # keep no frame: it would keep models alive
                 store.set(f"{KEY}/at/{rank}", json.dumps([where, now]))
             said, before = now == before, now
 

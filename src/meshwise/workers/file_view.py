@@ -23,7 +23,7 @@ from typing import Any
 
 from meshwise.workers.written_files import CACHES
 
-LINKS = 40  # most symbolic links to follow in a row, as in Linux
+LINKS = 40  # maximum number of symbolic links to follow in a row, as in Linux
 TEMPORARY = tempfile.gettempdir()
 """Where the launcher has its folder. Inside a check, programs have another folder for temporary files."""
 IN_MEMORY = ("", ":memory:")  # names of sqlite databases that are not files

@@ -144,7 +144,7 @@ class Forks:
         until = time.monotonic() + KILL_TIMEOUT
         alive = [w for w in workers if w.told() is None] if self._stays else list(workers)
         while self._stays and alive and all(w.pid is not None for w in alive) and time.monotonic() < until:
-            for worker in alive:  # kill again: a newly forked worker may not have led its group before
+            for worker in alive:  # kill again: a newly forked worker may have become a group leader only now
                 kill_group(worker.pid or 0)
             time.sleep(0.01)
             alive = [w for w in alive if w.told() is None]

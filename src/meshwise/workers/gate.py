@@ -36,10 +36,10 @@ LIMIT = "MESHWISE_DEADLINE"
 """The environment variable that holds the time at which `--time-limit` ends the run, in seconds since 1970."""
 LOOK, ASK = 0.5, 60.0  # seconds between checks of the clock, and between calls of squeue
 ANSWER = 20.0  # timeout of squeue in seconds
-SAVES = 3  # a save may wait for an unfinished one, and all ranks and jobs write to the disk at the end
+SAVES = 3  # time to leave, in saves: one may wait for an unfinished one, and all ranks and jobs write at the end
 UNKNOWN, SHARE = 20.0, 0.1
 """The guess before a save is measured: UNKNOWN seconds. SAVES saves take at most SHARE of the time that is left."""
-LEAVES = 5.0  # seconds for a job's processes to end after the last save: last output, end of the interpreter
+LEAVES = 5.0  # seconds for a job's processes to exit after the last save
 
 
 class StepGate:
@@ -109,7 +109,7 @@ class StepGate:
             self.longest_step = max(self.longest_step, now - self._last_begun)
         self._last_begun = now
         if self._begun == 2 and self._channel is not None:
-            self._channel.send("stepped")  # sent once, so that the launcher knows that a restarted run makes steps
+            self._channel.send("stepped")  # sent once: tells the launcher that a restarted run is taking steps
         return True
 
     def freeze(self) -> int:

@@ -29,7 +29,7 @@ from meshwise.workers.nodes import RemoteBeat
 from meshwise.workers.stuck import STATES, Idleness, standing, state_of, stuck_child
 
 INTERVAL = 0.25  # seconds between checks
-LOST = 0.5  # most seconds to count between two checks: a launcher that was stopped itself has missed reports
+LOST = 0.5  # maximum seconds to count between two checks: a launcher that was stopped itself has missed reports
 LEAST = 2.0  # shorter silences, in seconds, are ignored
 OF_STOPPED = 5.0  # the limit for a stopped process, whose silence is not explained by a step, compiling or writing
 FEW = 5  # steps needed to know how long a step takes
@@ -94,7 +94,7 @@ def find_stall(beats: Mapping[int, Beat], silent: Collection[int]) -> Stall | No
     if roots:  # the ranks that the others wait for make progress
         return None
     ours, everyone = all(beat.ours for beat in beats.values()), len(silent) == len(beats)
-    stuck = {rank: wait for rank, wait in waiting.items() if not late[rank]}  # all ranks entered, but it does not end
+    stuck = {rank: wait for rank, wait in waiting.items() if not late[rank]}  # in a collective that all have entered
     if stuck and (any(late.values()) or (everyone and (ours or len(waiting) == len(beats)))):
         first = min(stuck.values(), key=lambda wait: wait.at)
         return Stall(sorted(rank for rank in stuck if stuck[rank].group == first.group), waiting, first, inside=True)

@@ -42,12 +42,11 @@ from meshwise.workers.store import SILENCE
 from meshwise.workers.watched import Listeners, State, WatchedWorker, shown
 from meshwise.workers.written_files import WrittenFiles
 
-# Time limits, in seconds.
-FOLLOW_TIMEOUT = 3.0  # for the other ranks to leave after one has left in the middle of an epoch
-END_TIMEOUT = 10.0  # for a worker that is done to end
-HALT_INTERVAL = 0.3  # between two requests to halt, for a worker that has not answered
-HALT_TIMEOUT = 60.0  # for a halted run to finish its step
-OTHERS_TIMEOUT = SILENCE + 2.0  # after a victim's report, for news from the other machines
+FOLLOW_TIMEOUT = 3.0  # seconds for the other ranks to leave after one has left in the middle of an epoch
+END_TIMEOUT = 10.0  # seconds for a finished worker to exit
+HALT_INTERVAL = 0.3  # seconds between two requests to halt, if a worker does not answer
+HALT_TIMEOUT = 60.0  # seconds for a halted run to finish its step
+OTHERS_TIMEOUT = SILENCE + 2.0  # seconds to wait for news from the other machines after a victim's report
 
 
 def launch(
@@ -167,7 +166,7 @@ class _Launcher:
 
     def _ended(self) -> bool:
         """Check whether the processes of this machine have ended, and those of the others are done. A process that is
-        done but cannot end by itself is ended by `end`."""
+        done but cannot end is ended by `end`."""
         here = self._over() and all(w.seconds > END_TIMEOUT or w.process.poll() is not None for w in self.workers)
         return here and (self.nodes is None or self.nodes.all_done())
 
@@ -195,7 +194,7 @@ class _Launcher:
             self.listeners.message(hang.rank, {"kind": "note", "text": hang.text})
             self._far.say(hang.text)
             for rank in pids if hang.stalls else ():
-                self._channel.send(rank, ASKED)  # answered only on an accelerator
+                self._channel.send(rank, ASKED)  # only ranks on an accelerator answer
         for text in self._far.news():
             self.listeners.message(self.first_rank, {"kind": "note", "text": text})
 

@@ -110,11 +110,11 @@ class Machines:
 
     def _follow(self, moved: Mapping[str, Any], asked: Mapping[str, Any]) -> None:
         """Join the run at its new leader."""
-        if moved["node"] == self.me.node:  # the entry is an old one of this machine
+        if moved["node"] == self.me.node:  # an old entry of this machine
             return
         try:
             link = self._link((moved["host"], moved["port"]))
-        except OSError:  # that machine is lost too: the present leader will call this one
+        except OSError:  # that machine is lost too: the current leader will call this machine
             return
         self.meeting.close()
         self._leader, self.meeting = int(moved["node"]), Meeting(lambda: link, self.me.name)

@@ -31,7 +31,7 @@ from meshwise.workers.gate import StepGate, watch_time
 
 STOP = "meshwise/stop"
 ROUND = 0.5  # seconds between checks of the store
-LINGER = 10 * ROUND  # most seconds for which the first rank waits at its end, so that the others can read this
+LINGER = 10 * ROUND  # longest time that rank 0 waits at its end, so that the others can read this
 PATIENCE = 60.0  # seconds for a rank to reach its next step after a request to stop, before it is ended
 _over = threading.Event()  # set when the program of this rank has ended
 _asked: queue.SimpleQueue[int] = queue.SimpleQueue()
@@ -99,7 +99,7 @@ def _catch(numbers: Sequence[int], interrupting: Callable[[], bool] = lambda: Fa
     def came(number: int, frame: Any) -> None:
         if os.getpid() == owner:
             if number == signal.SIGINT and (number in came_before or interrupting()):
-                raise KeyboardInterrupt  # a second Ctrl-C ends it at once
+                raise KeyboardInterrupt  # a second Ctrl-C ends the program at once
             came_before.add(number)
             _asked.put(number)
         else:  # this is a child that the program has forked
@@ -118,7 +118,7 @@ def _ask(store: Any, world: World, gate: StepGate, number: int) -> None:
         gate.set_last(gate.freeze())
         _say(number, gate)
     else:
-        with contextlib.suppress(RuntimeError):  # the first rank, which keeps the store, may be gone
+        with contextlib.suppress(RuntimeError):  # rank 0, which hosts the store, may be gone
             if store.compare_set(STOP, "", mine).decode() == mine:
                 _say(number, gate)
     if not gate.reached.wait(PATIENCE):  # the rank may never reach another step
@@ -136,7 +136,7 @@ def _follow(store: Any, world: World, gate: StepGate) -> None:
             if _found(store, keys, PATIENCE):
                 gate.set_last(max(int(store.get(key)) for key in keys))
                 store.set(f"{STOP}/{world.rank}/read", "")
-                if world.rank == 0:  # rank 0 keeps the store, so it ends after the others have read it
+                if world.rank == 0:  # rank 0 hosts the store, so it must exit after the others have read it
                     _found(store, [f"{key}/read" for key in keys], LINGER, threading.Event())
 
 

@@ -106,7 +106,7 @@ class VerbLog:
         self._counts, self._words = memoryview(self._map)[:8].cast("Q"), memoryview(self._map)[:LINES].cast("I")
         self.newest: dict[str, tuple[int, CodeType | None, int, list[int]]] = {}  # by verb, see log_verb
         self._thread = 0
-        self._lines: dict[tuple[str, int, int], list[int]] = {}  # its number, crc32 of the verb, calls
+        self._lines: dict[tuple[str, int, int], list[int]] = {}  # a line's number, crc32 of its verb, its calls
         self._codes: list[CodeType] = []  # kept alive, so that their ids are not reused
         self._count = self._checksum = 0
         self._left = NOWHERE

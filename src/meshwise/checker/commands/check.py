@@ -49,7 +49,7 @@ def check(
     with _progress_shown(str(options.job)) as (notify, progress), closing(Forks(PRELOAD_OF_CHECK, stays=True)) as forks:
         notify(f"a check of {plural(options.steps, 'step')}")  # printed first, since importing torch takes time
         if "torch" not in sys.modules:
-            forks.server(os.environ)  # the server imports torch, too, beside this process
+            forks.server(os.environ)  # started now: the server imports torch at the same time as this process
         options = replace(options, arguments=context.args, notify=notify, progress=progress)
         try:
             proof = checker.check.check_options(options, forks)

@@ -45,7 +45,7 @@ def reads(ranks: Sequence[Record], one: Record, agrees: bool) -> Iterator[Findin
         shared = len(passes) == len(ranks) > 1 and not has_own_data(ranks)
         if first.number == 0 and shared and not draws_again and not any(p.endless for p in passes):
             once = OF_ACCELERATE if ranks[0].accelerate else OF_DDP
-            if ranks[0].norms and not ranks[0].accelerate:  # DDP would broadcast them, and wait if a rank reads less
+            if ranks[0].norms and not ranks[0].accelerate:  # DDP broadcasts norms, and waits for ranks that read less
                 once += f"; {BROADCAST}"
             yield from _shares(passes, trained, agrees, once)
         earlier = [p for p in ranks[0].passes if p.loader == first.loader and p.number == first.number - 1]

@@ -35,7 +35,7 @@ def judge(script: str, devices: str, ranks: Sequence[Record], one: Record, repea
     largest = max((_apart(b, a)[0] for a, b in [*pairs, *clipped]), default=0.0)
     between = [*_unreduced(ranks), *_clips(ranks)]
     shown = list(counts.shown(ranks, one, devices, one))
-    if any(finding.wrong for finding in shown):  # the printed number may be a measurement
+    if any(finding.wrong for finding in shown):  # a printed number may be a measurement, which differs in a second run
         shown = list(counts.shown(ranks, one, devices, next(iter(repeat()), None) or one))
     found = [
         *counts.reads(ranks, one, counts.agrees(ranks[0], one, shown)),

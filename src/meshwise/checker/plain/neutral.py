@@ -86,7 +86,7 @@ def _by_parts(plain: Callable[..., Tensor], rows: Mapping[int, list[int]]) -> Ca
         try:
             for number, part in enumerate(input.split(parts) if len(parts) > 1 else [input]):
                 held = [s if s is None or number == 0 else s.clone() for s in (running_mean, running_var)]
-                found.append(plain(part, *held, weight, bias, training, *rest, **named))  # part 0 sets the statistics
+                found.append(plain(part, *held, weight, bias, training, *rest, **named))  # only part 0 sets statistics
         finally:
             inside = before
         return torch.cat(found) if len(found) > 1 else found[0]

@@ -25,7 +25,7 @@ from meshwise.transfer.splitmix import mixed
 
 ADDRESS = re.compile(r"0x[0-9a-f]+")
 MOST_BATCHES = 2_000
-"""The most batches to read from a sampler without a length, which may never end."""
+"""The maximum number of batches to read from a sampler without a length, which may never end."""
 PASSES = 2
 WHOLE = 8
 """Evaluations of up to this many batches are read whole, because a script may treat the last batch differently."""
@@ -53,8 +53,8 @@ class Reads:
         self.has_cut = False
         """Whether some loop may have got fewer batches than its loader has."""
         self._steps, self._seed, self._follow, self._passes = steps, seed, follow, passes
-        self._loaders: dict[int, tuple[Any, int]] = {}  # maps an index source's id to the source and a loader's number
-        self._lengths: dict[int, int] = {}  # maps that id to a number of batches, for loops that one process replays
+        self._loaders: dict[int, tuple[Any, int]] = {}  # index source id -> the source, and a loader's number
+        self._lengths: dict[int, int] = {}  # index source id -> number of batches, in loops that one process replays
         self._made_at: dict[int, str] = {}
         self._loops: dict[int, _Loop] = {}  # maps the id of an iterator to its loop
         self._made = self._batches_of_step = self._batches_since = 0

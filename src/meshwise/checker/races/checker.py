@@ -80,7 +80,7 @@ class Checker:
                 self._memory.forget(found.lo, found.lo + found.size, lambda each: each.lane in found.recorded)
 
     def forget(self, block: int, size: int) -> None:
-        """Forget all accesses of this memory, because nothing uses it any more and another tensor will get it."""
+        """Forget all accesses of this memory, because nothing uses it now and another tensor will get it."""
         self._blocks.pop(block, None)
         self._memory.forget(block, block + size, lambda each: True)
 

@@ -28,7 +28,7 @@ Sockets = Mapping[int | None, int | None]
 """The processor socket of each NUMA node, or None if unknown."""
 SHM = Path("/dev/shm")
 SHARED_MEMORY = 2**30
-"""The bytes of /dev/shm that NCCL and data loaders need at least. NCCL's guide asks for `--shm-size=1g`."""
+"""The minimum size of /dev/shm for NCCL and data loaders, in bytes. NCCL's guide asks for `--shm-size=1g`."""
 OPEN_FILES_EACH = 512
 """The number of open files that one worker needs for data loaders, shared tensors and connections (an estimate)."""
 

@@ -72,7 +72,7 @@ def _device_link(ends: tuple[Accelerator, Accelerator], between: Between) -> Lin
     names = (ends[0].label, ends[1].label)
     if between.links is None:
         return Link(*names, "", peer=between.peer)
-    if between.links == 0:  # the way leads through the host: the slower host link counts
+    if between.links == 0:  # the path leads through the host: the slower host link counts
         links = [_host_link(end) for end in ends]
         slow = min(links, key=lambda link: (link.bandwidth or 0.0, link.generation or 99, link.width or 99))
         return replace(slow, source=names[0], target=names[1], kind="pcie", peer=between.peer, crosses=between.crosses)

@@ -19,7 +19,7 @@ from meshwise.transfer import collectives
 from meshwise.transfer.checksum import fill, fill_terms, first_wrong_byte, first_wrong_sum
 
 ACK = 8
-"""The bytes with which the target of a copy answers."""
+"""The size in bytes of the answer that the target of a copy sends."""
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ def _of_parts(
 
     def write(number: int) -> None:
         for tensor in incoming.values():
-            tensor.zero_()  # so that data of an earlier path does not pass for that of this path
+            tensor.zero_()  # so that bytes left by an earlier path cannot pass for this one's
         for pair, tensor in outgoing.items():
             fill(tensor, member.key(number, *pair))
 

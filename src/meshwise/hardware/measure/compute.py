@@ -37,7 +37,7 @@ def matmuls(device: torch.device, budget: float, dtypes: tuple[str, ...] | None 
         last = 0.0
         for m, n, k in ((size, size * wide, size) for size in SHAPES for wide in (1, 4)):
             left = end - time.perf_counter()
-            # The next product takes 2 to 8 times as long, and runs at least 5 times.
+            # The next product takes 2 to 8 times as long as the last one, and runs at least 5 times.
             if left < 40 * last or not _fits(device, name, m, n, k):
                 break
             last = _product_seconds(device, name, (m, n, k), min(left / 4, 0.3))

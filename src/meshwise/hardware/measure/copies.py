@@ -30,7 +30,7 @@ from meshwise.transfer.path import AUTO, PEER, STAGED, reads_directly
 
 Move = Callable[[Tensor, Tensor, str], None]
 """`move(target, source, path)` copies in the current stream. `path` is `pinned`, `pageable`, `peer` or `staged`."""
-LOAD_BYTES, LOAD_COPIES = 64 << 20, 200  # about 0.5 s on the slowest link of the catalog, longer than NVML takes
+LOAD_BYTES, LOAD_COPIES = 64 << 20, 200  # about 0.5 s on the catalog's slowest link, longer than an NVML query
 
 
 def copy_paths(devices: Sequence[str], peers: Callable[[str, str], bool]) -> list[PathSpec]:
@@ -65,7 +65,7 @@ def measure_copy(path: PathSpec, sizes: Sequence[int], budget: float, move: Move
         else torch.zeros(max(sizes), dtype=torch.uint8, device=name)
         for name in (path.source, path.target)
     )
-    # torch runs a copy in the source's stream, so the source's clock counts. The host has no stream.
+    # torch runs a copy in the source's stream, so it is timed there. The host has no stream.
     clocked = target.device if path.source == "host" else source.device
     samples: dict[int, list[float]] = {}
     note = ""
@@ -82,7 +82,7 @@ def measure_copy(path: PathSpec, sizes: Sequence[int], budget: float, move: Move
 def check_copy(path: PathSpec, target: Tensor, source: Tensor, move: Move) -> str | None:
     """Copy once, and compare the bytes."""
     fill(source, 1)
-    fill(target, -1)  # so that data of an earlier copy does not pass for that of this copy
+    fill(target, -1)  # so that bytes left by an earlier copy cannot pass for this one's
     move(target, source, path.path)
     for tensor in (target, source):
         wait(tensor.device)

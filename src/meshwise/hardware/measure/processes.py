@@ -36,7 +36,7 @@ COLLECTIVES = {
     "all-to-all": cases.all_to_all,
 }
 MEMORY_SHARE = 0.15
-"""The share of the time of a device by itself that its memory rate gets. The rest is for matrix products."""
+"""The share of a device's measuring time that goes to its memory rate. The rest is for matrix products."""
 
 
 def device_names(slots: Sequence[WorkerSlot]) -> list[str]:
@@ -46,7 +46,7 @@ def device_names(slots: Sequence[WorkerSlot]) -> list[str]:
 
 
 def measure_alone(slots: Sequence[WorkerSlot], budget: float, progress: Progress) -> None:
-    """Measure every device by itself, in a worker of its own, in about `budget` seconds for all devices together."""
+    """Measure each device separately, in its own worker, for about `budget` seconds in total."""
     turns = len(slots) if slots[0].device == "cpu" else 1
     arguments = (device_names(slots), budget / turns, turns > 1)
     launch(_measure_device, arguments, slots, listeners=listeners(progress))

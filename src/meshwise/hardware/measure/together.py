@@ -25,7 +25,7 @@ from meshwise.spec.units import bytes_text, seconds_text
 from meshwise.transfer.collectives import all_reduce, gather_objects
 
 PING_SECONDS = 0.01
-COMPUTING, WIDTH = 5e-3, 192  # seconds of matrix products of this width before a call, as in a step
+COMPUTING, WIDTH = 5e-3, 192  # before a call, as in a step: seconds of matrix products, and their width
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def check_path(path: RanksSpec, member: Member, case: Case, number: int) -> str 
 
 
 def _latency(path: RanksSpec, member: Member) -> float:
-    """Return the seconds of a few bytes in one direction, half of the round trip. Collective."""
+    """Return how many seconds a few bytes take in one direction: half of a round trip. Collective."""
     ping = partial(_timed, path.make(member, ACK), member, 0.0)
     return median(repeat(ping, PING_SECONDS, single=True, agree=partial(_agree, member))[0]) / 2
 

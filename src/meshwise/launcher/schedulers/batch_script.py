@@ -67,7 +67,7 @@ def _options(job: BatchJob, *, elastic: bool) -> list[str]:
     site = job.site
     named = {"partition": site.partition, "account": site.account, "qos": site.qos, "mem": site.memory}
     lines = [f"--job-name={_word(job.name)}", f"--nodes={job.nodes}"]
-    # With a number of tasks, Slurm takes the fewest nodes of a range. So only the job step gets one.
+    # If a job has a number of tasks, Slurm takes the fewest nodes of a range. So only the job step has one.
     lines += ["--no-kill  # a lost node does not end it: it continues on the others"] if elastic else []
     lines += [] if elastic else ["--ntasks-per-node=1  # meshwise starts the workers of a node itself"]
     if job.gpus and site.gpus != "none":

@@ -29,7 +29,7 @@ from meshwise.torch_compat.tree import map_kind
 LOST = "{here}: the gradient of a batch is a copy, so what x.grad.{name}(…) writes would be lost. Write x.grad = None."
 KEEP = """flatten view reshape squeeze unsqueeze transpose permute contiguous float double log_softmax softmax sigmoid
 logsigmoid clone"""
-"""Operators whose result comes from the same call of a model as their input."""
+"""Operators whose result counts as an output of the same model call as their input."""
 _KEEP = {*KEEP.split()}
 COUNT = [0]
 """How many operators ran on split tensors."""

@@ -37,7 +37,7 @@ def _as_given(made: Tensor, func: Func, x: Tensor, *rest: Any) -> Tensor:
 
 
 def _log_sum(x: SplitTensor) -> tuple[Tensor, Tensor]:
-    """Return (below, total) for a softmax along the split dim."""
+    """Return `x` minus its maximum, and the logarithm of the sum of its exponentials, along the split dim."""
     part = x.part
     if x.dtype in HALF:  # like torch, sum in float32
         x = split(x.to(torch.float32), part)
@@ -112,7 +112,7 @@ def _over_rows(func: Func, values: dict[str, Any]) -> Any:
 
 
 def counted(target: Tensor, weight: Tensor | None, ignored: int) -> Tensor:
-    """Return the number of targets that are not ignored."""
+    """Return the number of targets that are not ignored, or with `weight` the sum of their weights."""
     counted = target != ignored
     return counted.sum() if weight is None else (weight[target.masked_fill(~counted, 0)] * counted).sum()
 

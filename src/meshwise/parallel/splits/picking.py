@@ -59,7 +59,7 @@ def picked(x: SplitTensor, index: Tensor) -> SplitTensor:
     part, axis, dim, ranks = x.part, x.part.axis, x.part.dim, range(x.part.axis.size)
     into = moved(index.part, 0) if is_split(index) else SplitPart(axis, 0, len(index))
     rows, long = gather(index).cpu(), max(part.length, 1)
-    outside = rows.numel() and not -part.length <= rows.min() <= rows.max() < part.length  # torch raises an error
+    outside = rows.numel() and not -part.length <= rows.min() <= rows.max() < part.length  # then torch raises an error
     if outside or any(each.dim == dim for each in parts_of(x, level_of(part))):
         raise NoRule
     held = [entries(part, rank) for rank in ranks]
@@ -70,7 +70,7 @@ def picked(x: SplitTensor, index: Tensor) -> SplitTensor:
     mine = [each[each // long == axis.rank] % long for each in wanted]
     sent = torch.cat([functional.pad(each, (0, longest - len(each))) for each in mine])
     local = x.movedim(dim, 0)
-    local = local if part.own else torch.cat([local, local.new_zeros(1, *local.shape[1:])])  # zeros that nobody uses
+    local = local if part.own else torch.cat([local, local.new_zeros(1, *local.shape[1:])])  # a row of unused zeros
     local = local.index_select(0, sent.to(x.device)).unflatten(0, (axis.size, longest))
     got = kept_within(level_of(part), local, through(_Exchange, local, axis)).flatten(0, 1)
     owner = wanted[axis.rank] // long

@@ -123,7 +123,7 @@ def _spread(func: Func, args: Args, kwargs: Kwargs) -> Any:
     keep, correction = values.get("keepdim", False), values.get("correction")
     correction = values.get("unbiased") is not False if correction is None else correction
     count = math.prod(whole_shape(x)[dim] for dim in dims)
-    free = count - correction if count > correction else refuse()  # so that torch warns
+    free = count - correction if count > correction else refuse()  # refused, so that torch warns
     mean = _summed(x.sum(dims, True), x.part) / count
     squares = (x - enter(mean, x.part.axis)).square().sum(dims, keep)
     made = add_up(squares, x.part.axis) / free

@@ -29,7 +29,7 @@ ALONE = {
     (1, 4): "unfold pixel_shuffle pixel_unshuffle channel_shuffle",
     (2, 4): "grid_sample",
 }
-"""Operators that treat each row (each entry of dim 0) alone, by (how many first arguments have rows, the least dims of
+"""Operators that treat each row (entry of dim 0) independently, by (number of first arguments with rows, fewest dims of
 the first argument)."""
 POOLS = """max_pool{}d max_pool{}d_with_indices avg_pool{}d adaptive_avg_pool{}d adaptive_max_pool{}d max_unpool{}d
 adaptive_max_pool{}d_with_indices lp_pool{}d conv{}d conv_transpose{}d"""
@@ -111,7 +111,7 @@ def _drawn(func: Func, args: Args, kwargs: Kwargs) -> Any:
             order = sorted(range(x.dim()), key=x.stride, reverse=True)  # draws are in memory order
         shape = whole_shape(x)
         held = [part.held(rank) for rank in range(part.axis.size)]
-        if x.dim() > 3 and min(held) < 2 and not part.axis.proves:  # strides of one row may differ
+        if x.dim() > 3 and min(held) < 2 and not part.axis.proves:  # a single row may have another stride order
             orders = part.axis.all_gather(torch.tensor(order, device=x.device))
             order = orders[held.index(max(held))].tolist()
         ones = torch.ones([shape[dim] for dim in order], dtype=x.dtype, device=x.device)

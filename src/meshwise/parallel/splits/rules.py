@@ -61,7 +61,7 @@ def dispatch(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str,
         with at_level(levels[0]):
             return _on_parts(name, func, args, kwargs)
     with on_parts():
-        if not levels:  # a rule called it on its parts, which count as plain tensors
+        if not levels:  # called by a rule on its parts, which count as plain tensors
             return func(*args, **kwargs)
         with at_level(levels[0]):
             return _on_parts(name, func, args, kwargs)

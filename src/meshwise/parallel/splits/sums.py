@@ -1,6 +1,6 @@
 """Make terms of sums, means and losses over split rows.
 
-The operators of this file come before the rules of rules.py, where they apply.
+Where they apply, the rules of this file take precedence over those of rules.py.
 """
 
 from __future__ import annotations

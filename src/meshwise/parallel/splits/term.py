@@ -4,7 +4,7 @@ A term looks like the sum and holds this rank's part of it. Linear operators kee
 the sum, which costs one small all-reduce. A loss is such a term, so its backward needs no communication of its own,
 and its value travels with the gradients (training/whole/backward.py).
 
-The gradient of a term is that of a part (parallel/splits/crossing.py): as large as the axis's `gradient_scale` says.
+A term's gradient is that of a part (parallel/splits/crossing.py): `gradient_scale` times that of the whole.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ storage_offset is_contiguous __hash__ requires_grad_ .shape .dtype .device .requ
 _PLAIN = {*PLAIN.split()}
 
 heard: list[Callable[[str, Args, Kwargs], None]] = []
-"""While a step is observed (training/guards/same_program.py): gets each operator on batches and terms."""
+"""Called with each operator on batches and terms while a step is observed (training/guards/same_program.py)."""
 
 
 class Known:
-    """What is known of a sum over the ranks, which several terms share."""
+    """What is known about a sum over the ranks. Several terms may share it."""
 
     __slots__ = ("axis", "by", "count", "divides", "local", "parent", "total", "value")
 
@@ -81,7 +81,7 @@ class Known:
         return torch.from_numpy(numbers)
 
     def set(self, made: Tensor, times: int = 1) -> None:
-        """Take the sum over the ranks of the part, and of the count if there is one. Each is `times` as large."""
+        """Store the ranks' sum of the part, and of the count if there is one. `made` is the sums divided by `times`."""
         self.local = None
         if self.count is None:
             self.value = made if times == 1 else made * times
@@ -104,12 +104,12 @@ class Term(Tensor):
 
     @property
     def known(self) -> Known:
-        """What is known of the sum. Renewed if a tensor with the same memory was written."""
+        """What is known about the sum. Made anew after a write to the memory of this tensor."""
         known, written = self.__dict__["held"]
         if version(self) != written:
             with on_parts():
                 known = self.known = Known(self.axis, self.detach().clone())
-            self.assumed = 0  # `_written` has written the memory
+            self.assumed = 0  # `_written` wrote values that are divided already
         return known  # type: ignore[no-any-return]
 
     @known.setter
@@ -134,7 +134,7 @@ class Term(Tensor):
         made = NotImplemented if rule is None else rule(func, args, kwargs or {})
         return func(*_sums(args), **_sums(kwargs or {})) if made is NotImplemented else made
 
-    def backward(self, *args: Any, **kwargs: Any) -> None:  # skips `__torch_function__`: half the time
+    def backward(self, *args: Any, **kwargs: Any) -> None:  # bypasses `__torch_function__`: twice as fast
         """See `torch.Tensor.backward`."""
         backward(torch.Tensor.backward, (self, *args), kwargs)
 
@@ -179,7 +179,7 @@ def settled(value: Term) -> Term:
 
 
 def over_count(local: Tensor, value: Term) -> Tensor:
-    """Return `local` over the count of all ranks that `value` still lacks."""
+    """Return `local` divided by the count over all ranks, by which `value` is not divided yet."""
     total = value.known.root.total
     return local / (total.to(local.dtype) if isinstance(total, Tensor) else total or math.nan)
 
@@ -259,7 +259,7 @@ def _detached(func: Func, args: Args, kwargs: Kwargs) -> Any:
 
 
 def backward(func: Func, args: Args, kwargs: Kwargs) -> None:
-    """Run `loss.backward()` as `torch.autograd.backward`, which backward.py replaces."""
+    """Run `loss.backward()` as `torch.autograd.backward`, which training/whole/backward.py replaces."""
     names = ("gradient", "retain_graph", "create_graph", "inputs")
     values = dict(zip(names, args[1:], strict=False)) | dict(kwargs)
     torch.autograd.backward((args[0],), values.pop("gradient", None), **values)
@@ -287,7 +287,7 @@ _ADD = {"__iadd__": torch.add, "add_": torch.add, "__isub__": torch.sub, "sub_":
 
 
 def _written(func: Func, args: Args, kwargs: Kwargs) -> Term:
-    """Run an in-place operator on a term, and return that term. Only a sum stays unsummed."""
+    """Run an in-place operator on a term, and return that term. Only addition and subtraction keep it unsummed."""
     target: Term = args[0]
     made: Any = _added(_ADD[called(func)], args, kwargs) if called(func) in _ADD else NotImplemented
     if made is NotImplemented or not torch.can_cast(made.dtype, target.dtype):  # torch refuses it below

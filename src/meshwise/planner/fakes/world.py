@@ -100,14 +100,14 @@ def fake_world(rank: int, size: int) -> Iterator[None]:
     try:
         with (
             patch.object(dist.distributed_c10d, "_get_default_store", lambda: store),
-            patch.object(dist.ProcessGroup, "_has_hooks", lambda group: False),  # the fake group warns when asked
+            patch.object(dist.ProcessGroup, "_has_hooks", lambda group: False),  # the fake group's own method warns
             # A fake backend does not count collectives.
             patch.object(_Backend, "_get_sequence_number_for_group", lambda backend: 0),
             patch.object(dist, "all_gather_object", _of_all),
             patch.object(dist, "broadcast_object_list", lambda box, **others: None),
             patch.object(_fsdp_param, "_chunk_with_empty", _Chunks),
             patch.object(_sharding_prop, "detect_fake_mode", lambda *inputs: fake.plain_mode()),
-            # A copy of a model copies its DTensors, which share the mesh.
+            # A copied model has copies of its DTensors, which share the mesh.
             patch.object(DeviceMesh, "__deepcopy__", lambda mesh, memo: mesh, create=True),
             patch.multiple(DeviceMesh, **{name: _on_real(name) for name in _MESH_METHODS if hasattr(DeviceMesh, name)}),
         ):

@@ -110,7 +110,7 @@ class Engine:
     """Sends a checksum of what must be equal on all ranks along with each loss: an `Agreed`
     (training/guards/agreed.py)."""
     watcher: Any = None
-    """Observes the engine from outside, on every rank alike: an `EngineWatcher` of `meshwise check`, or None."""
+    """Observes the engine from outside, on every rank: an `EngineWatcher` of `meshwise check`, or None."""
     calls: Any = None
     """Observes the calls of models in a program that sees whole batches: a `ModelTracer` of `meshwise check`, or
     None."""
@@ -161,7 +161,7 @@ class Engine:
     def watch(self, watcher: Any) -> None:
         """Let `watcher` observe this engine from now on."""
         self.watcher = watcher
-        self.notify.untrue = OF_DRAWS  # a check keys all draws, so these notices would be wrong
+        self.notify.untrue = OF_DRAWS  # a check makes all draws depend on keys, so these notices would be wrong
         self.carried.settings = tuple  # no settings, because a check compares them itself
         hears = ("batch_asked", "backward_begins", "step_begins", "step_ends", "loop_ends")
         self.events.listen(watcher, When.WATCH, only=hears)

@@ -178,7 +178,7 @@ class Program:
     def _drop(self) -> None:
         """Close `self.reduction` and set it to None, because it holds references to parameters."""
         if self.reduction is not None:
-            try:  # noqa: SIM105 -- at the end of Python this module has no names any more
+            try:  # noqa: SIM105 -- when Python exits, this module has no names left
                 self.reduction.close()
             except ReferenceError:
                 pass
@@ -192,7 +192,7 @@ class Program:
             )
         together = nn.ModuleList(new) if len(new) > 1 else new[0]
         world = self.world
-        if collectives.world_size(collectives.everyone()) == 1 and not world.given:  # keep the models' device
+        if collectives.world_size(collectives.everyone()) == 1 and not world.given:  # models keep their device
             world = replace(world, device=next((str(p.device) for p in together.parameters()), world.device))
         said: Any = {"piggyback_loss": self._piggyback_loss, "stage_cost": self.stage_cost}
         setup = apply(together, plan, world, samples=self._samples, **said)

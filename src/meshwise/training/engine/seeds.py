@@ -1,4 +1,4 @@
-"""Seed a rank's random numbers, alike or keyed by step and rank.
+"""Seed random numbers equally on all ranks, or by step and rank.
 
 A loop over a distributed loader keys all draws in its body, which come from one stream. A per-rank program that calls
 `mw.split` has two streams (`ModelStream`): it draws its batches alike on all ranks, while draws in a model's forward

@@ -19,7 +19,7 @@ from meshwise.training.guards.same_data import SameData
 
 
 def attach(engine: Engine) -> Engine:
-    """Add all guards to a new engine, and return the engine. A guard, such as `FiniteLosses`, looks for one kind of
+    """Add the guards of all views to a new engine, and return it. A guard, such as `FiniteLosses`, finds one kind of
     mistake in the program. The engine also gets hooks by which it notices each optimizer step."""
     follow_optimizers(engine)
     listen, several, losses = engine.events.listen, engine.world.size > 1, None

@@ -29,8 +29,8 @@ from meshwise.torch_compat.loaders import fingerprint
 from meshwise.training.engine.engine import Engine
 from meshwise.transfer import collectives
 
-THINGS, DEPTH = 64, 6  # the most attributes to compare, and the most levels of nesting to read
-ITEMS, NUMBERS, RUNS = 256, 4096, 16  # entries to compare of a list, and numbers of an array, in RUNS runs of neighbors
+THINGS, DEPTH = 64, 6  # maximum number of attributes to compare, and of levels of nesting to read
+ITEMS, NUMBERS, RUNS = 256, 4096, 16  # how many list entries and array numbers to compare, in RUNS runs of neighbors
 FEW = 16  # a shorter object may be the rank's own, such as a range, unless it has a row per sample
 ROUNDING = 1e-6  # relative tolerance, because machines may round differently
 DIFFERENT = (

@@ -50,10 +50,10 @@ class SameProgram:
         heard[:] = [self.hear]
 
     def hear(self, name: str, args: Any, kwargs: Any) -> None:
-        """Note the numbers that an operator gets, by the user's line."""
+        """Record the numbers passed to an operator, under the user's line."""
         if name in QUIET or name.startswith(".") or self._count == MOST:
             return
-        own = args[1:] if name in WRITES else args  # memory that is written may hold anything before
+        own = args[1:] if name in WRITES else args  # the old contents of a written tensor may be anything
         if numbers := [*_numbers((own, kwargs), 4)]:
             self._count += 1
             self._facts.setdefault((user_place(), name), []).append(numbers)

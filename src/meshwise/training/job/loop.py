@@ -213,7 +213,7 @@ def _train_epoch(run: JobRun) -> bool:
     run.epoch_began = time.perf_counter(), current().samples
     log_every = run.options.log_every or LOG_EVERY
     in_steps = job.evaluates[1] == "steps"
-    # This frame holds it, so that a rank that leaves the loop early still counts as inside the epoch.
+    # This frame keeps the `LoopRead`, so that a rank that leaves the loop early still counts as inside the epoch.
     loop = LoopRead(step=state.step + 1)
     batches = read_batches(run.engine, "an epoch", _train_batches(run), job.batch_size, loop=loop)
     if 0 < state.index < run.train.samples and _evaluation_is_due(run, "steps") and log.evaluated != state.step:

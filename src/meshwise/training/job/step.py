@@ -236,7 +236,7 @@ def _step_with_closure(engine: Engine, job: Job, state: RunState, parts: Sequenc
 
 def _clip(engine: Engine, job: Job, state: RunState) -> None:
     pipeline = engine.program.pipeline
-    if pipeline is not None and state.scaler.is_enabled():  # all stages make the step, or none does
+    if pipeline is not None and state.scaler.is_enabled():  # either all stages take the step, or none does
         state.scaler.scale(torch.zeros((), device=engine.program.device))  # the first call of `scale` initializes it
         state.scaler.unscale_(state.optimizer)
         for found in found_infinite(state.scaler, state.optimizer):

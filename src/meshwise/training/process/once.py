@@ -65,7 +65,7 @@ def once(rank: int, size: int, folder: str, *, shared: bool = True) -> Iterator[
     shared: whether this rank sees the files in it that rank 0 makes."""
     cache = f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}"  # torch's own name for the folder
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", cache)
-    temporary, _lock = (None, None) if rank == 0 else made_folder("own")  # locked while this runs
+    temporary, _lock = (None, None) if rank == 0 else made_folder("own")  # locked until this context exits
     wandb: Any = sys.modules.get("wandb")
     run, kind = os.environ.get(RUN_FOLDER), LaterFiles if rank else FirstFiles
     view = kind(os.path.realpath(folder), rank, size, shared, [*_free, *([run] if run else [])])

@@ -73,7 +73,7 @@ class Saver:
         self._begun: tuple[str, int, bool] | None = None
         self._store: Store | None = None
         self._deal: Deal | None = None
-        self._own: tuple[Deal, bytes, Tensor, list[Copied]] | None = None  # buffer of the deal: see `_buffer_of`
+        self._own: tuple[Deal, bytes, Tensor, list[Copied]] | None = None  # the buffer for `_deal`: see `_buffer_of`
         self._writing: Writing | None = None
         self._thread: threading.Thread | None = None
         self._number = 0

@@ -146,7 +146,7 @@ def load_optimizer(optimizer: Optimizer, saved: dict[str, Any]) -> None:
 def _read_state(optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
     numbers = [number for group in saved["param_groups"] for number in group["params"]]
     held = [p for group in optimizer.param_groups for p in group["params"]]
-    places = dict(zip(numbers, held, strict=False)) if len(numbers) == len(held) else {}  # torch reports wrong numbers
+    places = dict(zip(numbers, held, strict=False)) if len(numbers) == len(held) else {}  # torch reports a wrong count
 
     def read(number: Any, entry: Any) -> Any:
         p = places.get(number)

@@ -296,7 +296,7 @@ class LoopState:
         saver, things = self._saver, self._parts.things
         failed = sys.exc_info()[0] is not None or hasattr(sys, "last_type")
         opened = self._engine.phases.half and not self._refused  # an accumulation window without a step
-        if failed:  # does not wait for long
+        if failed:  # close without a long wait
             saver.close()
         elif self._due and self._between and (self._clean or opened):
             self._engine.notify(OPENED.format(folder=self._folder) if opened else "")

@@ -153,7 +153,7 @@ def _see_whole_batches(engine: Engine, *, files: bool) -> None:
             f"context={engine.plan.context}: a loop that sees whole batches supports no context. Write a Job, or pass "
             "view='rank' and call mw.backward."
         )
-    alone = engine.world.size == 1 or rehearsing()  # a rehearsal has no values to prove rows independent
+    alone = engine.world.size == 1 or rehearsing()  # a rehearsal has no values, so it cannot prove rows independent
     engine.whole = OneDevice(engine) if alone else WholeView(engine, files=files)
     engine.whole.add_models(engine.program.models)
 

@@ -43,14 +43,14 @@ class Backwards:
         """axis: the ranks over which batches are divided; None on one device. third: is called in the third backward
         of a program."""
         self._engine, self._axis, self._third = engine, axis, third
-        self._options: dict[str, Any] | None = None  # of the backward that runs now
-        self._scale: Tensor | None = None  # the gradient that its loss starts with
+        self._options: dict[str, Any] | None = None  # keyword arguments of the running backward, if any
+        self._scale: Tensor | None = None  # the initial gradient of its loss
         self._in_grad = False
         self._parameters: list[weakref.ref[nn.Parameter]] = []
         self._hooks = ParameterHooks(self._parameters)
 
     def add(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Let a plan's reduction handle these parameters."""
+        """Add parameters whose gradients the plan's reduction handles."""
         self._parameters += map(weakref.ref, parameters)
 
     def begin(self) -> Callable[[], None]:
@@ -73,11 +73,11 @@ class Backwards:
     ) -> None:
         """Add the gradients of one device to `.grad`. See `torch.autograd.backward`."""
         given = grad_tensors if grad_tensors is not None else grad_variables
-        inner = self._options is not None or in_backward()  # the reduction's own, or that of a recomputed block
+        inner = self._options is not None or in_backward()  # run by the reduction or by a recomputed block
         if inner or (self._axis is None and create_graph):
             options = {"retain_graph": retain_graph, "create_graph": create_graph, "inputs": inputs}
             if self._scale is not None and not in_backward():
-                given, self._scale = (self._scale, *(given or ())[1:]), None  # the loss's comes first
+                given, self._scale = (self._scale, *(given or ())[1:]), None  # the loss's gradient comes first
             self._backward(tensors, given, **(options if self._options is None else self._options))
             return
         if create_graph:
@@ -119,7 +119,7 @@ class Backwards:
             self._backward(_local(loss), **self._options or {})
             return None
         if not isinstance(loss, Term):
-            value = None if self._axis is not None else loss.detach()  # in a rehearsal
+            value = None if self._axis is not None else loss.detach()  # no axis: a rehearsal
             reduction.backward(loss, reduce=reduce, value=value)
             return loss.detach()
         if not reduce or reduction.unreduced:  # gradients of several losses are averaged together
@@ -146,7 +146,7 @@ class Backwards:
         return [(p, p.grad) for p in held if p.grad is not None]
 
     def _divide(self, factor: Tensor | float, kept: list[tuple[nn.Parameter, Tensor]]) -> None:
-        """Give the gradients of this backward the factor that their loss lacked, and add those of earlier backwards."""
+        """Multiply this backward's gradients by the factor that its loss lacked, and add those of earlier backwards."""
         if (isinstance(factor, Tensor) or abs(factor - 1) > 1e-12) and (gradients := [g for _, g in self._gradients()]):
             with torch.no_grad():
                 multiply_each(locals_of(gradients), factor)
@@ -165,7 +165,7 @@ class Backwards:
         if tensor or any(isinstance(x, DTensor) for x in asked):
             return self._grad_of_shards(_one(outputs, grad_outputs), asked, *args, **kwargs)
         local = _local(_one(outputs, grad_outputs))
-        self._in_grad = True  # under a default device, torch calls its function again
+        self._in_grad = True  # with a default device set, torch calls `torch.autograd.grad` again
         try:
             with on_parts():
                 found = self._grad(local, asked, None, *args, **kwargs)
@@ -184,7 +184,7 @@ class Backwards:
         allow_unused: bool | None = None,
         **_: Any,
     ) -> tuple[Tensor | None, ...]:
-        """Return gradients of sharded parameters, which `fully_shard` gathers for the graph: run a backward."""
+        """Return gradients of sharded parameters. The graph holds gathered copies of them, so this runs a backward."""
         held = [p for ref in self._parameters if (p := ref()) is not None]
         if create_graph or any(all(x is not p for p in held) for x in asked):
             raise UsageError(
@@ -206,7 +206,7 @@ class Backwards:
 
 
 def _of_whole(gradient: Tensor, x: Tensor, axis: DataAxis) -> Tensor:
-    """Return the gradient of a tensor of the program."""
+    """Return the gradient of `x` that the program would get on one device."""
     if isinstance(x, SplitTensor) and 0 in x.parts:
         return own_gradient(gradient, x)
     return averaged(gradient, axis) if axis.averages(x) else gradient
@@ -218,7 +218,7 @@ def _local(loss: Tensor) -> Tensor:
 
 
 def _one(tensors: Any, gradients: Any) -> Tensor:
-    """Return one scalar whose gradient is that of all these tensors, given the gradients of each."""
+    """Return a scalar whose backward equals that of `tensors` with the given `gradients`."""
     each: tuple[Tensor, ...] = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
     given = (gradients,) if gradients is None or isinstance(gradients, Tensor) else tuple(gradients)
     given = given if len(given) == len(each) else given * len(each)

@@ -41,7 +41,7 @@ ALIKE = (torch.Generator, numpy.random.Generator, numpy.random.RandomState, rand
 
 
 def _is_alike(thing: Any, depth: int = 4) -> bool:
-    """Return whether every rank must read all rows: a data set holds a generator of its own, or divided rows."""
+    """Return whether every rank must read all rows, because a data set holds its own generator or split tensors."""
     if isinstance(thing, ALIKE):
         return True
     inner = list(thing[:16]) if isinstance(thing, (list, tuple)) else list(getattr(thing, "__dict__", {}).values())
@@ -66,7 +66,7 @@ def whole_batch(batch: Any, own: BatchSlice, axis: DataAxis, *, read_own: bool) 
 
 
 def with_rows(leaf: Tensor, part: SplitPart, divided: list[tuple[Tensor, Tensor, int]]) -> Tensor:
-    """Divide a whole tensor that has as many rows as the batch, which is exact whatever its rows mean."""
+    """Divide a whole tensor with as many rows as the batch. This is exact, whatever its rows mean."""
     if isinstance(leaf, Term):
         return resolved(leaf)
     if type(leaf) is not Tensor or leaf.dim() <= part.dim or leaf.shape[part.dim] != part.length:
@@ -78,7 +78,7 @@ def with_rows(leaf: Tensor, part: SplitPart, divided: list[tuple[Tensor, Tensor,
 
 
 def write_back(divided: list[tuple[Tensor, Tensor, int]]) -> None:
-    """Write what a model has written into its rows of whole tensors to these tensors."""
+    """Copy what a model wrote into its rows of whole tensors back into those tensors."""
     for whole, own, before in divided:
         with on_parts():
             written = version(own) != before

@@ -48,9 +48,9 @@ from meshwise.transfer import collectives
 from meshwise.transfer.splitmix import mixed
 
 AGAIN = 64
-"""A proven call runs through again at its 2nd, 4th, 8th … 64th time, and at each 64th after that."""
+"""A proven call runs through again at its 2nd, 4th, 8th … 64th time, and at every 64th after that."""
 OURS = ("forward", "__deepcopy__", "__getstate__")  # attributes of a module whose calls are divided
-KINDS = 16  # of one call, by its number of autograd nodes: with more of them, it runs through
+KINDS = 16  # how many different numbers of autograd nodes a call may have before it always runs through
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -59,7 +59,7 @@ class Divided:
 
     def __init__(self, engine: Engine, axis: DataAxis) -> None:
         self.engine, self.axis, self.exact = engine, axis, engine.draws is not None
-        self.key: tuple[int, ...] | None = None  # of the draws in the newest batch of a loader
+        self.key: tuple[int, ...] | None = None  # key of the draws in a loader's newest batch
         self._drawn: tuple[Any, int] = (None, 0)  # the key of the newest draws, and how many calls had this key
         self.verdicts: dict[str, Verdict] = {}
         """The newest verdict on each class of modules, and the line that called it first."""
@@ -68,10 +68,10 @@ class Divided:
 
     @contextlib.contextmanager
     def drawing(self) -> Iterator[None]:
-        """Let a call draw from a stream of the rank's own, so that the loop's own draws stay alike."""
+        """Let a call draw from this rank's own random stream, so that the loop still draws the same on all ranks."""
         device = self.engine.world.device
         before = states(device)
-        key = self.key or (zlib.crc32(before[0].numpy().tobytes()),)  # where a saved state goes on, it has the same
+        key = self.key or (zlib.crc32(before[0].numpy().tobytes()),)  # a resumed run has the same state
         self._drawn = key, self._drawn[1] + 1 if self._drawn[0] == key else 1
         seed_generators(device, mixed(*key, self._drawn[1], self.axis.rank))
         try:
@@ -172,7 +172,7 @@ class Call:
                 key.append(leaf.shape if isinstance(leaf, Tensor) else sign)
         if not usable:
             return "a rank has no row, or an argument is an object that may keep tensors"
-        return (*key, sum(map(len, self._hooks)), *(rows == 1 for rows in held))  # torch may do less for one row
+        return (*key, sum(map(len, self._hooks)), *(rows == 1 for rows in held))  # torch may special-case a single row
 
     def _proven(self, args: Any, kwargs: Any) -> Verdict:
         axis = self.divided.axis
@@ -197,11 +197,11 @@ class Call:
         return self._run_through(args, kwargs)
 
     def _again(self, args: Any, kwargs: Any, verdict: Verdict, part: SplitPart) -> Any:
-        """Run a proven call through, as if it were not proven, and look whether it still keeps rows apart."""
+        """Run a proven call through, as if it were not proven, and check that it still keeps rows apart."""
         found: list[str] = []
         if verdict.answers or verdict.draws:
             found += filter(None, [self._proven(args, kwargs).why])
-        if verdict.draws and not found:  # through, it would draw other numbers than a run that goes on
+        if verdict.draws and not found:  # run through, it would draw other numbers than a resumed run
             return self._apart(args, kwargs, verdict, part)
         written, crossing = verdict.attributes(), self.divided.axis.watched(None if verdict.answers else found)
         with crossing, self._hearing() as new:
@@ -238,7 +238,7 @@ class Call:
             if new:
                 apart.reads = None
                 why, again = self._proven_anew(args, kwargs, verdict, written, new)
-            if grad and why is None and nodes not in verdict.nodes and not is_used():  # compiling makes some too
+            if grad and why is None and nodes not in verdict.nodes and not is_used():  # compiling adds nodes too
                 why = "another number of operators" if verdict.nodes and not again else None
                 verdict.nodes |= set() if why else {nodes}
         except Otherwise as other:
@@ -261,7 +261,7 @@ class Call:
         return made
 
     def _hearing(self) -> contextlib.AbstractContextManager[Any]:
-        """Notice new code in a call. One rank may run it alone, so not where a proof exchanges with other ranks."""
+        """Notice new code in a call, unless proofs are collective: a single rank may run the new code."""
         listens = self._alone and not self.divided.engine.program.coupled_gradients and not is_used()
         return new_code() if listens else contextlib.nullcontext()
 
@@ -272,13 +272,13 @@ class Call:
         why, repeated = look_again(new, verdict, before, again, device)
         if verdict.draws and self.divided.exact:
             why = "draws the numbers of one device"
-        if why:  # a rank that is alone here is reported by its verb log
+        if why:  # if only one rank gets here, the verb log reports it
             verdict.dims, verdict.why = None, why
             self.divided.axis.all_reduce(torch.zeros(1, device=device))
         return why, repeated
 
     def _answered(self, args: Any, kwargs: Any, verdict: Verdict, answers: Any, part: SplitPart) -> Any:
-        """Rerun a call that gets other answers about all rows than the proven one, and prove it with these."""
+        """Rerun a call whose questions about all rows got other answers than in its proof, and prove it with these."""
         other = verdict.others.get(answers) or verdict.others.setdefault(answers, self._proven(args, kwargs))
         return self._through(args, kwargs) if other.dims is None else self._apart(args, kwargs, other, part)
 
@@ -294,7 +294,7 @@ class Call:
             )
 
     def _otherwise(self, args: Any, kwargs: Any, verdict: Verdict, why: str, nodes: int) -> Any:
-        """Rerun, through, a call that differs from the proven one. It is proven too if no row needs another."""
+        """Rerun operator by operator a call that differs from the proven one. Accept it if no row needs another."""
         found: list[str] = []
         with self.divided.axis.watched(found):
             made = self._run_through(args, kwargs)
@@ -313,8 +313,8 @@ def _own(args: Any, kwargs: Any, part: SplitPart, outside: list[bool]) -> Any:
     def own(leaf: Tensor) -> Tensor:
         outside[0] |= leaf.requires_grad
         if isinstance(leaf, SplitTensor):
-            rows = leaf.as_subclass(Tensor) if leaf.requires_grad else leaf.data  # dynamo would look through a view
-            return rows.clone() if leaf.requires_grad and is_used() else rows
+            rows = leaf.as_subclass(Tensor) if leaf.requires_grad else leaf.data
+            return rows.clone() if leaf.requires_grad and is_used() else rows  # a copy: dynamo would see a view's base
         return enter(leaf, part.axis)
 
     if len(args) == 1 and not kwargs and type(args[0]) is SplitTensor:

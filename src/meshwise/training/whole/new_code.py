@@ -1,8 +1,8 @@
 """Notice code that runs for the first time inside a call.
 
-Python 3.12 and newer call back before an instruction of the model runs, and no more once it has run in a proof or
-outside of calls that run apart, so a call without new code costs nothing. Instructions and not lines, since one line
-may hold both branches. Not noticed: code that torch.compile has made, and old code that gets other values.
+Python 3.12 and newer call back before each instruction of the model, until it has run once in a proof or outside of
+calls that run apart, so a call without new code costs nothing. Instructions are watched, not lines, since one line may
+hold both branches. Not noticed: code that torch.compile has made, and old code that gets other values.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from meshwise.training.guards.own_collectives import is_of_program
 from meshwise.training.whole.proof import Verdict
 from meshwise.transfer.splitmix import mixed
 
-TOOLS = (3, 4)  # numbers that Python keeps for no debugger, profiler or coverage
+TOOLS = (3, 4)  # tool ids that Python reserves for no particular tool
 Instructions = set[tuple[CodeType, int]]
 
 
@@ -46,7 +46,7 @@ def new_code() -> Iterator[Instructions]:
 def look_again(
     new: Instructions, verdict: Verdict, before: Any, prove: Callable[[Any], Verdict], device: str
 ) -> tuple[str | None, bool]:
-    """Prove a call that has run new code as it began."""
+    """Prove again a call that has run new code, from the attributes it started with."""
     after, answers = verdict.attributes(), iter([answer for op, answer in verdict.answers if op])
     verdict.set_attributes(before)
     with new_code() as again:
@@ -60,7 +60,7 @@ def look_again(
 
 
 def listen() -> None:
-    """Begin to notice new code, if Python can and a number for a tool is free. All code is new again."""
+    """Begin to notice new code, if Python supports it and a tool id is free. All code counts as new again."""
     _known.clear()
     hear = _start()
     for code in _codes:

@@ -4,7 +4,7 @@ The module runs twice without gradients: on split tensors over an axis whose oth
 operator that needs that rank's rows raises; and on plain tensors with this rank's rows. Both must give the same values,
 so that a module that uses the number of rows is noticed too. Buffers, attributes and random states are put back.
 
-Dropout is left out of both runs: it draws for each row alone.
+Dropout is left out of both runs: it draws independently for each row.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ BELOW, ABOVE = {"lt", "le", "__lt__", "__le__"}, {"gt", "ge", "__gt__", "__ge__"
 
 @dataclass
 class Verdict:
-    """What is known of one kind of call."""
+    """What is known about one kind of call."""
 
     dims: list[int] | None = None
     why: str = ""
@@ -67,7 +67,7 @@ class Verdict:
 
 class Answer(Tensor):
     """This rank's answer to a question about all rows, or their largest or smallest value. It can only be
-    compared with a number, and the result be read."""
+    compared with a number, and only that result can be read."""
 
     op: str
 
@@ -129,7 +129,7 @@ class _Quiet(TorchFunctionMode):
         return made
 
     def kept(self, known: list[Any]) -> bool:
-        """Return whether somebody else than `known` still holds a split tensor of the module, such as a global list."""
+        """Return whether something other than `known`, such as a global list, still holds a split tensor."""
         ids = set(map(id, known))
 
         def alive() -> bool:
@@ -152,7 +152,7 @@ def outputs(output: Any, depth: int = 0) -> Iterator[Any]:
 
 
 def holds_values(leaf: Any) -> bool:
-    """Return whether a call may write to an argument, which is an object that is no module, function or class."""
+    """Return whether a call may write to this argument: an object that is not a module, function or class."""
     return hasattr(leaf, "__dict__") and not isinstance(leaf, (*VALUES, nn.Module, type)) and not callable(leaf)
 
 

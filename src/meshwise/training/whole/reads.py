@@ -1,4 +1,4 @@
-"""Answer the reads of a call that runs on one rank's rows."""
+"""Supply the values that calls on one rank's rows read."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from meshwise.training.whole.proof import ASKED, Verdict
 looked_at = weakref.WeakSet[nn.Module]()
 """The modules in which registrations are counted. A slice of a ModuleList is a new module at each call."""
 registered = [0]
-"""How often one of them got a submodule or a parameter."""
+"""How often a module in `looked_at` got a submodule or a parameter."""
 
 
 class Otherwise(Exception):
@@ -32,7 +32,7 @@ class Otherwise(Exception):
 
 
 class Reads:
-    """Answers the reads of a call that runs apart, as they were when it was proven."""
+    """Answers the reads of a call that runs apart. The answers must be those with which it was proven."""
 
     def __init__(self, verdict: Verdict, axis: DataAxis) -> None:
         self._verdict, self._axis, self._at = verdict, axis, 0
@@ -89,7 +89,7 @@ def ask_all_of_masks() -> None:
 
 def _answered(original: Callable[..., Any], name: str) -> Callable[..., Any]:
     def read(self: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if apart.reads is not None and is_asked():  # not while a check looks below autograd
+        if apart.reads is not None and is_asked():  # not inside `on_parts`
             return apart.reads.read(name, self, lambda: original(self, *args, **kwargs))
         return original(self, *args, **kwargs)
 

@@ -70,15 +70,15 @@ class OneDevice:
         return tree if world.size == 1 else map_tensors(own, tree)
 
     def loader(self, loader: DataLoader[Any]) -> tuple[World, Callable[[Any, BatchSlice], Any]]:
-        """Return the rank as which this process reads a loader, and a function that does not change its batches."""
+        """Return the world with which to read a loader, and a function that leaves its batches unchanged."""
         return self.engine.world, lambda batch, part: batch
 
 
 def _begin(engine: Engine, backwards: Backwards, *, alone: bool) -> None:
-    """Begin the part of the view that any number of devices shares. alone: on one device."""
+    """Begin what the view needs on any number of devices. alone: whether there is only one."""
     engine.ends.callback(backwards.begin())
     engine.events.see_whole(alone=alone)
-    engine.generator.seeded = engine.watcher is not None  # a check keys the draws of a loop
+    engine.generator.seeded = engine.watcher is not None  # in a check, loops are seeded for each step
     engine.program.by_construction = True
 
 
@@ -97,7 +97,7 @@ class WholeView:
         ask_all_of_masks()
         watch_constructors()
         if files:
-            every = collectives.everyone()  # the ranks of one model too
+            every = collectives.everyone()  # including the ranks that share one model
             engine.ends.callback(once.begin(collectives.get_rank(every), collectives.world_size(every)))
         _begin(engine, self.backwards, alone=False)
         self._collectives = OwnCollectives(engine, sized)
@@ -114,11 +114,11 @@ class WholeView:
             self.divide(model)
 
     def divide(self, module: nn.Module) -> None:
-        """Divide the calls of a part of a distributed model, which the program calls by itself."""
+        """Divide the calls of a part of a distributed model that the program calls directly."""
         divide(module, self.divided)
 
     def _say(self) -> None:
-        """Tell the user how far the work on a batch is divided, once its third backward begins."""
+        """Tell the user how much of the work on batches is divided, when the third backward begins."""
         verdicts = self.divided.verdicts
         for name, verdict in verdicts.items():
             if verdict.dims is None:
@@ -147,7 +147,7 @@ class WholeView:
         return map_tensors(divided, tree)
 
     def loader(self, loader: DataLoader[Any]) -> tuple[World, Callable[[Any, BatchSlice], Any]]:
-        """Return the rank as which this process reads a loader, and a function that makes its batches whole."""
+        """Return the world with which to read a loader, and a function that makes its batches whole."""
         own = reads_own_rows(loader)
         world = replace(self.engine.world, chunks=True) if own else replace(self.engine.world, rank=0, size=1)
         return world, partial(self._whole, read_own=own)
@@ -155,5 +155,5 @@ class WholeView:
     def _whole(self, batch: Any, part: BatchSlice, read_own: bool) -> Any:
         engine = self.engine
         self.divided.key = engine.draw_key
-        engine.draw_key, engine.part = None, replace(part, whole=True)  # the loop draws alike on all ranks
+        engine.draw_key, engine.part = None, replace(part, whole=True)  # the loop draws the same on all ranks
         return whole_batch(batch, part, self.axis, read_own=read_own)
