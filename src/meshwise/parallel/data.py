@@ -74,8 +74,7 @@ class DataParallel:
     ) -> None:
         self._named, self._dtype, self._bucket_mb = list(named), dtype, bucket_mb
         self._parameters = [p for _, p in self._named]
-        carried = piggyback_loss and dtype is None and bool(self._named)
-        self._loss_carrier = _loss_carrier(self._named[0][1]) if carried else None
+        self._loss_carrier = _loss_carrier(named[0][1]) if piggyback_loss and dtype is None and named else None
         self._groups, self._trained = list[_Group](), list[bool]()
         self._grouped = set[int]()  # ids of the groups' parameters
         self._calls = self._buckets = 0  # buckets of this backward: reduced so far, and in total

@@ -57,8 +57,8 @@ class ModuleState:
         for names, before in self.outside:
             found += [each for k in before if names[k] is not before[k] for each in _inside(names[k])]
         found += [each for container in self._changed() for each in _inside(container[0])]
-        values = [each for each in all_leaves(found) if isinstance(each, VALUES)]
-        return [each for each in values if not isinstance(each, nn.Parameter)]  # FSDP frees those that it gathers
+        # No parameters: FSDP frees those that it gathers, which a list of an LSTM may still hold.
+        return [each for each in all_leaves(found) if isinstance(each, VALUES) and not isinstance(each, nn.Parameter)]
 
     def _changed(self) -> list[tuple[Any, Any]]:
         """Return the containers whose contents have changed, with copies from before."""

@@ -18,7 +18,7 @@ from torch import Tensor
 from meshwise.parallel.splits.along import RULES as ALONG
 from meshwise.parallel.splits.crossing import add_up, enter, gather
 from meshwise.parallel.splits.elementwise import RULES as ELEMENTWISE
-from meshwise.parallel.splits.rule import NoRule, Rule, moved, with_parts_of
+from meshwise.parallel.splits.rule import HALF, NoRule, Rule, moved, with_parts_of
 from meshwise.parallel.splits.tensor import SplitTensor, is_split, split, whole_shape
 from meshwise.torch_compat.torch_function import Args, Func, Kwargs, called, on_parts
 
@@ -26,9 +26,6 @@ OF_ROWS = ("input", "target", "weight", "size_average", "ignore_index", "reduce"
 NAMES = {"cross_entropy": (*OF_ROWS, "label_smoothing"), "nll_loss": OF_ROWS}
 EACH_PLACE = """mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits
 kl_div soft_margin_loss margin_ranking_loss hinge_embedding_loss poisson_nll_loss"""
-
-
-HALF = (torch.float16, torch.bfloat16)
 
 
 def _as_given(made: Tensor, func: Func, x: Tensor, *rest: Any) -> Tensor:

@@ -19,7 +19,7 @@ from meshwise.parallel.splits.axis import SplitPart
 from meshwise.parallel.splits.crossing import add_up, enter, gather, scatter
 from meshwise.parallel.splits.elementwise import RULES as ELEMENTWISE
 from meshwise.parallel.splits.rows import alone, filled
-from meshwise.parallel.splits.rule import NoRule, Rule, first_split, given, moved, refuse, with_parts_of
+from meshwise.parallel.splits.rule import HALF, NoRule, Rule, first_split, given, moved, refuse, with_parts_of
 from meshwise.parallel.splits.shapes import RULES as SHAPES
 from meshwise.parallel.splits.tensor import SplitTensor, is_split, split, whole_shape
 from meshwise.torch_compat.torch_function import Args, Func, Kwargs, called
@@ -67,8 +67,9 @@ def _norm(func: Func, args: Args, kwargs: Kwargs) -> Any:
     p = 2 if p in ("fro", None) else p if isinstance(p, int | float) and p > 0 else refuse()
     if p == math.inf:
         return _amax(torch.amax, (split(x.abs(), x.part), dims, keep), {})
-    found = torch.linalg.vector_norm(filled(x, x.part), p, dims, True)
-    return torch.linalg.vector_norm(_of_all(found, x.part, x.part.dim), p, dims, keep)
+    # Rounded once, as on one device.
+    found = torch.linalg.vector_norm(filled(x, x.part), p, dims, True, dtype=torch.float32 if x.dtype in HALF else None)
+    return torch.linalg.vector_norm(_of_all(found, x.part, x.part.dim), p, dims, keep).to(x.dtype)
 
 
 def _amax(func: Func, args: Args, kwargs: Kwargs) -> Any:

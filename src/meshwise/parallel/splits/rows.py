@@ -109,12 +109,11 @@ def _drawn(func: Func, args: Args, kwargs: Kwargs) -> Any:
         x = x if x.part == part else refuse()
         with on_parts():
             order = sorted(range(x.dim()), key=x.stride, reverse=True)  # draws are in memory order
-        shape = whole_shape(x)
         held = [part.held(rank) for rank in range(part.axis.size)]
         if x.dim() > 3 and min(held) < 2 and not part.axis.proves:  # a single row may have another stride order
             orders = part.axis.all_gather(torch.tensor(order, device=x.device))
             order = orders[held.index(max(held))].tolist()
-        ones = torch.ones([shape[dim] for dim in order], dtype=x.dtype, device=x.device)
+        ones = torch.ones([whole_shape(x)[dim] for dim in order], dtype=x.dtype, device=x.device)
         ones = ones.permute([order.index(dim) for dim in range(x.dim())])
         return ones.index_copy_(part.dim, entries(part, part.axis.rank).to(x.device), x)
 

@@ -14,6 +14,7 @@ from meshwise.parallel.splits.crossing import add_up, enter, gather, scatter
 from meshwise.parallel.splits.tensor import SplitTensor, is_split, split, whole_shape
 from meshwise.torch_compat.torch_function import Args, Func, Kwargs
 
+HALF = (torch.float16, torch.bfloat16)
 Rule = Callable[[Func, Args, Kwargs], Any]
 """A function that runs an operator on split tensors. Raises NoRule, with nothing changed, if it cannot run the call."""
 

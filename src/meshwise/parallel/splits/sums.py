@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from meshwise.parallel.splits import rules
+from meshwise.parallel.splits.axis import Axis
 from meshwise.parallel.splits.crossing import enter, gather
 from meshwise.parallel.splits.losses import EACH_PLACE, NAMES, counted
-from meshwise.parallel.splits.rule import moved, numbers, with_parts_of
+from meshwise.parallel.splits.rule import HALF, moved, numbers, with_parts_of
 from meshwise.parallel.splits.tensor import SplitTensor, at_level, parts_of, split_again, whole_shape
 from meshwise.parallel.splits.term import Known, Term, backward, resolved, settled, term
 from meshwise.torch_compat.torch_function import Args, Func, Kwargs, called, on_parts
@@ -27,11 +28,12 @@ def _parts(x: SplitTensor) -> AbstractContextManager[None]:
     return on_parts() if len(x.parts) == 1 else nullcontext()
 
 
-def _over(total: Tensor, x: SplitTensor, count: float) -> Term:
-    """Return the term of a sum divided by `count`."""
-    axis = x.parts[0].axis
-    whole = Known(axis, total.detach())
-    return term(total / count, axis, Known(axis, parent=whole, by=count, divides=True))
+def _over(total: Tensor, axis: Axis, count: float, dtype: torch.dtype) -> Term:
+    """Return the term of a sum, or of its quotient by `count`, in this dtype."""
+    known = Known(axis, total.detach())
+    if count == 1:
+        return term(total.to(dtype), axis, known)
+    return term((total / count).to(dtype), axis, Known(axis, parent=known, by=count, divides=True))
 
 
 def _summed(mean: bool) -> Callable[[Func, Args, Kwargs], Any]:
@@ -44,8 +46,9 @@ def _summed(mean: bool) -> Callable[[Func, Args, Kwargs], Any]:
                 return NotImplemented
             count = math.prod(whole_shape(x)[each] for each in asked)
         with at_level(0), _parts(x):
-            total = torch.sum(*args, **kwargs)
-        return _over(total, x, count) if mean else term(total, x.parts[0].axis)
+            wide = {"dtype": torch.float32} if x.dtype in HALF and "dtype" not in kwargs else {}  # as torch adds up
+            total = torch.sum(*args, **{**kwargs, **wide})
+        return _over(total, x.parts[0].axis, count if mean else 1, x.dtype if wide else total.dtype)
 
     return rule
 
@@ -68,7 +71,7 @@ def _of_rows(func: Func, args: Args, kwargs: Kwargs) -> Any:
             return term(total, part.axis)
         number = math.prod(whole_shape(x)) // x.shape[1]
         if probable:
-            return _over(total, x, number)
+            return _over(total, part.axis, number, total.dtype)
         count = counted(own, weight, values.get("ignore_index", -100))
         made = term(total, part.axis, Known(part.axis, total.detach(), count), max(number, 1))
     return made if "of_call" in x.__dict__ else settled(made)
