@@ -167,3 +167,18 @@ def hard_examples_and_curriculum(distribute: Distribute) -> Any:
             kinds = [each[y == label].mean() for label in y.unique()]
             step(each[easy].mean() + 0.01 * (each * ~easy).sum() + 0.1 * hard + torch.stack(kinds).mean(), optimizer)
     return used, weights(model)
+
+
+def hooks_of_losses(distribute: Distribute) -> Any:
+    """Hooks see and change the gradients of means and losses, which may be kept too."""
+    model, optimizer, loader = usual(distribute)
+    left: list[Any] = []
+    for x, y in loader:
+        out = model(x)
+        penalty, loss = out.square().mean(), F.cross_entropy(out, y)
+        penalty.register_hook(lambda gradient: left.append(gradient.item()))
+        loss.register_hook(lambda gradient: 2 * gradient)
+        penalty.retain_grad()
+        left.append(step(3 * penalty + loss, optimizer))
+        left.append(penalty.grad.item())
+    return left, weights(model)

@@ -180,8 +180,12 @@ def settled(value: Term) -> Term:
 
 def over_count(local: Tensor, value: Term) -> Tensor:
     """Return `local` divided by the count over all ranks, by which `value` is not divided yet."""
+    return local / _count(value)
+
+
+def _count(value: Term) -> Tensor | float:
     total = value.known.root.total
-    return local / (total.to(local.dtype) if isinstance(total, Tensor) else total or math.nan)
+    return total.to(value.dtype) if isinstance(total, Tensor) else total or math.nan
 
 
 class _Given(torch.autograd.Function):
@@ -258,6 +262,31 @@ def _detached(func: Func, args: Args, kwargs: Kwargs) -> Any:
         return term(args[0].detach(), args[0].axis, args[0].known, args[0].assumed)
 
 
+def _hooked(func: Func, args: Args, kwargs: Kwargs) -> Any:
+    """Register a hook on a sum, or keep its gradient: that of the whole sum."""
+    value: Term = args[0]
+    if value.assumed:  # divide it in place by the count that it lacks, so that its gradient has the usual scale
+        value_of(value)
+        known = value.known
+        with on_parts():
+            value.div_(_count(value))
+        value.known, value.assumed = known, 0
+    hook, scale = args[1:2], value.axis.gradient_scale
+
+    def of_whole(gradient: Tensor) -> Any:
+        found = hook[0](gradient / scale)
+        return found * scale if isinstance(found, Tensor) else found
+
+    with on_parts():
+        return func(value, *([of_whole] if hook else []))
+
+
+def _gradient(func: Func, args: Args, kwargs: Kwargs) -> Tensor | None:
+    with on_parts():
+        found = func(args[0])
+        return None if found is None else found / args[0].axis.gradient_scale
+
+
 def backward(func: Func, args: Args, kwargs: Kwargs) -> None:
     """Run `loss.backward()` as `torch.autograd.backward`, which training/whole/backward.py replaces."""
     names = ("gradient", "retain_graph", "create_graph", "inputs")
@@ -307,5 +336,7 @@ RULES: dict[str, Callable[[Func, Args, Kwargs], Any]] = {
     **dict.fromkeys(KEPT.split(), _kept),
     **dict.fromkeys(ADDED.split(), _added),
     **dict.fromkeys(("detach", ".data"), _detached),
+    **dict.fromkeys(("register_hook", "retain_grad"), _hooked),
+    ".grad": _gradient,
     "backward": backward,
 }
