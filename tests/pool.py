@@ -33,6 +33,7 @@ from tests.left_over import KEPT
 
 KEY = b"meshwise tests"
 STACKS = signal.SIGRTMIN  # writes what each thread of a worker is doing to its file
+THREADS = 80  # of a worker, which its process groups keep awake: with more, the pool starts anew
 START = 120.0  # seconds in which the workers of a pool must have started
 
 
@@ -138,6 +139,8 @@ class Pool:
         module = sys.modules[function.__module__]
         cloudpickle.register_pickle_by_value(module)  # workers cannot import the test's module
         message = cloudpickle.dumps((function, arguments))
+        if len(os.listdir(f"/proc/{self._places[0][1]}/task")) > THREADS:
+            self._restart()
         for line in self._lines:
             line.send_bytes(message)
         deadline = time.monotonic() + timeout

@@ -18,11 +18,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
+import meshwise as mw
 from meshwise.spec import errors
 from meshwise.training.whole import call
+from meshwise.workers.environment import EXACT_RANDOM
 from tests.pool import CaseFailed
 from tests.training.whole.running import PROGRAMS, SWITCHES, apart, run, whole
-from tests.training.whole.shared import Distribute, fit, mlp
+from tests.training.whole.shared import Distribute, fit, mlp, step
 
 SIZES, BOUND = [2, 3], 1e-9
 OURS = {
@@ -154,3 +156,44 @@ def attacks(data: bool) -> None:
 def test_a_write_into_the_gradient_of_a_batch_is_refused(data: bool, pool: Any) -> None:
     with pytest.raises(CaseFailed, match=r"Write x\.grad = None"):
         pool(2).run(attacks, data)
+
+
+class Attends(nn.Module):
+    """Attention with dropout, and dropout of a transposed batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attend = nn.MultiheadAttention(8, 2, dropout=0.5, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        z: Tensor = self.attend(x, x, x, need_weights=False)[0]
+        return F.dropout(z.transpose(0, 1), 0.5).transpose(0, 1)
+
+
+def attends(distribute: Distribute) -> list[float]:
+    model = Attends()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model, optimizer, loader = distribute(model, optimizer, DataLoader(torch.randn(21, 5, 8), 6))
+    return [step(model(x).square().mean(), optimizer) for x in loader]
+
+
+def attends_exactly() -> list[float]:
+    with patch.dict(os.environ, {EXACT_RANDOM: "1"}):
+        found: list[float] = whole(attends)
+        return found
+
+
+def test_dropout_in_attention_is_that_of_one_device(pool: Any) -> None:
+    first, *others = (pool(size).run(attends_exactly)[0] for size in (1, 2, 3))
+    for other in others:
+        assert_equal(other, first)
+
+
+def viewed() -> list[int]:
+    mw.distribute(nn.Linear(2, 2))
+    found: list[int] = mw.split(torch.arange(28).view(7, 4), dim=1).view(-1).tolist()
+    return found
+
+
+def test_what_is_split_by_columns_can_be_viewed(pool: Any) -> None:
+    assert pool(2).run(viewed) == [list(range(28))] * 2

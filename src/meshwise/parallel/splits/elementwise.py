@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from meshwise.parallel.splits.rule import NoRule, Rule, given, moved, refuse, split_in, with_parts_of
+from meshwise.parallel.splits.rule import NoRule, Rule, given, moved, ones_of_whole, refuse, split_in, with_parts_of
 from meshwise.parallel.splits.tensor import at_level, is_split, level_of, parts_of, split, split_again, whole_shape
 from meshwise.torch_compat.torch_function import Args, Func, Kwargs, called, on_parts
 
@@ -106,7 +106,7 @@ def _dropout(func: Func, args: Args, kwargs: Kwargs) -> Any:
         raise NoRule
     if not training or p == 0:
         return x
-    mask = functional.dropout(torch.ones(whole_shape(x), dtype=x.dtype, device=x.device), p, True)
+    mask = functional.dropout(ones_of_whole(x), p, True)
     part = x.part
     if values.get("inplace"):
         x.mul_(part.slice_of(mask))

@@ -17,9 +17,9 @@ from meshwise.parallel.splits.along import RULES as ALONG
 from meshwise.parallel.splits.axis import SplitPart
 from meshwise.parallel.splits.crossing import enter, gather
 from meshwise.parallel.splits.picking import entries
-from meshwise.parallel.splits.rule import NoRule, Rule, given, moved, refuse, split_in, with_parts_of
+from meshwise.parallel.splits.rule import NoRule, Rule, given, moved, ones_of_whole, refuse, split_in, with_parts_of
 from meshwise.parallel.splits.tensor import SplitTensor, is_split, split, whole_shape
-from meshwise.torch_compat.torch_function import Args, Func, Kwargs, called, on_parts
+from meshwise.torch_compat.torch_function import Args, Func, Kwargs, called
 from meshwise.torch_compat.tree import map_kind, map_tensors
 
 ALONE = {
@@ -107,15 +107,7 @@ def _drawn(func: Func, args: Args, kwargs: Kwargs) -> Any:
 
     def whole(x: SplitTensor) -> Tensor:
         x = x if x.part == part else refuse()
-        with on_parts():
-            order = sorted(range(x.dim()), key=x.stride, reverse=True)  # draws are in memory order
-        held = [part.held(rank) for rank in range(part.axis.size)]
-        if x.dim() > 3 and min(held) < 2 and not part.axis.proves:  # a single row may have another stride order
-            orders = part.axis.all_gather(torch.tensor(order, device=x.device))
-            order = orders[held.index(max(held))].tolist()
-        ones = torch.ones([whole_shape(x)[dim] for dim in order], dtype=x.dtype, device=x.device)
-        ones = ones.permute([order.index(dim) for dim in range(x.dim())])
-        return ones.index_copy_(part.dim, entries(part, part.axis.rank).to(x.device), x)
+        return ones_of_whole(x).index_copy_(part.dim, entries(part, part.axis.rank).to(x.device), x)
 
     new_args, new_kwargs = map_kind(SplitTensor, whole, (tuple(args), dict(kwargs)))
     made = func(*new_args, **new_kwargs)

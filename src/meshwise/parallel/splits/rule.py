@@ -12,7 +12,7 @@ from torch import Tensor
 from meshwise.parallel.splits.axis import Range, SplitPart
 from meshwise.parallel.splits.crossing import add_up, enter, gather, scatter
 from meshwise.parallel.splits.tensor import SplitTensor, is_split, split, whole_shape
-from meshwise.torch_compat.torch_function import Args, Func, Kwargs
+from meshwise.torch_compat.torch_function import Args, Func, Kwargs, on_parts
 
 HALF = (torch.float16, torch.bfloat16)
 Rule = Callable[[Func, Args, Kwargs], Any]
@@ -21,6 +21,19 @@ Rule = Callable[[Func, Args, Kwargs], Any]
 
 class NoRule(Exception):
     """Raised by a rule if the operator must run on whole tensors."""
+
+
+def ones_of_whole(x: SplitTensor) -> Tensor:
+    """Return ones in the shape of the whole tensor, and in its memory order, which random draws follow."""
+    with on_parts():
+        order = sorted(range(x.dim()), key=x.stride, reverse=True)
+    held = [x.part.held(rank) for rank in range(x.part.axis.size)]
+    if x.dim() > 3 and min(held) < 2 and not x.part.axis.proves:  # one row alone may show another stride order
+        orders = x.part.axis.all_gather(torch.tensor(order, device=x.device))
+        order = orders[held.index(max(held))].tolist()
+    shape = whole_shape(x)
+    ones = torch.ones([shape[dim] for dim in order], dtype=x.dtype, device=x.device)
+    return ones.permute([order.index(dim) for dim in range(x.dim())])
 
 
 def refuse() -> Any:

@@ -37,6 +37,7 @@ from meshwise.training.engine.seeds import set_states, states
 PROOF = ProofAxis()
 DROPOUTS = {"dropout", "dropout_", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout"}
 DROPOUTS |= {"feature_dropout", "native_dropout"}
+ATTENTIONS = {"scaled_dot_product_attention": 4, "multi_head_attention_forward": 10}  # the place of dropout_p
 ASKS = {"all": "min", "any": "max", "max": "max", "min": "min", "amax": "max", "amin": "min"}
 ASKED = {"__bool__", "item"}
 BELOW, ABOVE = {"lt", "le", "__lt__", "__le__"}, {"gt", "ge", "__gt__", "__ge__"}
@@ -89,9 +90,10 @@ class _Quiet(TorchFunctionMode):
             values = dict(zip(("input", "p", "training"), args, strict=False)) | kwargs
             self.draws |= bool(values.get("training", name != "native_dropout")) and values.get("p", 0.5) != 0
             return values["input"]
-        if name == "scaled_dot_product_attention":
-            self.draws |= bool(kwargs.pop("dropout_p", args[4] if len(args) > 4 else 0.0))
-            args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
+        if (at := ATTENTIONS.get(name, 0)) and (len(args) > at or "dropout_p" in kwargs):
+            self.draws |= bool(args[at] if len(args) > at else kwargs["dropout_p"]) and kwargs.get("training", True)
+            args = (*args[:at], 0.0, *args[at + 1 :]) if len(args) > at else args
+            kwargs |= {} if len(args) > at else {"dropout_p": 0.0}
         rows = [each for each in args if isinstance(each, (SplitTensor, Answer))]
         if name in ASKS and len(args) == 1 and not kwargs and rows and not isinstance(args[0], Answer):
             with on_parts():
@@ -194,7 +196,7 @@ def prove(
     except Crossing as crossing:
         return Verdict(why=f"{crossing}{_where(crossing)}")
     except Exception as error:
-        return Verdict(why=f"{type(error).__name__}: {error}")
+        return Verdict(why=f"{type(error).__name__}: {error}".rstrip("."))
     why = _differ(proven, plain) or _differ(written, written_apart)
     if kept:
         why = "keeps rows outside of itself"

@@ -141,8 +141,10 @@ class WholeView:
         """Return a batch that all ranks hold, divided over them."""
 
         def divided(each: Tensor) -> Tensor:
-            whole = each.dim() > dim and not isinstance(each, SplitTensor)
-            return scatter(each, SplitPart(self.axis, dim, each.shape[dim])) if whole else each
+            if each.dim() <= dim or isinstance(each, SplitTensor):
+                return each
+            own = scatter(each, SplitPart(self.axis, dim, each.shape[dim]))
+            return own.contiguous() if each.is_contiguous() else own  # programs may view it
 
         return map_tensors(divided, tree)
 
