@@ -139,7 +139,7 @@ class Pool:
         module = sys.modules[function.__module__]
         cloudpickle.register_pickle_by_value(module)  # workers cannot import the test's module
         message = cloudpickle.dumps((function, arguments))
-        if len(os.listdir(f"/proc/{self._places[0][1]}/task")) > THREADS:
+        if len([*Path(f"/proc/{self._places[0][1]}/task").iterdir()]) > THREADS:
             self._restart()
         for line in self._lines:
             line.send_bytes(message)
