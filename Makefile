@@ -35,7 +35,7 @@ quick: lint types  ## lint, format, types, and the tests that start no process: 
 	$(PY) -m pytest -q -n 2 -m "not workers and not seconds and not slow" --hypothesis-profile=quick
 
 test: lint types  ## what CI runs: lint, format, types, and all tests but the slow ones and those of tests/night.txt
-	$(PY) -m pytest -q -n 2 -m "not workers and not seconds and not slow"
+	$(PY) -m pytest -q -n 2 -m "not workers and not seconds and not slow and not night"
 	$(PY) -m pytest -q -n 2 --dist loadfile -m "(workers or seconds) and not slow and not night"
 
 check: test  ## the same as test

@@ -1,11 +1,11 @@
-"""Choose which tests of processes `make test` leaves to `make suite`, from how long each took: tests/night.txt.
+"""Choose which tests `make test` leaves to `make suite`, from how long each took: tests/night.txt.
 
-    python -m pytest -q -n 2 --dist loadfile -m "(workers or seconds) and not slow" --durations=0 >LOG
-    python bench/night_tests.py LOG [--seconds 500]
+    the two commands of `make test` with --durations=0 >LOG, each into a log of its own
+    python bench/night_tests.py LOG LOG [--seconds 390]
 
-The longest go until the others take `--seconds` together. Of each parametrised test the shortest case stays where it
-takes at most CASE seconds, and so do the tests of ALWAYS. Claim: `make test` takes at most eight
-minutes on two quiet cores.
+Besides those on the list the longest go until the others take `--seconds` together. Of each parametrised test the
+shortest case stays where it takes at most CASE seconds, and so do the tests of ALWAYS. Claim: `make test` takes at most
+five minutes on two quiet cores.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ def chosen(found: dict[str, float], seconds: float) -> list[str]:
 def main() -> None:
     """Write the list."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("log", type=Path)
-    parser.add_argument("--seconds", type=float, default=500)
+    parser.add_argument("logs", type=Path, nargs="+")
+    parser.add_argument("--seconds", type=float, default=390)
     given = parser.parse_args()
-    found = seconds_of(given.log.read_text())
-    night = chosen(found, given.seconds)
+    found = seconds_of("".join(log.read_text() for log in given.logs))
+    night = sorted({*LIST.read_text().splitlines(), *chosen(found, given.seconds)})
     LIST.write_text("\n".join(night) + "\n")
     rest = sum(taken for name, taken in found.items() if name not in night)
     print(f"{len(night)} tests are left to make suite; the others that took long enough to be listed take {rest:.0f} s")
