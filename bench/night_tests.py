@@ -1,7 +1,7 @@
 """Choose which tests `make test` leaves to `make suite`, from how long each took: tests/night.txt.
 
     the two commands of `make test` with --durations=0 >LOG, each into a log of its own
-    python bench/night_tests.py LOG LOG [--seconds 390]
+    python bench/night_tests.py LOG LOG [--seconds 320]
 
 Besides those on the list the longest go until the others take `--seconds` together. Of each parametrised test the
 shortest case stays where it takes at most CASE seconds, and so do the tests of ALWAYS. Claim: `make test` takes at most
@@ -51,7 +51,7 @@ def main() -> None:
     """Write the list."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("logs", type=Path, nargs="+")
-    parser.add_argument("--seconds", type=float, default=390)
+    parser.add_argument("--seconds", type=float, default=320)
     given = parser.parse_args()
     found = seconds_of("".join(log.read_text() for log in given.logs))
     night = sorted({*LIST.read_text().splitlines(), *chosen(found, given.seconds)})
