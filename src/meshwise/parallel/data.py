@@ -40,7 +40,7 @@ from meshwise.spec.errors import PlanError
 from meshwise.spec.plan import Plan
 from meshwise.torch_compat import reducer
 from meshwise.torch_compat.modules import stored_in
-from meshwise.torch_compat.reducer import PlainBucket, copy_each, data_of, parts_of_bucket
+from meshwise.torch_compat.reducer import FlatBucket, PlainBucket, copy_each, data_of, parts_of_bucket
 from meshwise.transfer import collectives
 from meshwise.transfer.reading import agree
 
@@ -194,7 +194,7 @@ class DataParallel:
         self._agree("loss", [name for g in groups for name in g.names[-1:]])
         return groups
 
-    def _on_bucket(self, bucket: GradBucket | PlainBucket) -> torch.futures.Future[Tensor]:
+    def _on_bucket(self, bucket: GradBucket | FlatBucket) -> torch.futures.Future[Tensor]:
         """Begin to average the gradients in a full bucket. The reducer calls this method as a hook."""
         self._calls += 1
         buffer = bucket.buffer()
@@ -219,7 +219,7 @@ class DataParallel:
         else:
             copy_each(views, gradients)
         if not plain:
-            self._on_bucket(PlainBucket(bucket.members, flat=flat)).wait()
+            self._on_bucket(FlatBucket(bucket.members, flat)).wait()
         else:
             self._calls += 1
             collectives.sum_now(flat if bucket.large else flat.div_(bucket.ranks), of="gradients")
@@ -230,7 +230,7 @@ class DataParallel:
             copy_each(gradients, views)
         return True
 
-    def _weigh(self, bucket: GradBucket | PlainBucket) -> None:
+    def _weigh(self, bucket: GradBucket | FlatBucket) -> None:
         """Multiply the gradients in a bucket by the loss weight of the current backward (`_factor`)."""
         if self._factor is not None:
             bucket.buffer().mul_(self._factor().to(bucket.buffer().dtype))

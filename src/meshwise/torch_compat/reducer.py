@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -38,17 +39,12 @@ Hook = Callable[[Any], torch.futures.Future[Tensor]]
 LARGE = 8192  # mean parameter size above which one call per parameter beats a second pass over the bucket
 
 
-class PlainBucket:
-    """A bucket of gradients that works without torch's reducer. It has the methods of torch's `GradBucket`.
+@dataclass(frozen=True)
+class FlatBucket:
+    """A bucket of gradients without torch's reducer. It has the methods of torch's `GradBucket`."""
 
-    It is used if one bucket holds all parameters. Such a bucket is full only when the backward ends, so the reducer
-    could not send it during the backward."""
-
-    def __init__(self, parameters: Sequence[nn.Parameter], ranks: int = 1, flat: Tensor | None = None) -> None:
-        self.members, self.ranks = list(parameters), ranks
-        self.size = sum(p.numel() for p in parameters)
-        self.large = parameters[0].device.type == "cpu" and self.size > LARGE * len(parameters)
-        self.flat = flat if flat is not None else parameters[0].new_empty(0)
+    members: list[nn.Parameter]
+    flat: Tensor
 
     def buffer(self) -> Tensor:
         return self.flat
@@ -58,6 +54,16 @@ class PlainBucket:
 
     def parameters(self) -> list[nn.Parameter]:
         return self.members
+
+
+class PlainBucket:
+    """Parameters whose gradients fit one bucket. It is full only when the backward ends, so torch's reducer could not
+    send it during the backward."""
+
+    def __init__(self, members: list[nn.Parameter], ranks: int) -> None:
+        self.members, self.ranks = members, ranks
+        self.size = sum(p.numel() for p in members)
+        self.large = members[0].device.type == "cpu" and self.size > LARGE * len(members)
 
 
 class PlainReducer:
@@ -76,7 +82,7 @@ class PlainReducer:
         self._hook = hook
         found = _assigned(ready, bucket_mb)
         each = [[ready[index] for index in bucket] for bucket in found]
-        self._buckets = [PlainBucket(b, flat=b[0].new_zeros(sum(p.numel() for p in b))) for b in each]
+        self._buckets = [FlatBucket(b, b[0].new_zeros(sum(p.numel() for p in b))) for b in each]
         self._armed, self._waiting, self._begun = False, [0] * len(found), list[torch.futures.Future[Tensor]]()
         for number, bucket in enumerate(self._buckets):
             for p, view in zip(bucket.parameters(), bucket.gradients(), strict=True):
@@ -120,7 +126,7 @@ def make_reducer(
     if all(type(p.data) in (Tensor, FakeTensor) for p in parameters) and len(_assigned(parameters, bucket_mb)) == 1:
         if not rehearsing():
             _verify_param_shape_across_processes(group or dist.group.WORLD, list(parameters))  # type: ignore[arg-type]
-        return PlainBucket(parameters[::-1], dist.get_world_size(group))
+        return PlainBucket([*parameters[::-1]], dist.get_world_size(group))
     if rehearsing():
         return PlainReducer(parameters[::-1], bucket_mb, hook)
     holder = nn.Module()
