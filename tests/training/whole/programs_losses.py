@@ -179,6 +179,9 @@ def hooks_of_losses(distribute: Distribute) -> Any:
         penalty.register_hook(lambda gradient: left.append(gradient.item()))
         loss.register_hook(lambda gradient: 2 * gradient)
         penalty.retain_grad()
-        left.append(step(3 * penalty + loss, optimizer))
+        both = 3 * penalty + loss
+        penalty.register_hook(lambda gradient: left.append(gradient.item()))
+        left.extend(g.item() for g in torch.autograd.grad(both, [penalty, loss], retain_graph=True))
+        left.append(step(both, optimizer))
         left.append(penalty.grad.item())
     return left, weights(model)

@@ -159,7 +159,7 @@ def test_a_write_into_the_gradient_of_a_batch_is_refused(data: bool, pool: Any) 
 
 
 class Attends(nn.Module):
-    """Attention with dropout, and dropout of a transposed batch."""
+    """Attention with dropout, dropout of a transposed batch, and noise of a function written in Python."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -167,7 +167,7 @@ class Attends(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         z: Tensor = self.attend(x, x, x, need_weights=False)[0]
-        return F.dropout(z.transpose(0, 1), 0.5).transpose(0, 1)
+        return F.gumbel_softmax(F.dropout(z.transpose(0, 1), 0.5).transpose(0, 1))
 
 
 def attends(distribute: Distribute) -> list[float]:
@@ -183,7 +183,7 @@ def attends_exactly() -> list[float]:
         return found
 
 
-def test_dropout_in_attention_is_that_of_one_device(pool: Any) -> None:
+def test_draws_in_functions_of_torch_are_those_of_one_device(pool: Any) -> None:
     first, *others = (pool(size).run(attends_exactly)[0] for size in (1, 2, 3))
     for other in others:
         assert_equal(other, first)

@@ -262,29 +262,37 @@ def _detached(func: Func, args: Args, kwargs: Kwargs) -> Any:
         return term(args[0].detach(), args[0].axis, args[0].known, args[0].assumed)
 
 
-def _hooked(func: Func, args: Args, kwargs: Kwargs) -> Any:
-    """Register a hook on a sum, or keep its gradient: that of the whole sum."""
-    value: Term = args[0]
-    if value.assumed:  # divide it in place by the count that it lacks, so that its gradient has the usual scale
-        value_of(value)
-        known = value.known
-        with on_parts():
-            value.div_(_count(value))
-        value.known, value.assumed = known, 0
-    hook, scale = args[1:2], value.axis.gradient_scale
+def _scale(value: Term) -> Tensor | float:
+    """Return how many times the gradient of a part is that of the sum. Collective if its count is not known."""
+    if value.assumed:
+        value_of(value)  # so that a backward divides by the count, not by the assumed one
+    return value.axis.gradient_scale / (_count(value) if value.assumed else 1)
 
-    def of_whole(gradient: Tensor) -> Any:
+
+def gradient_of_sum(found: Tensor, value: Term) -> Tensor:
+    """Convert a gradient of this rank's part to that of the sum. Collective if the count of the sum is not known."""
+    scale = _scale(value)
+    with on_parts():
+        return found / scale
+
+
+def _hooked(func: Func, args: Args, kwargs: Kwargs) -> Any:
+    """Register a hook for the gradient of a sum, or keep this gradient."""
+    value, *hook = (*args, *kwargs.values())
+    scale = _scale(value)
+
+    def hooked(gradient: Tensor) -> Any:
         found = hook[0](gradient / scale)
         return found * scale if isinstance(found, Tensor) else found
 
     with on_parts():
-        return func(value, *([of_whole] if hook else []))
+        return func(value, hooked) if hook else func(value)
 
 
 def _gradient(func: Func, args: Args, kwargs: Kwargs) -> Tensor | None:
     with on_parts():
         found = func(args[0])
-        return None if found is None else found / args[0].axis.gradient_scale
+    return None if found is None else gradient_of_sum(found, args[0])
 
 
 def backward(func: Func, args: Args, kwargs: Kwargs) -> None:

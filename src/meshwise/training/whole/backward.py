@@ -23,7 +23,7 @@ from meshwise.parallel.splits.hooks import ParameterHooks
 from meshwise.parallel.splits.rows_axis import DataAxis
 from meshwise.parallel.splits.sums import own_gradient
 from meshwise.parallel.splits.tensor import SplitTensor
-from meshwise.parallel.splits.term import Term, over_count, plain, settled, value_of
+from meshwise.parallel.splits.term import Term, gradient_of_sum, over_count, plain, settled, value_of
 from meshwise.parallel.technique import CARRIED
 from meshwise.spec.errors import UsageError
 from meshwise.torch_compat.beside_dispatch import transforming
@@ -209,6 +209,8 @@ def _of_whole(gradient: Tensor, x: Tensor, axis: DataAxis) -> Tensor:
     """Return the gradient of `x` that the program would get on one device."""
     if isinstance(x, SplitTensor) and 0 in x.parts:
         return own_gradient(gradient, x)
+    if isinstance(x, Term):
+        return gradient_of_sum(gradient, x)
     return averaged(gradient, axis) if axis.averages(x) else gradient
 
 

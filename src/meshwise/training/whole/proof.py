@@ -90,6 +90,9 @@ class _Quiet(TorchFunctionMode):
             values = dict(zip(("input", "p", "training"), args, strict=False)) | kwargs
             self.draws |= bool(values.get("training", name != "native_dropout")) and values.get("p", 0.5) != 0
             return values["input"]
+        if name == "gumbel_softmax":  # without its noise
+            self.draws = True
+            return args[0].softmax(kwargs.get("dim", -1))
         if (at := ATTENTIONS.get(name, 0)) and (len(args) > at or "dropout_p" in kwargs):
             self.draws |= bool(args[at] if len(args) > at else kwargs["dropout_p"]) and kwargs.get("training", True)
             args = (*args[:at], 0.0, *args[at + 1 :]) if len(args) > at else args

@@ -65,7 +65,7 @@ class OneDevice:
 
         def own(each: Tensor) -> Tensor:
             begin, end = world_part(0, each.shape[dim], world) if each.dim() > dim else (0, 0)
-            return each.narrow(dim, begin, end - begin) if end > begin else each
+            return each.narrow(dim, begin, end - begin).contiguous() if end > begin else each
 
         return tree if world.size == 1 else map_tensors(own, tree)
 
@@ -144,7 +144,7 @@ class WholeView:
             if each.dim() <= dim or isinstance(each, SplitTensor):
                 return each
             own = scatter(each, SplitPart(self.axis, dim, each.shape[dim]))
-            return own.contiguous() if each.is_contiguous() else own  # programs may view it
+            return own.contiguous() if dim and each.is_contiguous() else own  # programs may view it
 
         return map_tensors(divided, tree)
 
