@@ -218,12 +218,13 @@ def _most_expensive(collectives: Sequence[CollectiveReport], steps: int) -> str:
         return ""
     first = collectives[0]
     same = [c for c in collectives if c.of == first.of and (first.of or c is first)]
-    share, count, total = sum(c.share for c in same), sum(c.count for c in same), sum(c.count for c in collectives)
+    share, every = (sum(c.share for c in these) for these in (same, collectives))
+    count, total = (sum(c.count for c in these) for these in (same, collectives))
     size = bytes_text(max(c.bytes for c in same))
     what = f"of {first.of}" if first.of else f"{first.name}s of {size}"
     sentence = (
         f" {count / steps:.0f} of {total / steps:.0f} collectives a step are {what}, of at most {size}: "
-        f"{percent_text(share)} of the time of all collectives."
+        f"{percent_text(share / every if every else 0.0)} of the time of all collectives."
     )
     if first.bus_bandwidth is None:
         return sentence
