@@ -225,11 +225,16 @@ def compare_memory(name: str, rounds: int) -> dict[str, Any]:
 
 
 def compare(name: str, what: str, rounds: int, seconds: float) -> dict[str, Any]:
-    """Both sides by turns, each in workers of its own: ratio of the medians of turns, and its interval."""
+    """Both sides by turns, each in workers of its own, new ones every 4 turns: ratio of the medians of turns, and its
+    interval."""
     sides, steps, said = [Pool(2), Pool(2)], 5, ""
     walls: tuple[list[float], list[float]] = ([], [])
     cpus: tuple[list[float], list[float]] = ([], [])
     for number in range(rounds + 1):
+        if number % 4 == 1 and number > 1:  # memory lies elsewhere in other processes
+            for pool in sides:
+                pool.close()
+            sides = [Pool(2), Pool(2)]
         for which in (0, 1) if number % 2 else (1, 0):
             wall, cpu, told = sides[which].run(turn, str(Path(__file__).parent), name, what, not which, steps)[0]
             said = told or said

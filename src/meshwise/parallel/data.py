@@ -94,9 +94,10 @@ class DataParallel:
         factor: Callable[[], Tensor] | None = None,
         whole: bool = False,
         value: Tensor | None = None,
+        run: Callable[..., None] | None = None,
     ) -> Tensor | None:
         """Run the backward of `loss`; see `Reduction.backward`."""
-        self._backwards += 1
+        self._backwards, run = self._backwards + 1, run or torch.autograd.backward
         before: dict[int, tuple[Tensor, int]] = {}
         trained = list(map(_IS_TRAINED, self._parameters))
         if trained != self._trained:  # parameters were frozen or unfrozen, on every rank: start over
@@ -121,13 +122,13 @@ class DataParallel:
                 sent = F.pad(sent.reshape(-1).to(carrier), (0, CARRIED - sent.numel()))
             if isinstance(groups[0].reducer, PlainBucket):
                 carrier.grad = sent
-                loss.backward()
+                run((loss,))
             else:
-                torch.autograd.backward((loss, carrier), (None, sent))
+                run((loss, carrier), (None, sent))
         elif reduce and not self._groups:
-            order = self._watched(loss)
+            order = self._watched(loss, run)
         else:
-            loss.backward()
+            run((loss,))
         if self._calls < self._buckets:
             only = groups[0].reducer if len(groups) == 1 and not before else None
             if not isinstance(only, PlainBucket) or not self._reduce(only, fresh=True):
@@ -175,14 +176,14 @@ class DataParallel:
         memory."""
         self._named, self._parameters, self._groups, self._grouped = [], [], [], set()
 
-    def _watched(self, loss: Tensor) -> list[int]:
+    def _watched(self, loss: Tensor, run: Callable[..., None]) -> list[int]:
         """Run the backward, and return the indices of the parameters it reached, in order."""
         order: list[int] = []
         handles = []
         for index, p in enumerate(self._parameters):
             if p.requires_grad:
                 handles.append(p.register_post_accumulate_grad_hook(lambda _, index=index: order.append(index)))
-        loss.backward()
+        run((loss,))
         for handle in handles:
             handle.remove()
         return order
@@ -211,8 +212,7 @@ class DataParallel:
         if not all(map(operator.is_not, gradients, itertools.repeat(None))):
             return False
         plain = self._factor is None and not self._kept and self._dtype is None
-        # New memory, since the program may keep its parts.
-        views = parts_of_bucket(flat := bucket.members[0].new_empty(bucket.size), bucket.members)
+        views = parts_of_bucket(flat := bucket.memory(), bucket.members)
         if plain and bucket.large:  # copy and divide in one pass
             for view, gradient in zip(views, gradients, strict=True):
                 torch.div(gradient, bucket.ranks, out=view)

@@ -158,6 +158,7 @@ class Sharded:
         factor: Callable[[], Tensor] | None = None,
         whole: bool = False,
         value: Tensor | None = None,
+        run: Callable[..., None] | None = None,
     ) -> Tensor | None:
         """Run the backward of `loss`, and add this rank's shard of the mean gradients to `grad`."""
         if self._staged:
@@ -182,7 +183,7 @@ class Sharded:
             sharding.begin_backward_at(root, loss)
         self._by_method.clear()
         with together():
-            loss.backward()
+            (run or torch.autograd.backward)((loss,))
         for numbers in self._own_numbers if reduce else ():
             numbers.reduce(self.weighed)
         self._factor = None

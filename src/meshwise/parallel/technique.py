@@ -104,6 +104,7 @@ class Reduction(Protocol):
         factor: Callable[[], Tensor] | None = None,
         whole: bool = False,
         value: Tensor | None = None,
+        run: Callable[..., None] | None = None,
     ) -> Tensor | None:
         """Run the backward of `loss`, and add the gradients to the `grad` of the parameters.
 
@@ -114,6 +115,7 @@ class Reduction(Protocol):
         whole: whether `factor` also multiplies the gradients that earlier backwards have added to `grad`.
         value: a detached scalar or short vector, such as the loss. Its mean over the ranks is returned. Without
             `value`, the result is None.
+        run: is called instead of `torch.autograd.backward`, with the same arguments.
         """
         ...
 

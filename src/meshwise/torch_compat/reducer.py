@@ -36,6 +36,7 @@ _VERSION = operator.attrgetter("_version")
 Hook = Callable[[Any], torch.futures.Future[Tensor]]
 
 
+ALONE = 2  # references to memory of which only one tensor, and the call that asks, hold one
 LARGE = 8192  # mean parameter size above which one call per parameter beats a second pass over the bucket
 
 
@@ -63,7 +64,19 @@ class PlainBucket:
     def __init__(self, members: list[nn.Parameter], ranks: int) -> None:
         self.members, self.ranks = members, ranks
         self.size = sum(p.numel() for p in members)
-        self.large = members[0].device.type == "cpu" and self.size > LARGE * len(members)
+        self._on_cpu = members[0].device.type == "cpu"
+        self.large = self._on_cpu and self.size > LARGE * len(members)
+        self._kept: Tensor | None = None
+
+    def memory(self) -> Tensor:
+        """Return a flat tensor for the gradients of a backward. On the CPU this is the tensor of the last backward,
+        unless the program still holds one of those gradients: new memory would cost page faults in each step."""
+        kept = self._kept
+        if kept is not None and torch._C._storage_Use_Count(kept.untyped_storage()._cdata) == ALONE:
+            return kept if not kept.requires_grad else kept.detach()
+        made = self.members[0].new_empty(self.size)
+        self._kept = made if self._on_cpu and type(made) is Tensor else None
+        return made
 
 
 class PlainReducer:
@@ -170,6 +183,12 @@ def base_of(tensor: Tensor) -> Tensor:
 def in_backward() -> bool:
     """Return whether this thread is running a backward. Read in torch 2.13: `autograd/graph.py`."""
     return bool(torch._C._current_graph_task_id() != -1)
+
+
+def run_backward(loss: Tensor, gradient: Tensor, retain_graph: bool) -> None:
+    """Run a backward that begins with this gradient of a loss. `torch.autograd.backward` would check both first."""
+    engine: Any = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
+    engine((loss,), (gradient,), retain_graph, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 def default_store() -> Store:

@@ -94,13 +94,12 @@ def with_parts_of(operand: Any, like: SplitPart, dims: int) -> Any:
     """Prepare an operand of an elementwise operator."""
     if not isinstance(operand, Tensor):
         return operand
-    from_end = like.dim - dims
-    shape = whole_shape(operand)
-    part = part_of(operand)
+    from_end, part = like.dim - dims, part_of(operand)
     if part is not None:
-        if part.dim - len(shape) == from_end and part.alike(like):
+        if part.dim - operand.dim() == from_end and part.alike(like):
             return operand
         operand = gather(operand)
+    shape = operand.shape
     if len(shape) < -from_end or shape[from_end] == 1 != like.length:
         return enter(operand, like.axis)
     return scatter(operand, moved(like, from_end + len(shape)))

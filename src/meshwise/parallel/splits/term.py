@@ -35,6 +35,8 @@ PLAIN = """dim ndimension numel nelement size __len__ is_floating_point is_compl
 storage_offset is_contiguous __hash__ requires_grad_ .shape .dtype .device .requires_grad .grad_fn .is_leaf .ndim
 .layout .itemsize .is_cuda .is_cpu .is_meta .is_sparse .is_quantized .names .output_nr ._version .is_nested"""
 _PLAIN = {*PLAIN.split()}
+_as_subclass, _item, _tolist = Tensor.as_subclass, Tensor.item, Tensor.tolist  # before the whole view replaces them
+NUMBERS: dict[torch.dtype, Callable[[float], Any]] = {torch.float32: numpy.float32, torch.float64: float}
 
 heard: list[Callable[[str, Args, Kwargs], None]] = []
 """Called with each operator on batches and terms while a step is observed (training/guards/same_program.py)."""
@@ -46,7 +48,7 @@ class Known:
     __slots__ = ("axis", "by", "count", "divides", "local", "parent", "total", "value")
 
     def __init__(
-        self, axis: Axis, local: Tensor | None = None, count: Tensor | None = None, parent: Known | None = None,
+        self, axis: Axis, local: Tensor | None = None, count: Tensor | int | None = None, parent: Known | None = None,
         by: Any = 1, divides: bool = False,
     ) -> None:  # fmt: skip
         self.axis, self.local, self.count, self.parent, self.by, self.divides = axis, local, count, parent, by, divides
@@ -75,9 +77,10 @@ class Known:
             return self.local
         wide = torch.promote_types(self.local.dtype, torch.float32)
         if self.local.device.type != "cpu" or type(self.local) is not Tensor:
-            return torch.stack([self.local.to(wide), self.count.to(wide)])
+            count = torch.as_tensor(self.count, dtype=wide, device=self.local.device)
+            return torch.stack([self.local.to(wide), count])
         numbers = numpy.zeros(room, "f4" if wide is torch.float32 else "f8")  # faster than a stack
-        numbers[:2] = self.local.item(), self.count.item()
+        numbers[:2] = _item(self.local), self.count if isinstance(self.count, int) else _item(self.count)
         return torch.from_numpy(numbers)
 
     def set(self, made: Tensor, times: int = 1) -> None:
@@ -88,7 +91,7 @@ class Known:
         elif made.device.type != "cpu":
             self.total, self.value = made[1] * times, made[0] / made[1]
         else:
-            whole, count, *_ = made.tolist()
+            whole, count, *_ = _tolist(made)
             self.total, self.value = count * times, whole / count if count else math.nan
 
 
@@ -106,10 +109,10 @@ class Term(Tensor):
     def known(self) -> Known:
         """What is known about the sum. Made anew after a write to the memory of this tensor."""
         known, written = self.__dict__["held"]
-        if version(self) != written:
-            with on_parts():
+        with on_parts():
+            if version(self) != written:
                 known = self.known = Known(self.axis, self.detach().clone())
-            self.assumed = 0  # `_written` wrote values that are divided already
+                self.assumed = 0  # `_written` wrote values that are divided already
         return known  # type: ignore[no-any-return]
 
     @known.setter
@@ -140,7 +143,9 @@ class Term(Tensor):
 
     def item(self) -> Any:
         """See `torch.Tensor.item`."""
-        return value_of(self).item()
+        with on_parts():
+            found, number = self.known.get(reduce=True), NUMBERS.get(self.dtype)
+            return float(number(found)) if number and isinstance(found, float) else _item(value_of(self))
 
 
 def term(local: Tensor, axis: Axis, known: Known | None = None, assumed: int = 0) -> Term:
@@ -154,7 +159,7 @@ def term(local: Tensor, axis: Axis, known: Known | None = None, assumed: int = 0
 def plain(value: Term) -> Tensor:
     """Return this rank's part as a plain tensor, with its gradient."""
     with on_parts():
-        return value.as_subclass(Tensor)
+        return _as_subclass(value, Tensor)
 
 
 def value_of(value: Term) -> Tensor:

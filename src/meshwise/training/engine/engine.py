@@ -49,7 +49,7 @@ from meshwise.workers.gate import StepGate
 
 Microbatch = tuple[Any, BatchSlice]
 """The data of a microbatch on this rank, and the `BatchSlice` that says which samples of the global batch they are."""
-Seen = tuple[int, int, BatchSlice | None, Tensor]
+Seen = tuple[int, int, BatchSlice | None, Tensor | float]
 """Facts about one backward: its number, its step's number, this rank's part of the batch, and this rank's loss."""
 NOTHING = contextlib.nullcontext()
 

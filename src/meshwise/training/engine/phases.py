@@ -121,7 +121,7 @@ class Phases:
         if NVTX or is_profiled():
             self._range = open_range("backward")
 
-    def backward_ends(self, mean: Tensor | None, own: Tensor | None) -> None:
+    def backward_ends(self, mean: Tensor | float | None, own: Tensor | float | None) -> None:
         """Record the end of a backward."""
         if self._range is not None:
             self._close_range()
@@ -133,7 +133,7 @@ class Phases:
         now = time.monotonic()
         if now - self._counted > LOSS_EVERY:
             self._counted = now
-            self._recorder.count("loss", mean.detach())
+            self._recorder.count("loss", mean.detach() if isinstance(mean, Tensor) else mean)
             self.look()
 
     def step_begins(self, optimizer: Optimizer) -> None:

@@ -44,7 +44,7 @@ class FiniteLosses:
         waiting, self._waiting = self._waiting, []
         earlier, self._on_its_way = self._on_its_way, None
         if waiting and not rehearsing():
-            fine = torch.stack([own.reshape(()).isfinite() for _, _, _, own in waiting])
+            fine = torch.stack([torch.as_tensor(own).reshape(()).isfinite() for _, _, _, own in waiting])
             if has_streams(fine.device):
                 there, event = fine.to("cpu", non_blocking=True), torch.Event(fine.device)
                 event.record()
@@ -73,9 +73,9 @@ class FiniteLosses:
         whose = f" of {ranks_text([rank for rank, _ in bad])}" if bad and several else ""
         self._say(FIRST.format(step=step, whose=whose, what=bad[0][1] if bad else "not finite over all ranks"))
 
-    def backward_ends(self, mean: Tensor | None, own: Tensor | None) -> None:
+    def backward_ends(self, mean: Tensor | float | None, own: Tensor | float | None) -> None:
         """Keep the loss until the next call of `look`, which checks it."""
-        if mean is not None:
+        if mean is not None and not (isinstance(mean, float) and math.isfinite(mean)):
             self._waiting.append((self._program.backwards, self._engine.phases.number, self._engine.part, mean))
 
     def program_begins(self) -> None:

@@ -28,7 +28,7 @@ from meshwise.parallel.technique import CARRIED
 from meshwise.spec.errors import UsageError
 from meshwise.torch_compat.beside_dispatch import transforming
 from meshwise.torch_compat.program_calls import put
-from meshwise.torch_compat.reducer import in_backward, multiply_each
+from meshwise.torch_compat.reducer import in_backward, multiply_each, run_backward
 from meshwise.torch_compat.sharding import locals_of
 from meshwise.torch_compat.torch_function import on_parts
 from meshwise.training.engine import steps
@@ -44,7 +44,6 @@ class Backwards:
         of a program."""
         self._engine, self._axis, self._third = engine, axis, third
         self._options: dict[str, Any] | None = None  # keyword arguments of the running backward, if any
-        self._scale: Tensor | None = None  # the initial gradient of its loss
         self._in_grad = False
         self._parameters: list[weakref.ref[nn.Parameter]] = []
         self._hooks = ParameterHooks(self._parameters)
@@ -75,10 +74,7 @@ class Backwards:
         given = grad_tensors if grad_tensors is not None else grad_variables
         inner = self._options is not None or in_backward()  # run by the reduction or by a recomputed block
         if inner or (self._axis is None and create_graph):
-            options = {"retain_graph": retain_graph, "create_graph": create_graph, "inputs": inputs}
-            if self._scale is not None and not in_backward():
-                given, self._scale = (self._scale, *(given or ())[1:]), None  # the loss's gradient comes first
-            self._backward(tensors, given, **(options if self._options is None else self._options))
+            self._backward(tensors, given, retain_graph, create_graph, inputs=inputs)
             return
         if create_graph:
             raise UsageError(
@@ -90,7 +86,7 @@ class Backwards:
         try:
             self._run(loss)
         finally:
-            self._options = self._scale = None
+            self._options = None
 
     def _run(self, loss: Tensor) -> None:
         log_verb("backward")
@@ -110,36 +106,46 @@ class Backwards:
         if program.backwards >= engine.events.due:
             engine.events.tell()
         if engine.watcher is not None:
-            engine.watcher.loss_known(loss.detach() if value is None else value)
+            engine.watcher.loss_known(loss.detach() if value is None else torch.as_tensor(value, dtype=loss.dtype))
 
-    def _reduced(self, loss: Tensor) -> Tensor | None:
+    def _reduced(self, loss: Tensor) -> Tensor | float | None:
         """Run the backward of a loss, and return the loss if all ranks know it."""
         reduction, reduce = self._engine.program.reduction, self._engine.reduce
+        run = functools.partial(self._begin_at, None)
         if reduction is None:
-            self._backward(_local(loss), **self._options or {})
+            run((_local(loss),))
             return None
         if not isinstance(loss, Term):
             value = None if self._axis is not None else loss.detach()  # no axis: a rehearsal
-            reduction.backward(loss, reduce=reduce, value=value)
+            reduction.backward(loss, reduce=reduce, value=value, run=run)
             return loss.detach()
         if not reduce or reduction.unreduced:  # gradients of several losses are averaged together
             value_of(loss)
         root, size, kept = loss.known.root, loss.axis.size, list[tuple[nn.Parameter, Tensor]]()
         local, waits = plain(loss), loss.assumed and root.value is None
-        self._scale = torch.full_like(local, size / loss.assumed if waits else size)
+        run = functools.partial(self._begin_at, torch.full_like(local, size / loss.assumed if waits else size))
         if root.value is not None:
-            reduction.backward(over_count(local, loss) if loss.assumed else local, reduce=reduce)
-            return value_of(loss)
+            reduction.backward(over_count(local, loss) if loss.assumed else local, reduce=reduce, run=run)
+            return loss.known.get(reduce=True)
         if waits:
             kept = self._gradients()
             for p, _ in kept:
                 p.grad = None
         sent = root.sent(CARRIED)
-        means: Any = reduction.backward(local, value=sent.reshape(-1))
+        means: Any = reduction.backward(local, value=sent.reshape(-1), run=run)
         root.set(means if sent.dim() == 1 else means.reshape(sent.shape), size)
         if waits:
             self._divide(loss.assumed / (root.total if isinstance(root.total, Tensor) else root.total or 1), kept)
-        return value_of(loss)
+        return loss.known.get(reduce=True)
+
+    def _begin_at(self, scale: Tensor | None, tensors: tuple[Tensor, ...], gradients: Any = None) -> None:
+        """Run a backward with the options of the program's. scale: the gradient of the first tensor, the loss."""
+        options = self._options or {}
+        if scale is None or len(tensors) > 1 or "inputs" in options:
+            gradients = gradients if scale is None else (scale, *(gradients or (scale,))[1:])
+            self._backward(tensors, gradients, **options)
+        else:
+            run_backward(tensors[0], scale, bool(options.get("retain_graph")))
 
     def _gradients(self) -> list[tuple[nn.Parameter, Tensor]]:
         held = [p for ref in self._parameters if (p := ref()) is not None]
@@ -225,8 +231,11 @@ def _one(tensors: Any, gradients: Any) -> Tensor:
     given = (gradients,) if gradients is None or isinstance(gradients, Tensor) else tuple(gradients)
     given = given if len(given) == len(each) else given * len(each)
     if len(each) == 1 and given[0] is None:
-        if each[0].numel() != 1:
+        loss, summed = each[0], isinstance(each[0], Term)
+        with on_parts() if summed else contextlib.nullcontext():
+            size, dims = loss.numel(), loss.dim()
+        if size != 1:
             raise RuntimeError("grad can be implicitly created only for scalar outputs")
-        return each[0] if each[0].dim() == 0 or isinstance(each[0], Term) else each[0].sum()
+        return loss if summed or dims == 0 else loss.sum()
     first, *others = [x if g is None else (x * g).sum() for x, g in zip(each, given, strict=True)]
     return functools.reduce(torch.add, others, first)

@@ -17,7 +17,7 @@ import functools
 import zlib
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +32,7 @@ from meshwise.spec.user_code import user_place
 from meshwise.torch_compat.beside_dispatch import transforming
 from meshwise.torch_compat.compiling import is_used, without_compiling
 from meshwise.torch_compat.modules import buffers_in, parameters_in
-from meshwise.torch_compat.reducer import in_backward, versions
+from meshwise.torch_compat.reducer import data_of, in_backward, versions
 from meshwise.torch_compat.sharding import sharded_modules
 from meshwise.torch_compat.torch_function import on_parts
 from meshwise.torch_compat.tree import all_leaves, map_tensors
@@ -41,7 +41,7 @@ from meshwise.training.data.order import BatchSlice
 from meshwise.training.engine.engine import Engine
 from meshwise.training.engine.seeds import seed_generators, set_states, states
 from meshwise.training.whole.batches import with_rows, write_back
-from meshwise.training.whole.new_code import listen, look_again, new_code
+from meshwise.training.whole.new_code import HEARS, listen, look_again, new_code
 from meshwise.training.whole.proof import Verdict, holds_values, outputs, prove
 from meshwise.training.whole.reads import Otherwise, Reads, apart, looked_at, registered
 from meshwise.transfer import collectives
@@ -223,7 +223,8 @@ class Call:
 
     def _apart(self, args: Any, kwargs: Any, verdict: Verdict, part: SplitPart) -> Any:
         engine, grad = self.divided.engine, torch.is_grad_enabled()
-        begun, nodes, outside, why = next_node() if grad else 0, -1, [False], cast(Any, None)
+        begun, nodes, outside = next_node() if grad else 0, -1, [False]
+        why: Any = None
         before, written, forget = self._versions(), verdict.attributes(), engine.attempt(part)
         with on_parts():
             own_args, own_kwargs = _own(args, kwargs, part, outside)
@@ -262,7 +263,7 @@ class Call:
 
     def _hearing(self) -> contextlib.AbstractContextManager[Any]:
         """Notice new code in a call, unless proofs are collective: a single rank may run the new code."""
-        listens = self._alone and not self.divided.engine.program.coupled_gradients and not is_used()
+        listens = HEARS and self._alone and not self.divided.engine.program.coupled_gradients and not is_used()
         return new_code() if listens else contextlib.nullcontext()
 
     def _proven_anew(self, args: Any, kwargs: Any, verdict: Verdict, before: Any, new: Any) -> tuple[str | None, bool]:
@@ -313,7 +314,7 @@ def _own(args: Any, kwargs: Any, part: SplitPart, outside: list[bool]) -> Any:
     def own(leaf: Tensor) -> Tensor:
         outside[0] |= leaf.requires_grad
         if isinstance(leaf, SplitTensor):
-            rows = leaf.as_subclass(Tensor) if leaf.requires_grad else leaf.data
+            rows = leaf.as_subclass(Tensor) if leaf.requires_grad else data_of(leaf)
             return rows.clone() if leaf.requires_grad and is_used() else rows  # a copy: dynamo would see a view's base
         return enter(leaf, part.axis)
 

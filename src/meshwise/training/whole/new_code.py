@@ -22,6 +22,7 @@ from meshwise.training.guards.own_collectives import is_of_program
 from meshwise.training.whole.proof import Verdict
 from meshwise.transfer.splitmix import mixed
 
+HEARS = hasattr(sys, "monitoring")
 TOOLS = (3, 4)  # tool ids that Python reserves for no particular tool
 Instructions = set[tuple[CodeType, int]]
 
