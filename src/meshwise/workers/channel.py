@@ -4,7 +4,7 @@ The messages go over the side channel.
 
 The side channel carries messages that must arrive even when collectives cannot: done, failed, progress, halt. A closed
 channel is a message too: it tells the launcher that a worker is gone, or a worker that its launcher is gone, so that
-no process is left behind. Both ends prove the token without sending it; the launcher puts it in a worker's environment.
+no process is left behind. Both ends prove that they know the token in a worker's environment, without sending it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Read this process's control groups, of version 2 or 1.
 
-Control groups hold what Linux lets this process use, and what it denied. They also tell whether the kernel's
-out-of-memory killer ended a process, since a SIGKILL does not say who sent it: its kills are counted in each control
-group of version 2 (`memory.events`) and for the machine (`/proc/vmstat`).
+Control groups hold what Linux lets this process use, and what it denied. A SIGKILL does not say who sent it, but the
+kernel counts the processes that its out-of-memory killer has ended: in each control group of version 2
+(`memory.events`) and for the machine (`/proc/vmstat`).
 """
 
 from __future__ import annotations

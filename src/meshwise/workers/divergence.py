@@ -7,8 +7,8 @@ If one rank calls another verb than the others, two different collectives may me
 if the collectives' sizes match, the results are silently wrong.
 
 meshwise's launcher compares the ranks' logs. Under other launchers, such as torchrun and srun, no process watches the
-ranks from outside: each rank logs in a file that the machine's other ranks can read (`begin`), and one that loses the
-connection to another rank reports where they diverged.
+ranks from outside: each rank logs in a file that the machine's other ranks can read (`begin`), and a rank that loses
+its connection to another rank reports where they diverged.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class DivergenceWatch:
         return {rank: read_trail(trail_path(self._folder, rank)) for rank in self._ranks}
 
     def look(self, ended: Collection[int]) -> str:
-        """Compare the calls that the ranks have logged so far."""
+        """Describe how the calls logged so far differ. Return "" if they are equal."""
         now = time.monotonic()
         if len(ended) == len(self._ranks):
             return divergence(self.trails(), ended)
@@ -68,7 +68,7 @@ class DivergenceWatch:
 
 
 def divergence(trails: Mapping[int, VerbTrail | None], ended: Collection[int]) -> str:
-    """Compare the calls that all ranks must make in the same order (see `Verb`), such as collectives."""
+    """Describe the first difference between the ranks' calls (see `Verb`). Return "" if there is none."""
     number = _first_difference(trails, ended)
     if number is None:
         return ""
@@ -145,7 +145,7 @@ def begin(world: World, store: Any) -> None:
 
 
 def tell_of_loss(before: Callable[..., Any], folder: Path, ranks: Sequence[int], *error: Any) -> None:
-    """Show an uncaught exception as usual."""
+    """Show an uncaught exception, and if another rank was lost, where the ranks diverged."""
     before(*error)
     if is_communication_error(error[1]):
         trails = {rank: read_trail(trail_path(folder, rank)) for rank in ranks}

@@ -2,8 +2,8 @@
 
 A call of `os._exit` is reported, with its line, before it ends the process (`on_exit`).
 
-When Python exits, it clears its modules. That copies the memory pages that the workers of a machine share, so the exit
-is when they need the most memory. As in a normal exit, threads are joined, exit functions called, open files flushed.
+When Python exits, it clears its modules, which copies the memory pages that the workers of a machine share. `exit_now`
+keeps libraries intact, but joins threads, calls exit functions and flushes open files as a normal exit does.
 """
 
 from __future__ import annotations

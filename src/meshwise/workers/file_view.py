@@ -2,8 +2,8 @@
 
 Files that the program wrote are there; all other files stay in place.
 
-scratch_files.py applies this view to Python's file functions. Code that bypasses it (C++, Rust, other programs) fails
-if it would change a file of the user, where Linux's Landlock restricts the writes of the process (`lock_files`).
+scratch_files.py applies this view to Python's file functions. Code that bypasses them (C++, Rust, other programs) fails
+if it would change a file of the user, provided that Linux supports Landlock, which restricts writes (`lock_files`).
 Interface: docs.kernel.org/userspace-api/landlock.html. Tested in tests/workers/test_scratch_files.py.
 """
 
@@ -183,7 +183,7 @@ class FileView:
 
         path: the logical path of the folder.
         """
-        names = dict.fromkeys(os.listdir(path) if os.path.isdir(path) else ())  # in the order of the disk
+        names = dict.fromkeys(os.listdir(path) if os.path.isdir(path) else ())  # keeps the order of `os.listdir`
         for folder in (*self.layers(path), self.files + path):
             names |= dict.fromkeys(sorted(os.listdir(folder)) if os.path.isdir(folder) else ())
         return [name for name in names if os.path.lexists(self.place(os.path.join(path, name)))]

@@ -195,7 +195,7 @@ def serve(line: socket.socket, work: Callable[[], int], interrupted: Any = signa
     """Run the fork server: for each request, fork a process that calls `work`."""
     for ignored in (*WARNINGS, signal.SIGINT):
         signal.signal(ignored, signal.SIG_IGN)
-    gc.freeze()  # workers then never scan imported objects, so the memory pages of these stay shared
+    gc.freeze()  # workers then never scan imported objects, whose memory pages stay shared
     children: dict[int, int] = {}
     wakes, wake = os.pipe()
     os.set_blocking(wake, False)

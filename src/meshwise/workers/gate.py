@@ -36,9 +36,9 @@ LIMIT = "MESHWISE_DEADLINE"
 """The environment variable that holds the time at which `--time-limit` ends the run, in seconds since 1970."""
 LOOK, ASK = 0.5, 60.0  # seconds between checks of the clock, and between calls of squeue
 ANSWER = 20.0  # timeout of squeue in seconds
-SAVES = 3  # time to leave, in saves: one may wait for an unfinished one, and all ranks and jobs write at the end
+SAVES = 3  # leave time for this many saves: one may wait for an unfinished one, and all ranks and jobs write last
 UNKNOWN, SHARE = 20.0, 0.1
-"""The guess before a save is measured: UNKNOWN seconds. SAVES saves take at most SHARE of the time that is left."""
+"""A save not yet measured is assumed to take UNKNOWN seconds, but SAVES saves at most SHARE of the time left."""
 LEAVES = 5.0  # seconds for a job's processes to exit after the last save
 
 
@@ -208,7 +208,7 @@ def watch_time(
     environment: Mapping[str, str] = os.environ,
     left_of: Callable[[str], float | None] | None = None,
 ) -> None:
-    """Wait until the time left for the run is just enough for a stop."""
+    """Call `ask` once the time left for the run is just enough for a stop."""
     job = job_id(environment) if JOB in environment else ""
     text, left_of = environment.get("SLURM_JOB_END_TIME", ""), left_of or left_by_squeue
     end = float(text) if job and text.isdigit() else math.inf

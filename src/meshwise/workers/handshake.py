@@ -13,7 +13,7 @@ Not covered: the messages are not encrypted. Anybody may ask a server for its pr
 it, so a secret is 32 random bytes, or a text that is as hard to guess.
 
 Each connection to a server has a thread of its own and TIMEOUT seconds to prove the secret, so silent connections keep
-real ones out only if no more files can be opened.
+others out only when the process can open no more files.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ MOST = 16 << 20
 """The largest length of a message, in bytes."""
 HEAD, NUMBER = struct.Struct("!I"), struct.Struct("!Q")
 TIMEOUT = 30.0  # seconds for a new connection to prove the secret
-PAUSE = 0.01  # seconds until the next attempt to accept, if none is possible now
+PAUSE = 0.01  # seconds to wait after a failed attempt to accept a connection
 
 
 class Unproven(ConnectionError):

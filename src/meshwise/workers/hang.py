@@ -31,10 +31,10 @@ from meshwise.workers.stuck import STATES, Idleness, standing, state_of, stuck_c
 INTERVAL = 0.25  # seconds between checks
 LOST = 0.5  # maximum seconds to count between two checks: a launcher that was stopped itself has missed reports
 LEAST = 2.0  # shorter silences, in seconds, are ignored
-OF_STOPPED = 5.0  # the limit for a stopped process, whose silence is not explained by a step, compiling or writing
+OF_STOPPED = 5.0  # the limit for a stopped process: no step, compiling or writing explains its silence
 FEW = 5  # steps needed to know how long a step takes
 HANG_LIMIT = 60.0
-OF_PLAIN = 600.0  # seconds in a plain program, as in NCCL: rank 0 may evaluate or write for minutes
+OF_PLAIN = 600.0  # seconds in a plain program, like NCCL's timeout: rank 0 may evaluate or write for minutes
 ASKED = "collectives"
 """A message of this kind asks a rank which collectives its device waits for. The launcher sends it (worker.py)."""
 NOBODY: Mapping[int, RemoteBeat] = {}

@@ -133,7 +133,7 @@ class Heartbeat:
         self.words[OVERLAPS] = overlaps
         self.names: dict[str, int] = {}
         self._groups: dict[str, int] = {}  # where the words of each group begin
-        self._lock = threading.Lock()  # a sum that overlaps with computing ends in another thread
+        self._lock = threading.Lock()  # an overlapped collective ends in another thread
         self.beats = self._recent = self._step = self._began = self._timed = 0
 
     def phase(self, kind: str) -> None:

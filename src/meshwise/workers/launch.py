@@ -75,7 +75,7 @@ def launch(
         )
         stack.callback(launcher.end)
         task = scratch / "task.pickle"
-        # Pickle twice, because the worker needs this module path before it unpickles the function.
+        # Pickle twice, because the worker needs `sys.path` before it unpickles the function.
         task.write_bytes(cloudpickle.dumps((sys.path, cloudpickle.dumps((function, arguments)))))
         launcher.start(task, slots)
         launcher.watch()
@@ -165,8 +165,8 @@ class _Launcher:
                 self._fail(failure.culprit(failures, self.size))
 
     def _ended(self) -> bool:
-        """Check whether the processes of this machine have ended, and those of the others are done. A process that is
-        done but cannot end is ended by `end`."""
+        """Check whether the workers of this machine have ended and those of other machines are done. `end` kills a
+        worker that is done but does not exit in time."""
         here = self._over() and all(w.seconds > END_TIMEOUT or w.process.poll() is not None for w in self.workers)
         return here and (self.nodes is None or self.nodes.all_done())
 

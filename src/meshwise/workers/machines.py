@@ -3,7 +3,7 @@
 Their launchers meet in the store of the first machine, which leads: it announces each attempt and who takes part.
 Every machine keeps a store and has told the others its address; if the leader is lost, they meet at the next machine.
 A restarted machine asks machine 0, which knows who leads. This module does not decide whether the remaining machines
-may go on: both halves of a split network may get that far.
+may go on: both halves of a split network may choose a leader.
 """
 
 from __future__ import annotations

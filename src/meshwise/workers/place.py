@@ -213,7 +213,7 @@ def of_slurm(environment: Mapping[str, str], proc: Path = Path("/proc")) -> Plac
     cluster = environment.get("SLURM_CLUSTER_NAME", "")
     return Place(
         "Slurm",
-        # Ranks are sorted by node, then by task. SLURM_PROCID is not so sorted under -m cyclic, plane or arbitrary.
+        # Ranks are sorted by node, then by task. SLURM_PROCID differs under -m cyclic, plane or arbitrary.
         rank=sum(tasks[:node]) + local_rank,
         size=sum(tasks),
         node=node,

@@ -34,7 +34,7 @@ from meshwise.workers.handshake import Doorkeeper, Line, Unproven, enter
 from meshwise.workers.place import Place
 from meshwise.workers.secret import SET_ONE, Secret, secret_of
 
-TIMEOUT = 600.0  # seconds for rank 0 to open its port (see above)
+TIMEOUT = 600.0  # seconds for rank 0 to open its door (see above)
 PORTS = 8  # ports derived from the key
 PATIENCE = 20.0  # seconds after which a rank says what it waits for
 STRANGERS = 60.0  # seconds to keep trying while the listener does not know the secret

@@ -58,7 +58,7 @@ FUNCTIONS: dict[tuple[str, int], tuple[str, ...]] = {
 }
 """Functions to replace, by (method that maps the path or replaces the function, index of the path argument)."""
 NEEDED = ("safetensors", "tokenizers")
-"""Packages that are imported if they are installed. Others count where the program has loaded them."""
+"""Packages to import if they are installed. In other packages, functions are replaced if the program loaded them."""
 PATHS = ("f", "file", "filename", "path", "database", "source", "where", "dst")  # possible names of the path argument
 NOT_FOLLOWED = ("lstat", "readlink", "mkdir", "symlink")
 CHANGES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC

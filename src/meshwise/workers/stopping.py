@@ -31,7 +31,7 @@ from meshwise.workers.gate import StepGate, watch_time
 
 STOP = "meshwise/stop"
 ROUND = 0.5  # seconds between checks of the store
-LINGER = 10 * ROUND  # longest time that rank 0 waits at its end, so that the others can read this
+LINGER = 10 * ROUND  # longest time that rank 0 waits before it exits, so that the others can read the last step
 PATIENCE = 60.0  # seconds for a rank to reach its next step after a request to stop, before it is ended
 _over = threading.Event()  # set when the program of this rank has ended
 _asked: queue.SimpleQueue[int] = queue.SimpleQueue()

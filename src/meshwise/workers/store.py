@@ -168,7 +168,7 @@ class Meeting:
         return now - self.heard if self.error is not None or now - self.heard > SILENCE else None
 
     def silence_of(self, name: str) -> float | None:
-        """Return the seconds since the store last received something from a machine."""
+        """Return how many seconds ago the store last heard from a machine, if this is too long."""
         seconds = self._silent.get(name, 0.0)
         return seconds if seconds > SILENCE else None
 

@@ -162,7 +162,7 @@ def log_verb(verb: str, *which: int, log: VerbLog | None = None) -> None:
     try:
         frame = sys._getframe(depth)
     except ValueError:  # the stack is shallower than last time
-        frame, code = sys._getframe(1), None  # skip this frame, which would refer to itself and its callers
+        frame, code = sys._getframe(1), None  # not this frame: a variable for its own frame would keep it alive
     line = line if frame.f_code is code and frame.f_lasti == lasti else log.line(verb, sys._getframe(1))
     line[2] += 1
     checksum = log._checksum * FACTOR + line[1]

@@ -142,8 +142,8 @@ def prepare(scratch: Path, world: World, channel: WorkerChannel) -> None:
 
 
 def tell_collectives(channel: WorkerChannel, rank: int, ask: Callable[[], Sequence[GroupProgress]] = progress) -> None:
-    """Let this rank answer when the launcher asks, by the message ASKED, what its device waits for: a line for the
-    user, such as which collectives have not ended."""
+    """When the launcher sends the message ASKED, answer with what this rank's device waits for: a line for the user,
+    such as which collectives have not ended."""
 
     def tell(message: Mapping[str, Any]) -> None:
         found = [str(each) for each in ask()]
