@@ -8,7 +8,7 @@ first kind in this list that is under way owns the moment; this is the attributi
 
     waiting, communication          of a blocking collective
     forward, backward, optimizer, evaluate, checkpoint, transfer
-    waiting, communication          of a collective that overlaps with computing: what is owned here is exposed
+    waiting, communication          of a collective that overlaps with computing: its exposed part
     backward                        after its last bucket was handed over
     data
     idle                            none of them
@@ -154,10 +154,9 @@ OWNERS = np.array(
 """The owners to which a moment of a rank's time can be attributed, each given by the kind of time as which it counts.
 If several owners apply to a moment, the first of them is chosen. The numbers below are indices in this list."""
 BLOCKING, COMPUTING, BACKWARD, OVERLAPPED, BACKWARD_END, OUTSIDE_OWNER, NOBODY = 0, range(2, 8), 3, 8, 10, 13, 14
-"""Numbers of owners. A pair of waiting and communication is named by the number of waiting, the first of the two.
-Communication is hidden while the rank computes: it then costs no time."""
+"""Indices of owners. For a pair of waiting and communication, this is the index of waiting, the first of the two."""
 OWNER_OF_KIND = np.array([np.flatnonzero(code == OWNERS)[-1] for code in KIND.values()])
-"""The owner of a span, by the span's kind. `_claims` treats communication and backward."""
+"""The owner of a span, by the span's kind. `_claims` itself handles communication and backward."""
 
 
 @dataclass(frozen=True)

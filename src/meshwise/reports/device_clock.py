@@ -39,7 +39,7 @@ class DeviceClock:
     """Tells when a device reaches points in its current stream, in ns of the host's clock. `mark` sets such a point."""
 
     def __init__(self, clock: Callable[[], int], make_event: Callable[[], Any]) -> None:
-        """Create the clock."""
+        """clock: returns the host's time in ns. make_event: makes an event that can be timed."""
         self._clock = clock
         self._make_event = make_event
         self._base: tuple[Any, int] | None = None

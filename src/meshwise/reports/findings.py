@@ -29,8 +29,8 @@ FEWEST = 10
 LEAST_UNEQUAL = 1.1
 """Unequal shares of a batch are suggested if the fastest rank computes this many times as fast as the slowest."""
 GROWTH, GROWTH_STEPS, GROWTH_SAMPLES = 0.05, 500, 100
-"""Memory grows if the median rises by more than GROWTH from the first to the second and to the last third of the
-samples. The first quarter of a run does not count. GROWTH_STEPS steps and GROWTH_SAMPLES samples are needed."""
+"""Memory grows if the median rises by more than GROWTH from each third of the samples to the next. The first quarter of
+a run does not count. At least GROWTH_STEPS steps and GROWTH_SAMPLES samples are needed."""
 
 LATENCY_BOUND = 16 * 1024
 """A collective of at most this many bytes takes about as long as one of 1 byte, on links of 1 GB/s and 10 µs."""
@@ -189,7 +189,7 @@ def _of_step(shares: _Shares, stragglers: Sequence[Finding]) -> Iterator[Finding
 
 def _communication(shares: _Shares, stragglers: Sequence[Finding]) -> Iterator[Finding]:
     share, table = shares.share("communication"), shares.table
-    collectives = [c for c in shares.collectives if c.bytes and 2 * c.count >= shares.steps]  # those of usual steps
+    collectives = [c for c in shares.collectives if c.bytes and 2 * c.count >= shares.steps]  # leave out rare ones
     if share < LEAST["communication"]:
         return
     delays = table.sync_points.delay

@@ -256,6 +256,6 @@ def _losses(losses: Mapping[int, float], spans: Spans) -> list[Counter]:
     if not losses or not len(spans):
         return []
     first = spans[(spans["rank"] == spans["rank"][0]) & (spans["kind"] == KIND["optimizer"])]
-    ended = dict(zip(first["step"].tolist(), first["end"].tolist(), strict=True))  # a repeated step: its last end
+    ended = dict(zip(first["step"].tolist(), first["end"].tolist(), strict=True))  # of a repeated step, the last end
     rows = [(end, step, NO_PHASE, losses[step]) for step, end in ended.items() if step in losses]
     return [_counter(int(spans["rank"][0]), "loss", rows)] if rows else []

@@ -52,8 +52,8 @@ class Recorder:
         self.samples = 0
         """Number of samples in the global batches that this rank has worked on."""
         self.pulse: Any = None
-        """Reports the progress of a worker to its launcher whenever the rank enters a phase or a step, if there is one
-        (`Heartbeat` of workers/heartbeat.py)."""
+        """Reports to the launcher that the rank enters a phase or a step (`Heartbeat` of workers/heartbeat.py). None
+        without a launcher of meshwise."""
         self.memory: Callable[[], Mapping[str, float]] | None = None
         """Returns the bytes in use, by name. Called at the end of each phase of the step after `request_memory`."""
         self.held: Callable[[], Mapping[str, float]] = dict

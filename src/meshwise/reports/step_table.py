@@ -220,7 +220,7 @@ def step_table_of(timeline: Timeline) -> StepTable:
 
 
 def _lost(step: Whole, session: Whole) -> NDArray[np.bool_]:
-    """Return a mask of the steps at or after which a later session began again."""
+    """Return a mask of the steps that were lost: a later session began again at or before them."""
     lost = np.zeros(len(step), bool)
     for later in np.unique(session)[1:]:
         again = step[(session == later) & (step > 0)]

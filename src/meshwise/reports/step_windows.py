@@ -30,7 +30,7 @@ def step_windows(timeline: Timeline, table: StepTable, steps: tuple[int, int] | 
             known = f"{table.step[rows].min()} to {table.step[rows].max()}" if len(rows) else "none"
             raise UsageError(f"--steps {steps[0]}:{steps[1]}: the run has no steps in this range. It has {known}.")
         return [_window("chosen", timeline, table, inside)]
-    if table.present[rows].all(axis=1).any():  # in a running run, use only steps that all ranks have written
+    if table.present[rows].all(axis=1).any():  # during a run, use only steps that all ranks have written
         rows = rows[table.present[rows].all(axis=1)]
     if not len(rows):
         return []

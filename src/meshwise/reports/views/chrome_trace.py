@@ -3,7 +3,7 @@
 Perfetto is at ui.perfetto.dev.
 
 A rank is a process, a lane is a thread. Spans that overlap on a lane, such as buckets in flight together, go to further
-copies of the lane, since slices of one thread may only nest. The format: "Trace Event Format", Google, 2016.
+copies of the lane, since slices of a thread must be nested or apart. The format: "Trace Event Format", Google, 2016.
 
 Perfetto reads a time as `int(number * 1000)`. Where that would be a nanosecond too low, 0.3 ns are added, since slices
 that touch would cross otherwise. Some versions of Perfetto misread \\u escapes and `displayTimeUnit`: neither is
@@ -30,7 +30,7 @@ from meshwise.spec.json_values import json_value
 Whole = NDArray[np.int64]
 Event = dict[str, Any]
 COPIES = 1 << 16
-"""The ids of the threads of a lane: the lane and its further copies."""
+"""How many thread ids a lane gets: one for itself, the others for its further copies."""
 CHUNK = 1 << 14  # spans to convert to Python numbers at a time
 _json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 

@@ -1,7 +1,7 @@
 """Follow a run from outside, updating its report until it ends.
 
-It only reads the run's folder, so following can start and stop at any time, on any machine that sees the folder. It
-reads only the newest part of a long run, and then shows only that part.
+Following only reads the run's folder, so it can start and stop at any time, on any machine that sees the folder. Of a
+long run, only the newest part is read and shown.
 """
 
 from __future__ import annotations
