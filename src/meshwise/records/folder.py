@@ -200,7 +200,7 @@ def begin_session(folder: Path, began: float, attempt: Mapping[str, Any] | None 
 
 
 def _given_up(session: dict[str, Any]) -> dict[str, Any]:
-    """Return the facts of an attempt."""
+    """Return an attempt's facts, with the status failed if it was cut off while running."""
     return session | {"status": "failed", "reason": KILLED} if session.get("status") == RUNNING else session
 
 
