@@ -1,6 +1,6 @@
 """Define the plan: a job's mesh axes and techniques.
 
-A plan is a small value that prints as it is written.
+A plan is a small value whose repr is the expression that makes it.
 
 A plan names the mesh axes (`data` replicas, each divided over `shard` devices), what a step is cut into, and the
 techniques that trade time for memory. Each field declares what it divides and what it cannot be combined with.

@@ -1,6 +1,6 @@
 """Move a plan to another number of devices, or refuse.
 
-A refusal names the nearest plan that fits. A plan can be brought to one device, or to those that a run has left.
+A refusal names the nearest plan that fits. A plan can be moved to one device, or to the devices that a run still has.
 """
 
 from __future__ import annotations
