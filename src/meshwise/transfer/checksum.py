@@ -7,7 +7,7 @@ with a probability of at most 2^-31. Blocks are compared one by one, which locat
 bits. Only the sums leave the device, no elements.
 
 A bench sends a test pattern and checks it where it arrives: each 8-byte word is a hash of its key and index, so that a
-permuted or stale part is seen. Sums are of small whole numbers, which add up exactly.
+permuted or stale part is seen. To check a sum, it uses small whole numbers, which add up exactly.
 """
 
 from __future__ import annotations

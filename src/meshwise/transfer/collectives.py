@@ -14,7 +14,7 @@ torch_compat/collectives.py). Ranks of a group are numbered within the group. No
 values that DDP makes itself.
 
 `direct`: True replaces gloo's all-gather (of two ranks), all-to-all, reduce-scatter and broadcast with sends and
-receives where these use more of the link's bandwidth. False leaves them to the backend, as DDP and FSDP2 use it.
+receives where these use more of the link's bandwidth. False leaves them to the backend, as DDP and FSDP2 do.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ def all_gather(
 def reduce_scatter(
     tensor: Tensor, op: str = "sum", group: Group = None, *, out: Tensor | None = None, direct: bool = True
 ) -> Tensor:
-    """Reduce `tensor` over the ranks, and return this rank's part along dim 0, of equal parts."""
+    """Reduce `tensor` over the ranks, divide it equally along dim 0, and return this rank's part."""
     shape = (len(tensor) // world_size(group), *tensor.shape[1:])
     into = _out(out, shape, tensor)
     if world_size(group) == 1:
