@@ -1,6 +1,6 @@
 """Define a plan's estimated cost: step time and memory, with intervals.
 
-Both are also given in parts, and as what a small change of the plan would add or save.
+Both are also split into parts. `edits` says what small changes of the plan would save.
 """
 
 from __future__ import annotations

@@ -86,7 +86,7 @@ def rehearser(
         try:
             try:
                 step = simulate(steps, prices, interval=interval, merged=short)
-            except NotExtrapolable:  # only the times depend on microbatches that were left out
+            except NotExtrapolable:  # only the times need the microbatches that were left out
                 steps = [each.step for each in traced(plan, "launches")]
                 step = simulate(steps, prices, interval=interval, merged=short)
         except ValueError as error:  # a deadlock: the traced ranks wait for each other

@@ -104,7 +104,7 @@ class _Play:
             self.settle(now)
 
     def launch(self, rank: int, now: float) -> None:
-        """Let a rank's host launch its next items, up to one for whose end it has to wait."""
+        """Let a rank's host launch its next items, up to the first whose end it must wait for."""
         of = self.ranks[rank]
         of.host = max(of.host, now)
         while of.next < len(of.items):

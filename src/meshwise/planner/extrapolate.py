@@ -155,7 +155,7 @@ class _Longer:
             begin, shift = end + piece.length, shift + piece.length
 
     def _fixed(self, place: int, before: int) -> Event | None:
-        """Add an event that is not repeated to the extrapolated trace."""
+        """Add to the extrapolated trace an event that is not repeated."""
         event, times = self.long.events[place], self.times
         if event is None:
             return self._put(place, None, (), None)
@@ -173,7 +173,7 @@ class _Longer:
         one, other = self.short.refers[before], self.long.refers[place]
         if len(one) == len(other):
             return [self._fixed_refer(old, new) for old, new in zip(one, other, strict=True)]
-        found: list[int] = []  # for a launch that waits for an event of each piece
+        found: list[int] = []  # the launch waits for one event of each repeated piece
         rest = list(one)
         for new in other:
             piece = self.pieces.of(new)

@@ -1,6 +1,6 @@
 """Measure operators at their shapes on this processor, and cache times.
 
-Each operator is run with real tensors (timing.py). Its time is cached in the user's cache folder, under torch's
+Each operator is run with real tensors (timing.py). Its time is cached in the user's cache folder, keyed by torch's
 version, the processor, the number of threads, the number of workers and the call. The memory that an operator allocates
 internally is measured with it. What Python, modules and autograd add to an operator is measured once for all operators.
 """

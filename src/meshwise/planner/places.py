@@ -70,7 +70,7 @@ class Places(Recorder):
         if _until and _until[-1][1]() > _until[-1][0]:
             raise OutOfTime
         self._name = name
-        self._inside = self._last = ""  # a stage may have left its forward inside a block
+        self._inside = self._last = ""  # `Leave` may have ended a forward inside a block
         if phase == "optimizer":
             self._starts, self._blocks = [], []
 
@@ -82,7 +82,7 @@ class Places(Recorder):
         return self._block(), self._microbatch() if staged is None else staged[1]
 
     def _block(self) -> str:
-        if self._inside or self.phase == "forward":  # in a backward, a block is being recomputed
+        if self._inside or self.phase == "forward":  # `_inside` in a backward: a block is recomputed
             return self._inside
         node = node_under_way()
         if node is not None and node <= next_node():  # nodes that accumulate gradients have the highest numbers

@@ -43,7 +43,7 @@ ROOMY = 0.5
 LARGE = 10**9
 """Models with this many parameters are planned in bfloat16: training in float32 takes 16 bytes a parameter."""
 SLACK = 1.1
-"""The search tries plans first whose memory, roughly guessed, is at most this many times the memory of a device."""
+"""The search first tries plans whose memory, as roughly guessed, is at most this many times a device's memory."""
 EDITS = 10.0
 """If the user asks about one plan, the maximum number of seconds to spend on variants of it that take less memory."""
 _NOTHING = Search((), (), (), 0.0)

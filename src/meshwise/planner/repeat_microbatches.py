@@ -1,8 +1,8 @@
 """Compose a step of many microbatches from a trace of few.
 
-All microbatches but the first two and the last run the same operators after the same action, so a step of any number
-of them is put together from the pieces of a step of few (repeat_pieces.py, repeat_steps.py). Anything else raises
-NotExtrapolable.
+All microbatches except the first two and the last run the same operators, each after the same action. So a step of any
+number of them can be composed from the pieces of a step of few (repeat_pieces.py, repeat_steps.py). If they do not,
+NotExtrapolable is raised.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def _microbatches(work: Work) -> int:
 
 
 def with_more(trace: Trace) -> Trace:
-    """Return the trace of a step of one more microbatch, after a first step without it."""
+    """Return `trace` with `more`, of one more microbatch, in place of its `step`."""
     step, more = trace.step, trace.more
     if more is None:
         raise NotExtrapolable("no step of one more microbatch was traced")
@@ -131,7 +131,7 @@ def with_more(trace: Trace) -> Trace:
     named = {old.storage: new.storage for new, old in zip(*begins, strict=False)}
 
     def of(event: Any) -> Any:
-        """Return an event of `more`, with memory that is held at the beginning numbered as in `step`."""
+        """Return an event of `more`. If its storage is held at the beginning, number it as in `step`."""
         number = None if isinstance(event, Launch | Mark) else named.get(event.storage)
         return event if number is None else replace(event, storage=number)
 
@@ -147,7 +147,7 @@ def check_equal(traced: Trace, made: Trace) -> None:
 
 
 def _pairs(made: Sequence[Sequence[Any]], traced: Trace) -> Iterator[tuple[Any, Any]]:
-    """Yield pairs of an event of the composed trace and one of the traced trace, whose references skip marks."""
+    """Yield pairs of a composed and a traced event, the latter without marks and with the former's storage."""
     numbers: dict[int, int] = {}
     for others, events in zip(made, sections_of(traced), strict=True):
         before = list(itertools.accumulate((isinstance(event, Mark) for event in events), initial=0))

@@ -57,8 +57,8 @@ class Last(NamedTuple):
 
 
 class Left(NamedTuple):
-    """A launch of the previous action, or an allocation that it left: number `back` from the last one of this
-    `kind`. place: its place in the traced step."""
+    """A launch of the previous action, or an allocation that it left in use: number `back` of this `kind`, counted
+    from the last one. place: its place in the traced step."""
 
     kind: Hashable
     back: int

@@ -1,7 +1,7 @@
 """Write a step of many microbatches from pieces of few.
 
-The pieces follow each other in the order of the pipeline's schedule. After the last backward, all microbatches may be
-visited one after the other.
+The pieces follow each other in the order of the pipeline's schedule. Events after the last backward may concern
+all microbatches, one after the other.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class Composing:
         return before and Piece(piece.section, "forward" if before[0] else "backward", before[1])
 
     def _of(self, piece: Piece, like: Piece, ref: Place | Last | Left, led: dict[Piece, Piece]) -> Target:
-        """Return the target in the longer trace, for this piece of it, of a reference in the shorter trace."""
+        """Translate a reference of the shorter trace to its target in the longer one, for the piece `piece`."""
         if isinstance(ref, Left):
             before = self._action_before(piece)
             if before is not None and before.name == ref.place.piece.name:
@@ -162,7 +162,7 @@ class Composing:
         return ref._replace(number=number)
 
     def _write_rest(self, piece: Piece) -> None:
-        """Write events that belong to no microbatch, but may visit all of them."""
+        """Write events that belong to no microbatch, but may go through all of them."""
         entries, at = self._pieces.entries[piece], 0
         while at < len(entries):
             if self._launches_alone and not isinstance(entries[at].event, Launch):
@@ -195,14 +195,14 @@ class Composing:
         name, number, last = ref.piece.name, ref.piece.number, self._counts[ref.piece.section] - 1
         if number == 2 and not any(isinstance(each, Place) and each.piece[1:] == (name, 1) for each in refers):
             raise NotExtrapolable(f"an event refers to the {name} of microbatch {number} alone")
-        # Microbatch 2 of the shorter trace stands for all between the second and the last; its neighbors do not.
+        # Microbatch 2 of the shorter trace stands for all between the second and the last; later ones stand for none.
         like = {0: (0,), 1: (1,), 2: range(2, last), self._pieces.count - 1: (last,)}
         for other in like.get(number, ()):
             if other not in self._left_out or name not in ACTIONS:
                 yield ref.piece._replace(number=other), ref.at
 
     def _sweep(self, entries: Sequence[Entry], at: int) -> tuple[int, bool, dict[Piece, list[Entry]]] | None:
-        """Return how many entries visit the microbatches in order, whether backwards, and those of each piece."""
+        """Return how many entries go through the microbatches in order, whether in reverse, and them by piece."""
         run = list(self._run(entries, at))
         names = {ref.piece.name for ref in run if 2 <= ref.piece.number < self._pieces.count - 1}
         if not names:
@@ -222,7 +222,7 @@ class Composing:
         return best
 
     def _run(self, entries: Sequence[Entry], at: int) -> Iterator[Place]:
-        """Yield the references of the entries from `at` on, as long as each leads to a microbatch of one family."""
+        """Yield the references of the entries from `at` on, until an entry is of another family (see `_family`)."""
         family = _family(entries[at])
         for entry in entries[at:]:
             if not family or _family(entry) != family:

@@ -135,7 +135,7 @@ class _Loop(Places):
         self._trained = self._trained or phase == "backward"
         self._stepping = phase == "optimizer" or (self._stepping and over != "optimizer")
         if phase == "optimizer" and not self._trained:
-            phase = "forward"  # a closure of the step computes forward and backward
+            phase = "forward"  # the optimizer's closure runs forward and backward
         elif over == "backward" and self._stepping:
             phase = "optimizer"
         if over == "backward":
@@ -189,7 +189,7 @@ class _Loop(Places):
         self.phase, self._stepped = "other", self._trained
 
     def stepped(self) -> None:
-        """Count an optimizer step of a script without `mw.distribute`, and end it after STEPS."""
+        """Count an optimizer step of a script without `mw.distribute`. End the script after STEPS."""
         if not self._engine.has_applied:
             self._alone += 1
             if self._alone > STEPS:

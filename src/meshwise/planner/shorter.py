@@ -236,14 +236,14 @@ class _Skipped(nn.Module):
 
 
 class _BlockOutput:
-    """What a block returns: a tensor, and the further values of a tuple (`rest`), or None."""
+    """What a block returns: a tensor alone (`rest` is None), or a tuple of it and the values in `rest`."""
 
     def __init__(self) -> None:
         self.rest: tuple[Any, ...] | None = None
         self._before: tuple[object, ...] = ()
 
     def check(self, after: int, tensor: Tensor, references: int) -> None:
-        """Raise NotExtrapolable if the model did anything since the `after` skipped blocks before."""
+        """Raise NotExtrapolable if the model did anything since the skipped block before. after: 0 if there is none."""
         now = id(tensor), references, calls_so_far()
         if after and now != self._before:
             raise NotExtrapolable("between two blocks, the model runs an operator or keeps a tensor")

@@ -57,7 +57,7 @@ def blocks_axis(stretch: Stretch) -> GrowthAxis:
 
     @functools.cache
     def known(module: str) -> tuple[int, str]:
-        """Return (n, name)."""
+        """Return which block contains a module (-1: none), and the rest of the module's name."""
         name = module
         while name and name not in places:
             name = name.rpartition(".")[0]
@@ -82,8 +82,7 @@ Actions = Callable[[int], list[Order]]  # maps a number of microbatches to a sta
 FEW_STAGES = 4
 """How many stages are traced: the first, two of those between to see that they do the same, and the last."""
 FEW_COPIES = 2
-"""How many replicas on the axis `data` the mesh of such a trace has, so that plans of any size of `data`
-share it."""
+"""The most replicas on the axis `data` in such a trace, so that plans with any size of `data` share it."""
 
 
 @dataclass(frozen=True)
@@ -100,8 +99,8 @@ class Stages:
 
     @property
     def begun(self) -> int | None:
-        """The fewest microbatches with which the first two stages act as in the plan. None unless it has hardly more
-        microbatches than stages: their last forward follows a forward, or is the first after a backward."""
+        """The fewest microbatches with which the first two stages act as in the plan, if it fills its pipeline only
+        once (see `fills_once`). None otherwise."""
         return FEW_STAGES + self.plan.accumulate - self.plan.pipeline if fills_once(self.plan) else None
 
     @property
@@ -112,7 +111,7 @@ class Stages:
 
     @property
     def apart(self) -> int:
-        """How many ranks apart two stages of a pipeline are."""
+        """How many ranks apart two neighboring stages of a pipeline are."""
         return self.plan.within_samples // self.plan.pipeline
 
     def needs_less(self, stage: int) -> bool:
@@ -145,7 +144,7 @@ class Stages:
         return moved
 
     def moved(self, trace: Trace, stage: int) -> Trace:
-        """Return the trace of a stage of the real pipeline, whose events are moved already."""
+        """Return `trace`, whose events are already moved, as the trace of a stage of the real pipeline."""
 
         def work(old: Work) -> Work:
             (rank,) = self._at([old.rank], stage)
@@ -231,7 +230,7 @@ def check_third(found: Sequence[Trace], stages: Stages, count: int, axis: Growth
 
 
 def without_third(found: Sequence[Trace], few: bool) -> list[Trace]:
-    """Return the traces without that of the third of FEW_STAGES stages. few: whether these stand for more."""
+    """Remove the trace of the third of FEW_STAGES stages. few: whether these stages stand for more."""
     return [*found[:THIRD], *found[THIRD + 1 :]] if few and len(found) == FEW_STAGES else list(found)
 
 
@@ -276,7 +275,7 @@ def actions_of(plan: Plan, stage: int) -> Actions:
 
 
 def with_left_out(orders: Callable[[int], Sequence[Order]], count: int, runs: int) -> tuple[list[Order], range]:
-    """Return the actions of a step of `count` microbatches of which only `runs` run, and which are left out."""
+    """Return the actions of a step of `count` microbatches of which only `runs` run, and those left out."""
     if runs >= count:
         return list(orders(count)), range(0)
     left_out = range(LEAST, LEAST + count - runs)

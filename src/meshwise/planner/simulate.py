@@ -65,7 +65,7 @@ def costs_of(work: Work, prices: Prices) -> list[Cost] | None:
             facts = price, prices.host(what, rank, launch.phase, work.dtensors), share, count
             known[id(what), launch.phase] = facts
         price, host, share, count = facts
-        blocks = launch.blocks or (cpu and launch.stream == MAIN)  # on a CPU, the host computes itself
+        blocks = launch.blocks or (cpu and launch.stream == MAIN)  # on a CPU, the host itself computes
         joins = (
             before is not None
             and share == before.share == COMPUTING

@@ -129,7 +129,7 @@ def _extent(shape: Sequence[int], strides: Sequence[int]) -> int:
 
 
 def _indices_below(name: str, args: Sequence[Any]) -> int:
-    """Return a number n."""
+    """Return n, so that all integers from 0 to n - 1 are valid indices for this operator."""
     if "embedding_dense_backward" in name:
         return max(int(args[2]), 1)
     first: list[int] = next((one["tensor"] for one in args if isinstance(one, dict) and "tensor" in one), [])

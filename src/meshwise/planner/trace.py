@@ -213,7 +213,7 @@ def _steps(
 
     def mark(piece: str, number: int = -1) -> None:
         if marked:
-            mine: Any = Mark(piece, number)  # readers of events never see marks, which a composed trace lacks
+            mine: Any = Mark(piece, number)  # `Event` excludes marks: a composed trace has none
             record.events.append(mine)
 
     if engine.program.pipeline is not None:

@@ -160,7 +160,7 @@ class Tracer:
     def _growth(
         self, least: Sequence[Trace], actions: Sequence[Actions], longer: Callable[[], Sequence[Trace]]
     ) -> list[Growth]:
-        """Return what grows with the microbatches: by a further step of one more, or a longer trace."""
+        """Return what grows with the microbatches, from a traced step of one more, or else a longer trace."""
         with contextlib.suppress(NotExtrapolable):
             return [growth_of(each, with_more(each), own) for each, own in zip(least, actions, strict=True)]
         return [growth_of(*three) for three in zip(least, longer(), actions, strict=True)]

@@ -115,8 +115,8 @@ def fake_world(rank: int, size: int) -> Iterator[None]:
                 yield
             finally:
                 dist.destroy_process_group()
-                # Meshes of two ranks with the same layout are equal, so DTensor caches of one rank may return groups of
-                # the other. The next world may give the names of these groups to other groups.
+                # Meshes with the same layout are equal, even of two ranks, so DTensor's caches could give the next rank
+                # the groups of this one. In the next world, other groups may have their names.
                 _clear_sharding_prop_cache()
     finally:
         sys.excepthook = hook  # undo torch's hook, which names a rank in each line of a traceback
