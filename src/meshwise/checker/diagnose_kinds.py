@@ -109,8 +109,8 @@ def _is_not_summed(evidence: Evidence) -> bool:
 
 
 def _is_read_by_every_rank(evidence: Evidence) -> str:
-    """Return a sentence about a value that every rank has of all samples, so that `mw.sum` counts each sample once per
-    rank. Return an empty string if there is none."""
+    """Return a sentence about a value that every rank computes from all samples, so that `mw.sum` counts each sample
+    once per rank. Return an empty string if there is none."""
     one, plan = (evidence.first.facts.get(side, math.nan) for side in ("one device", "the plan"))
     again = near(plan, one * evidence.plan.devices) and evidence.first.name.startswith("mw.sum")
     return COUNTED.format(name=evidence.first.name, both=evidence.both_numbers()) if again else ""

@@ -1,4 +1,4 @@
-"""Note a program's own collectives, and NaN read before they ended.
+"""Record a program's own collectives, and reads before they ended.
 
 Collectives that meshwise itself calls while the program runs do not count. In a perturbed check, the buffer that a
 collective or a point-to-point transfer writes holds NaN until it has ended.
@@ -50,7 +50,7 @@ class Exchange(NamedTuple):
 
     @property
     def within(self) -> str:
-        """The source line of the call and the name of the collective."""
+        """Like `line`, with the autograd Function that makes the call, if there is one."""
         return f"{self.place} ({self.operator} in {self.function})" if self.function else self.line
 
 

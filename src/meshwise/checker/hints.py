@@ -1,4 +1,4 @@
-"""Find mistakes that one device makes too, with their lines.
+"""Find mistakes that affect one device too, with their lines.
 
 A comparison of one device with a plan does not show them. They are found while a script runs on one device.
 

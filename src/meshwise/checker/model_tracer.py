@@ -130,8 +130,7 @@ class ModelTracer:
             self.trace.unkeyed |= self.draws.unkeyed
 
     def _go_on(self, calls: dict[str, int]) -> None:
-        """Take over the number of calls of each module from the previous pipeline stage, so that this stage counts
-        on."""
+        """Take over the number of calls of each module from the previous pipeline stage, and count on from there."""
         self._calls = dict(calls)
 
     def discard(self) -> None:

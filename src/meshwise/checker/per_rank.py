@@ -83,7 +83,7 @@ def _has_sum(node: ast.expr) -> bool:
 
 
 def _own_losses(source: Source) -> Found:
-    """Find losses of this rank that are printed, logged or compared, where the returned whole loss was dropped."""
+    """Find losses of this rank that are printed, logged or compared in place of the loss that mw.backward returns."""
     for call in (call for call in source.calls() if source.verb(call) == "backward"):
         if name := _own_loss(source, call):
             divisor = _divisor(call.args[0])
@@ -116,7 +116,7 @@ def _shows(source: Source, node: ast.stmt, name: str) -> bool:
 
 
 def _joins(source: Source, node: ast.AST) -> bool:
-    """Return whether code may reduce values over the ranks, by the names of its functions; or runs on one rank."""
+    """Return whether code runs on one rank, or may reduce values over ranks, judging by its functions' names."""
     called = {name_of(each) for each in ast.walk(node) if isinstance(each, ast.Call)}
     if any(word in each.lower() for each in called for word in JOINS) or "rank" in ast.unparse(node).lower():
         return True

@@ -94,7 +94,7 @@ def _disturbed(spec: CheckSpec, seed: int) -> Iterator[list[str]]:
     with find_races(lambda finding: None) as of_streams:
         if world_size(everyone()) == 1 or not (spec.in_float64 or spec.plan.precision == "fp64"):
             yield found
-        else:  # perturbed() makes streams wait more often than the program does
+        else:  # the waits that perturbed() adds can hide races of streams
             with perturbed(seed, get_rank(everyone())) as disturbed:
                 yield found
             found += disturbed.races

@@ -29,7 +29,7 @@ def sketch(value: Tensor) -> Tensor:
 
 
 def pieces(value: Tensor) -> Tensor:
-    """Return a tensor as a short vector."""
+    """Return a tensor's values as a vector, or a sketch of them if there are many."""
     flat = as_real(value).reshape(-1).to(torch.float64)
     if flat.numel() <= PIECES * DIRECTIONS:
         return flat.cpu()

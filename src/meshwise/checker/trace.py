@@ -192,7 +192,7 @@ class ProgramTrace:
 
 
 def trace_to_compare(found: ProgramTrace, script: str) -> Trace:
-    """Return the trace in `found`."""
+    """Return the trace in `found`. Raise UsageError if there is nothing to compare."""
     if found.plan is None:
         raise UsageError(
             f"{script}: mw.distribute was given no model, so there is nothing to check. Write "

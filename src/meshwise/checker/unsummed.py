@@ -3,8 +3,8 @@
 Each rank of a per-rank program then has results for its own samples only, unlike one device.
 
 An evaluation is a loop over a distributed loader that has no backward and runs a distributed model in its first batch.
-It is reported once no `mw.sum`, `mw.mean` or `mw.gather_samples` can follow, which may come after the loop as well: at
-the next loop at another place, or the end of the program. Not reported are loops whose results the program reduces by
+A `mw.sum`, `mw.mean` or `mw.gather_samples` may still come after the loop, so the loop is reported only when the next
+loop at another place begins, or the program ends. Not reported are loops whose results the program reduces by
 torch.distributed, loops before a training (they may prepare it), loops that are left after one batch,
 and `update_bn`. Models that use torch.compile get no hook: their loops run a model if gradients are off or a model is
 in evaluation mode.
@@ -81,7 +81,7 @@ class UnsummedLoops:
             self._waiting.append(loop)
 
     def joined(self, value: object) -> None:
-        """Forget all loops up to now, because the program has reduced values, which may be the results of any."""
+        """Forget all loops up to now, because the program has reduced values, maybe the results of these loops."""
         for loop in (*self._open.values(), *self._waiting):
             loop.unhook()
             loop.foreign.close()
@@ -89,11 +89,11 @@ class UnsummedLoops:
         self._waiting.clear()
 
     def program_begins(self) -> None:
-        """Warn of the loops of an earlier program of the process that nothing has summed."""
+        """Warn of loops of this process's earlier program whose results nothing has summed."""
         self._say(lambda loop: not loop.prepares)
 
     def evaluations_end(self) -> None:
-        """Warn of the loops that nothing has summed until the end of the program."""
+        """Warn at the end of the program of loops whose results nothing has summed."""
         trained = self._program.backwards > self._program.began
         self._say(lambda loop: not (loop.prepares and trained))
 

@@ -34,7 +34,7 @@ class RowDraws(KeyedDraws):
         self._part, self._layout = part, by_reference(reference, Rows(0, part.own, part.length, part.own))
 
     def attempt(self) -> Callable[[], None]:
-        """Return a function that resets the draws: the draw that would come next now is repeated."""
+        """Return a function that resets the draws to their present state, so that later draws repeat."""
         calls, drawn = dict(self._calls), len(self.log)
 
         def redraw() -> None:

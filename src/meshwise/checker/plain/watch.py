@@ -61,7 +61,7 @@ def watch_plain(script: Callable[[], object], steps: int, seed: int, follow: Fol
             if end.code not in (None, 0):
                 raise
         except StopIteration:
-            if not watcher.reads.has_cut:  # raised by a script that calls next() once per batch
+            if not watcher.reads.has_cut:  # if a loop was cut, next() in the script may raise it
                 raise
     return watcher.ended()
 

@@ -99,7 +99,7 @@ class ShadowMemory:
         return len(self._cells)
 
     def add(self, access: Access, is_before: IsBefore) -> list[Access]:
-        """Add an access."""
+        """Add an access. Return the earlier accesses that race with it."""
         region, found = access.region, dict[int, Access]()
         cells = self._opened(region)
         for cell in cells:

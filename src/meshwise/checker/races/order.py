@@ -2,9 +2,9 @@
 
 A lane is a stream of a device, or the host. All threads of the host are one lane. The work on each lane is numbered.
 
-A lane knows that the work of another lane is done, up to a number, once it has waited for it. It can wait for an event,
-which stores what its own lane knew when the event was recorded. Or the host waits, because work that is launched after
-a wait of the host also follows what the host has waited for.
+A lane knows that another lane's work up to some number is done, once it has waited for that work. Either the lane waits
+for an event, which stores what the recording lane knew at that time. Or the host waits: all work that is launched later
+follows what the host has waited for.
 """
 
 from __future__ import annotations

@@ -275,7 +275,7 @@ def _lane_of(stream: torch.Stream) -> Lane:
 
 
 def _name_of(address: int) -> str:
-    """Return the name of the variable that holds the tensor at `address`, e.g."""
+    """Return the name of the variable that holds the tensor at `address`, such as `x` or `self.x`."""
     frame = sys._getframe(1)
     while frame.f_back is not None and not is_shown(frame.f_code.co_filename):
         frame = frame.f_back
