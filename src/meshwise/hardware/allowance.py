@@ -3,7 +3,7 @@
 Cores are divided among workers.
 
 Control groups of versions 1 and 2 are read. Every limit from this process's own group up to the root group applies, so
-the smallest limit counts. They are tested in tests/hardware/test_host_facts.py.
+the smallest limit counts. Tested in tests/hardware/test_host_facts.py.
 """
 
 from __future__ import annotations

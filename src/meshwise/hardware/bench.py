@@ -120,7 +120,7 @@ def stop_by(error: KeyboardInterrupt | WorkerFailed) -> Stop:
 
 
 def default_devices() -> str:
-    """Return `all` if there is an accelerator."""
+    """Return `all` if there is an accelerator, or else some CPU workers, such as `4xcpu`."""
     return "all" if accelerators()[1] else f"{min(max(len(allowed_cores()), 2), MOST_WORKERS)}xcpu"
 
 

@@ -143,7 +143,7 @@ def nominal_rate(kind: str, generation: int | None, width: int | None) -> float 
 
 @cache
 def networks() -> Mapping[str, float]:
-    """Return the one-way bytes/s of networks."""
+    """Return the one-way bytes/s of each kind of network."""
     rates = _text()["network"]["rates"]
     return {name: read_quantity(rate, "bytes/s", f"catalog.toml, {name}") for name, rate in rates.items()}
 

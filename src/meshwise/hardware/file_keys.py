@@ -1,6 +1,6 @@
 """Define the tables of a machine file: how each key is read.
 
-The keys of a table are the fields of the dataclass that it describes, so a new field is a new row. An error
+The keys of a table are the fields of the dataclass that it describes, so a new field needs a row here. An error
 names the file, the table and the key, and says what to write instead. Only UsageError is raised.
 """
 

@@ -163,7 +163,7 @@ def _index(name: str) -> int | None:
 
 
 def _device(values: Table, own_parts: Mapping[str, Table], place: str) -> Device:
-    """Make a device. A figure is its own, that of [part.NAME] if it has none, or that of the catalog."""
+    """Make a device. Each figure comes from its own table, else from [part.NAME], else from the catalog."""
     name = values["part"]
     known = part(name)
     if known is None and name not in own_parts and not set(FIGURES) & set(values):
@@ -297,7 +297,7 @@ def _figures(device: Device) -> dict[str, Any]:
 
 
 def _own_table(device: Device, first: Device) -> dict[str, Any]:
-    """Return the table of a device; figures equal to those of `first` are under its part."""
+    """Return the table of a device, without figures if they equal those of `first`."""
     own = _table(device, [name for name in DEVICE if name not in FIGURES])
     same = all(getattr(device, name) == getattr(first, name) for name in FIGURES)
     return own if same else {**own, **_figures(device)}

@@ -77,7 +77,7 @@ def class_links(device_parts: list[CatalogPart], several_on_a_host: bool) -> tup
 
 
 def _slowest_link(device_parts: list[CatalogPart], apart: bool, warnings: list[str]) -> list[CatalogPart]:
-    """Return the model with the slowest link, and warn. Models that share a host copy through it."""
+    """Return the model with the slowest link, and warn. Different models on a host copy through the host."""
     if len({part.name for part in device_parts}) == 1:
         return device_parts
 
@@ -112,7 +112,7 @@ def _count(words: str, digits: str) -> int:
 
 
 def _named(words: str, name: str) -> tuple[CatalogPart, list[str]]:
-    """Find the model that a name means, the first of several; warn of others and of doubtful figures."""
+    """Find the first model that a name may mean. Warn of other such models and of doubtful figures."""
     plain = _plain(name)
     exact = [part for part in parts() if plain in map(_plain, (part.name, *part.aliases))]
     found = exact or [part for part in parts() if _means(plain, part)]
@@ -142,7 +142,7 @@ def _letters(name: str) -> str:
 
 
 def _means(plain: str, part: CatalogPart) -> bool:
-    """Return whether a name is the model's family, with its memory size and form or without."""
+    """Return whether a name is the model's family, with or without its memory size and form."""
     if part.memory is None:
         return False
     family, size = _plain(part.family), part.memory // 2**30

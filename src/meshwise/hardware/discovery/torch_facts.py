@@ -4,7 +4,7 @@ NVML numbers devices by PCI address and sees every device. torch numbers devices
 the environment leaves visible. Devices of both are matched by PCI address. torch's names are kept, since programs use
 these names.
 
-torch is imported when it is asked, not when this module is imported. Callers that do not need torch do not wait for it.
+torch is imported when `read_torch` is called, not with this module, so other callers do not wait for torch.
 """
 
 from __future__ import annotations

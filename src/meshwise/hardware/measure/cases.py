@@ -171,7 +171,7 @@ def _of_parts(
 
 
 def _of_sums(member: Member, tensor: Tensor, out: Tensor, own: int, call: Callable[[], object]) -> Case:
-    """Make the `Case` of a rank that gets in `out` the sum of row `own` of all ranks' tensors."""
+    """Make the `Case` of a rank that gets, in `out`, the sum over all ranks of row `own`."""
 
     def write(number: int) -> None:
         for part, row in enumerate(tensor):

@@ -1,7 +1,7 @@
 """Time repeated calls by the device's clock, or by the host's.
 
-On CUDA many calls are enqueued behind a held stream and lie between two events, so that the host's pace does not count;
-the first calls are left out. Calls are repeated, for a median and its percentiles.
+On CUDA, a stream is held until many calls are enqueued, and two events time them, so that the host's pace does not
+count. The first calls are left out. Calls are repeated, for a median and its percentiles.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ HOST_SECONDS = 1e-5  # the host's time to enqueue a call
 
 
 def alone(*values: float) -> list[float]:
-    """Agree with nobody: return the values of this process."""
+    """Return the values of this process, when no other ranks take part."""
     return list(values)
 
 

@@ -137,7 +137,7 @@ def _latency(timings: Timings) -> str:
 
 
 def _rate(result: PathResult, size: int) -> Cell:
-    """Format the bus bandwidth at a size, which is the rate of a copy one way."""
+    """Format the bus bandwidth at a size. For a copy, this is its one-way rate."""
     if result.wrong is not None:
         return Text("corrupt", WRONG)
     if size not in result.timings.sizes:
