@@ -83,8 +83,8 @@ def plan(shape: Shape, held: tuple[Held, ...], onto: Sharding | None = None) -> 
 
 
 def _grown(shape: Shape, own: Shape, lies: Sharding, size: int) -> Sharding | None:
-    """Return the sharding that the result of an elementwise operation has if the operation does not move one
-    operand."""
+    """Return the sharding of the result of an elementwise operation for which this operand does not move, or None
+    if there is none."""
     if lies.dim is None:
         return sharding(lies.places)
     dim = lies.dim + len(shape) - len(own)

@@ -1,4 +1,4 @@
-"""Count elements in bins: on each device, then in sum."""
+"""Count elements in bins on each device, and add the counts."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ def promoted(one: torch.dtype, other: torch.dtype) -> torch.dtype:
 
 
 def comparable(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Cast values to `dtype`. torch cannot compare values of some dtypes."""
+    """Cast values to `dtype`, or to a dtype with the same order if torch cannot compare `dtype`."""
     values = values.to(dtype)
     if dtype is torch.uint64:
         return values.view(torch.int64) ^ torch.iinfo(torch.int64).min

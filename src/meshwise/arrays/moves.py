@@ -1,4 +1,4 @@
-"""Move an array's bytes between devices; nothing else does.
+"""Move arrays' bytes between devices; only this file does.
 
 It exchanges pieces, changes an array's layout, or combines parts.
 

@@ -134,7 +134,7 @@ def _where(at: Any) -> Any:
 
 
 def _named(name: str, dim: int, call: Callable[[], Any]) -> Any:
-    """Return the result of `call`."""
+    """Return the result of `call`, and name the function and the axis in its errors."""
     try:
         return call()
     except (IndexError, ValueError) as error:
