@@ -156,7 +156,7 @@ class ClosedForm:
         part = self._model.parameters / (plan.tensor * stages * plan.expert)
         hidden = self._hidden * rows / plan.context
         one = self._block(plan, rows)
-        passed = blocks * (stages - 1) * hidden / self._memory_rate  # blocks of earlier stages only pass on a shape
+        passed = blocks * (stages - 1) * hidden / self._memory_rate  # blocks of earlier stages only return a tensor
         forward = blocks * one.forward + one.outside / 3 + passed
         backward = blocks * one.backward + one.outside * 2 / 3 + (count > 1) * ADDED * part / self._memory_rate
         gather, reduce = self._gather(plan, part, blocks), self._reduce(plan, part, blocks)
@@ -237,7 +237,7 @@ class ClosedForm:
             backward += rows * (more[0] * part if plan.sequence else self._between(more[0], more[-1], part))
             whole, divided = (self._each(again[place][0], "kept") for place in (0, -1))
             kept = rows * self._between(whole, divided, part)
-            if plan.sequence:  # the block's input is gathered
+            if plan.sequence:  # each rank keeps the block's whole input
                 kept = rows * (self._hidden + (whole - self._hidden) * part)
         elif plan.recompute != "none":
             backward, kept = backward + forward, self._hidden * rows * (part if plan.sequence else 1)

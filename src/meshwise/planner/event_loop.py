@@ -204,7 +204,7 @@ class _Play:
             self.begin_next(rank, waiting, now)
 
     def settle(self, now: float) -> None:
-        """Update speed and expected end of the activities on ranks where one has begun or ended."""
+        """Update the speed and expected end of all activities on ranks where an activity has begun or ended."""
         if len(self.changed) == 1:
             tasks = list(self.ranks[self.changed.pop()].active)
         else:

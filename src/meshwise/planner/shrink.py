@@ -134,7 +134,7 @@ class Stages:
 
         def moved(event: Launch) -> Launch:
             number, module = axis.read(event)[1], event.module
-            if number is not None and number // self.blocks >= traced:  # otherwise it stands in for an earlier block
+            if number is not None and number // self.blocks >= traced:  # else it stands for an earlier stage's block
                 module = axis.write(event, number + by)[0]
             same = what(event.what) if isinstance(event.what, CollectiveOperation) else event.what
             if same is event.what and module == event.module:
