@@ -228,7 +228,7 @@ class EngineWatcher:
     def loss_known(self, loss: Tensor, scale: float = 1.0) -> None:
         """Add a loss to the recorded loss of the current step."""
         if self.tracer is not None:
-            if self._job is not None:  # gradients are complete: sums over pipeline stages come last
+            if self._job is not None:  # now gradients are complete, even those summed over stages
                 gradients = gradients_of(self._model)
                 self.tracer.step.gradients = {name: g / scale for name, g in gradients.items()}
             self.tracer.step.loss += float(loss)
