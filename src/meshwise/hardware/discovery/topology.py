@@ -62,7 +62,7 @@ def _host_link(one: Accelerator, crosses: str = "") -> Link:
 
 
 def _as_reported(kind: str, generation: int | None, width: int | None) -> dict[str, Any]:
-    """Return the full rate of a link of a part that the catalog does not have, for `Link`."""
+    """Return the full rate of a link as arguments of a `Link`, for a part that the catalog lacks."""
     rate = nominal_rate(kind, generation, width)
     origin = AS_REPORTED if rate else ""
     return {"bandwidth": rate, "full_generation": generation, "full_width": width, "origin": origin}
