@@ -3,7 +3,7 @@
 Only this moves, which is the lower bound:
 
 - the elements of the value that are on other devices than the elements that they replace
-- a value that is repeated along the sharded dim: to each device that is written
+- a value that is repeated along the sharded dim, to each device that it is written to
 - for index arrays, also what fetching.py describes
 - the elements of a mask that are on other devices than the elements that they select
 """
