@@ -8,10 +8,10 @@ defined here. Nothing is imported from Lightning, so `lightning` and `pytorch_li
 
     batches     `batch_size` counts the samples of all devices together; each rank holds its rows of every batch
     step        the closure that Lightning passes to an optimizer runs before the step, to average the gradients first
-    values      `self.log`, metrics and predictions get plain numbers and rows
+    values      `self.log`, metrics and predictions get plain tensors of the whole batch
     files       rank 0 writes whole tensors, even if a plan divides them; any number of devices can resume from them
 
-Read in Lightning 2.6. Tested in tests/training/script/test_lightning.py.
+Based on the source of Lightning 2.6. Tested in tests/training/script/test_lightning.py.
 """
 
 from __future__ import annotations

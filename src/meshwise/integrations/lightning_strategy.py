@@ -1,4 +1,4 @@
-"""Override a Lightning strategy: model, loaders, steps, files over all ranks."""
+"""Override a Lightning strategy for models, loaders, steps and files over ranks."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Ranks(OfTrainer):
         return self.engine.plan.parameters_divided or self.engine.plan.state_divided
 
     def close(self, training: bool) -> None:
-        """End the loops over loaders that Lightning has stopped reading: of training loops, or of all others."""
+        """End the open loops over training loaders, or over all others, that Lightning has stopped reading."""
         for batches in list(self.open[training]):
             batches.close()
         self.open[training].clear()
@@ -59,7 +59,7 @@ class Ranks(OfTrainer):
         return self.engine.program.plain(wholes(tree))
 
 
-# An ABC like Lightning's strategies, since Python only lets a class be replaced by one of the same layout.
+# An ABC like Lightning's strategies: an object's class can only be replaced by one of the same layout.
 class DistributedStrategy(ABC):
     """Overrides methods of Lightning's strategy for a single device."""
 

@@ -88,8 +88,8 @@ def run_closure(plugin: Any, module: Any, optimizer: Any, closure: Any) -> Any:
 
 
 def end_epoch(loop: Any) -> None:
-    """End an epoch that was stopped early in the same way as Lightning ends a full epoch: step the schedulers, and run
-    the validation if it is due."""
+    """After an epoch that was stopped early, do what Lightning does after a full one: step the schedulers, and run the
+    validation if it is due."""
     loop.batch_progress.is_last_batch = True
     loop.update_lr_schedulers("epoch", update_plateau_schedulers=False)
     if loop._should_check_val_epoch():

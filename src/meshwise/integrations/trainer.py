@@ -8,13 +8,13 @@ backwards, evaluations and files. The Trainer and its Accelerator get subclasses
     batches     `per_device_train_batch_size` counts the samples of all devices together; each rank reads its rows of
                 every batch, in the order that the Trainer has on one device
     ahead       Trainer reads all batches of a step before the first forward, to count `num_items_in_batch`. These
-                batches are previewed, then given to the loop one by one, so that each is computed with its own share
-    loss        a sum divided by `num_items_in_batch` of all ranks; otherwise a mean over samples, or over what a
-                cross entropy counts
+                batches are previewed, then given to the loop one by one, so that each is computed with its own slice
+    loss        a sum divided by `num_items_in_batch` of all ranks; otherwise a mean over samples, or over the items
+                of a cross entropy
     evaluation  the loss covers the whole batch, and the rows of all ranks come in the order of the data
     files       rank 0 writes whole tensors, even if a plan divides them; any number of devices can resume from them
 
-Read in transformers 5.23 and accelerate 1.15; neither is imported. Tested in
+Based on the source of transformers 5.23 and accelerate 1.15. Neither is imported before a Trainer exists. Tested in
 tests/training/script/test_trainer.py.
 """
 
@@ -152,7 +152,7 @@ class DistributedTrainer:
     def save_model(self: Any, output_dir: Any = None, _internal_call: bool = False) -> None:
         with own_names(self.model) if _internal_call else contextlib.nullcontext():
             super().save_model(output_dir, _internal_call)  # type: ignore[misc]
-        if _internal_call:  # saving a checkpoint: other ranks check that it exists
+        if _internal_call:  # a checkpoint: other ranks check that it exists
             collectives.barrier(collectives.everyone())
 
     def _issue_warnings_after_load(self: Any, load_result: Any) -> None:
@@ -213,7 +213,7 @@ def _join() -> None:
 
 
 def _models_of(trainer: Any) -> list[nn.Module]:
-    """Return a list with the Trainer's model, so that the plan can be applied to it now."""
+    """Return the Trainer's model in a list, which is empty if the Trainer makes its model later."""
     return [trainer.model] if trainer.model_init is None and isinstance(trainer.model, nn.Module) else []
 
 

@@ -1,4 +1,4 @@
-"""Give a Trainer loaders over ranks, with epochs, skipping and look-ahead."""
+"""Give a Trainer distributed loaders, with epochs, skipping and look-ahead."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ class Ranks(OfTrainer):
 
 
 def first_loss(ranks: Ranks, compute: Callable[..., Any], items: Any, args: Any, options: dict[str, Any]) -> Any:
-    """Compute the first loss, and return the result of `compute`."""
+    """Compute the first loss, find out what it is a mean over, and return the result of `compute`."""
     if items is not None:
         items = torch.as_tensor(items).detach()
         items = (items if items.is_floating_point() else items.double()).clone().requires_grad_()
