@@ -29,7 +29,7 @@ class DevicesLeft:
         self._addresses = [pci if is_there(sys, pci) else "" for pci in (pci_address(slot.name) for slot in slots)]
         self._used = self._left = list(range(len(slots)))
         self._early: Counter[int] = Counter()
-        self._back: dict[int, int] = {}  # maps a slot to the attempt that may use it again
+        self._back: dict[int, int] = {}  # maps a slot to the first attempt that may use it again
 
     @property
     def used(self) -> list[WorkerSlot]:

@@ -1,11 +1,11 @@
-"""Decide how this process takes part, and in which run.
+"""Decide whether this process is a rank or launches ranks, and its run.
 
 This module does not import torch.
 
 If the launcher started one task per device, each task is a rank. If it started one task on each machine, with several
 devices, meshwise starts the workers there.
 
-`meshwise run --folder DIR` begins and continues the run of a folder, so a batch script has the same command at every
+`meshwise run --folder DIR` begins or continues the run of a folder, so a batch script has the same command at every
 start (`continued`).
 """
 
@@ -39,7 +39,7 @@ ASKED = "asked"
 
 
 def placed(options: RunOptions, environment: Mapping[str, str] = os.environ) -> tuple[RunOptions, bool]:
-    """Decide what this process does if another launcher, such as srun, has started it."""
+    """Return the options, and whether this process is a rank that another launcher, such as srun, has started."""
     place = place_in(environment)
     if place.size == 1:
         return options, False
@@ -132,7 +132,7 @@ def continued(options: RunOptions) -> RunOptions:
 
 
 def refuse_running(options: RunOptions) -> None:
-    """Raise UsageError if a run is to be continued that is still running on this machine."""
+    """Raise UsageError if the run to continue is still running on this machine."""
     given = options.folder if options.resume is None else options.resume
     several = options.nnodes != 1 or options.node_rank or options.rdzv or place_in(os.environ).launcher
     if given is not None and not several:

@@ -1,7 +1,7 @@
 """Decide whether a failed run restarts, and record each attempt.
 
-An attempt is one start of a run's workers. After a fault of a machine another attempt begins, after an exception of the
-program none.
+An attempt is one start of a run's workers. Another attempt begins after a fault of a machine, but not after an
+exception of the program.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Restarts:
         return tuple(fault for fault in self.faults if fault.attempt == self.attempt)
 
     def after(self, error: WorkerFailed) -> WorkerFailed | None:
-        """Decide whether the run restarts after an attempt that failed with `error`."""
+        """Return None if the run restarts after an attempt that failed with `error`, otherwise the error to raise."""
         failure = error.failure
         self.step = max(self.began_at, failure.done if failure is not None else 0)
         if failure is None or self.most == 0:
@@ -123,7 +123,7 @@ class Restarts:
         return [fault for fault in self.due() if str(fault) in happened]
 
     def fit(self, devices: int) -> int:
-        """Adapt the plan to at most `devices` devices."""
+        """Adapt the plan to at most `devices` devices, and return how many it uses."""
         plan = self.plan_now = plan_from_toml(self.smaller) if self.smaller else self.asked
         if plan is not None:
             self.plan_now = on_devices(plan, devices)

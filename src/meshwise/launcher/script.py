@@ -1,6 +1,6 @@
 """Run a user's script on every device.
 
-The launcher of a script imports no torch: its workers start at once.
+The launcher of a script imports no torch, so its workers start at once.
 """
 
 from __future__ import annotations

@@ -130,7 +130,7 @@ def opened(
         restarts.number = told.get("attempt", number)
     if late:
         restarts.keep_plan()
-    elif program.plan is not None:  # on every machine, because a script's workers read the plan in their own folder
+    elif program.plan is not None:  # on every machine: a script's workers read the plan in their machine's folder
         predicted = program.record.get(PREDICTED)
         table = prediction_to_toml(prediction_of(predicted)) if isinstance(predicted, Mapping) else ""
         content = (plan_to_toml(program.plan) + table).encode()

@@ -1,6 +1,6 @@
 """Run a model over every sample once: `meshwise predict`.
 
-Any plan gives the predictions in order.
+Under any plan, the predictions are in the order of the data.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""List the runs that there are, and remove some: `meshwise runs`."""
+"""List runs, and remove some: `meshwise runs`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
 """Talk to batch schedulers: site settings, batch scripts, Slurm commands.
 
-No torch.
+Torch is not imported.
 """

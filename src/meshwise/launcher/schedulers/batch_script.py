@@ -2,10 +2,10 @@
 
 The script has comments, and can also be submitted by hand.
 
-How it handles the end of a job was tested on Slurm 22.05:
+What happens at the end of a job was tested on Slurm 22.05:
 - the script also receives the signals of a time limit, a preemption or `scancel`, which would end its `wait`;
 - `scontrol requeue` restarts a job that was just cancelled. Called on a node that was cut off, it also stops a
-  healthy later start on other nodes. So only the start that Slurm still counts calls it, while the job runs.
+  healthy later start on other nodes. So only the newest start that Slurm knows calls it, and only while the job runs.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def _options(job: BatchJob, *, elastic: bool) -> list[str]:
     site = job.site
     named = {"partition": site.partition, "account": site.account, "qos": site.qos, "mem": site.memory}
     lines = [f"--job-name={_word(job.name)}", f"--nodes={job.nodes}"]
-    # If a job has a number of tasks, Slurm takes the fewest nodes of a range. So only the job step has one.
+    # Slurm gives a job with a number of tasks the fewest nodes of its range, so only the job step has one.
     lines += ["--no-kill  # a lost node does not end it: it continues on the others"] if elastic else []
     lines += [] if elastic else ["--ntasks-per-node=1  # meshwise starts the workers of a node itself"]
     if job.gpus and site.gpus != "none":
