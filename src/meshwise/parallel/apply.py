@@ -18,7 +18,7 @@ The techniques, each with the reason for its place:
     pipeline     around the wrapped forward of a block, which is run or skipped as a whole
     data         last: it reduces the gradients of the parameters that the other techniques have made; under shard,
                  shard does this for both
-    zero1        and offload of the optimizer: they need parameters that no longer change
+    zero1        and offload of the optimizer: they need parameters that are no longer replaced
 
 A technique is a field of the plan, a file of its own (`technique.py` describes its functions), and a line in
 `TECHNIQUES`, by which it is loaded when a plan uses it.

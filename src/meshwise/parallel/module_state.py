@@ -25,7 +25,7 @@ CONTAINERS = (list, dict, set, deque, defaultdict, Counter, OrderedDict)
 
 
 class ModuleState:
-    """The state that module calls may write."""
+    """A saved copy of the state that module calls may write."""
 
     def __init__(self, modules: list[nn.Module]) -> None:
         self.modules = modules
@@ -57,7 +57,7 @@ class ModuleState:
         for names, before in self.outside:
             found += [each for k in before if names[k] is not before[k] for each in _inside(names[k])]
         found += [each for container in self._changed() for each in _inside(container[0])]
-        # No parameters: FSDP frees those that it gathers, which a list of an LSTM may still hold.
+        # Leave out parameters: a list in an LSTM may hold gathered ones that FSDP has freed.
         return [each for each in all_leaves(found) if isinstance(each, VALUES) and not isinstance(each, nn.Parameter)]
 
     def _changed(self) -> list[tuple[Any, Any]]:

@@ -24,7 +24,7 @@ from meshwise.torch_compat.driver import computes_bf16
 from meshwise.torch_compat.modules import put_forward, store_model, stored_in
 from meshwise.torch_compat.tree import map_tensors
 
-LACKS = ("not implemented for", "could not create a primitive", "does not support")  # in missing-operator errors
+LACKS = ("not implemented for", "could not create a primitive", "does not support")  # in errors on missing operators
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 CAST = (nn.Linear, *CONVOLUTIONS, nn.LSTM, nn.MultiheadAttention)  # autocast casts their weights
 

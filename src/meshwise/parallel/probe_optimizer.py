@@ -59,7 +59,7 @@ def _divided(value: Tensor, stands_for: Any) -> Tensor:
 
 
 def _unlike(optimizer: optim.Optimizer, place: Place, every: int = 1) -> str:
-    """Return why steps may differ from those on whole tensors, by `place` or `every`."""
+    """Return why steps may differ from usual ones if `place` divides tensors or only each `every`-th is stepped."""
     why = ""
     for dtype, tolerance in TOLERANCE.items():
         try:

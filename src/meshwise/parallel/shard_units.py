@@ -40,7 +40,7 @@ def units_of(root: nn.Module) -> list[nn.Module]:
 
 
 def called_by_all(root: nn.Module, units: Sequence[nn.Module]) -> tuple[list[nn.Module], list[nn.Module], list[str]]:
-    """Find the blocks that every rank calls in each forward of `root`."""
+    """Return units not known to be skipped, unsure ones, and notes."""
     names = {id(module): name for name, module in root.named_modules()}
     found = [(unit, names[id(unit)], may_be_skipped(root, names[id(unit)])) for unit in units]
     skipped: dict[str, list[str]] = {}
@@ -167,7 +167,7 @@ def watch_forward(module: Any) -> None:
 
 
 def leave_in_order(root: Any, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """Run `forward`."""
+    """Run `forward`. If it raises, reset FSDP's state."""
     try:
         return forward(*args, **kwargs)
     except BaseException:

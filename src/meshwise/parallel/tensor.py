@@ -84,7 +84,7 @@ def _apply(setup: Setup) -> None:
     read_whole(mesh, meet)
     look_out()
     setup.plain = functools.partial(_plain, mesh)
-    # Each block makes its parts in the forward and again in the recomputation: `selective` matches their operators.
+    # A recomputed block must make its own parts again: `selective` needs the same operators in both runs.
     again = blocks_to_recompute(unwrapped(setup.model)) if setup.plan.recompute == "selective" else []
     for root in called_in(setup.model):
         blocks = {root, *(block for _, block in [*repeated_blocks(root), *again])}

@@ -86,7 +86,7 @@ class DividedOptimizer:
         self._set_aside = []
 
     def _after(self, optimizer: Optimizer) -> None:
-        """Set the gradients of parameters that other ranks own again, since `_before` has removed them."""
+        """Restore the gradients that `_before` set aside, and broadcast each parameter from its owner."""
         self._give_back(optimizer)
         self._send()
 

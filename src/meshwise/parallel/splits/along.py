@@ -1,4 +1,4 @@
-"""Run operators along dims, on parts where dims are not split.
+"""Run operators along dims, on parts where these dims are not split.
 
 The operators may remove the dims; partial sums over a split dim are summed over ranks.
 """

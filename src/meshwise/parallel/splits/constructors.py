@@ -1,7 +1,7 @@
 """Make torch's constructors return split tensors for split tensors.
 
-`Variable(x)`, `torch.Tensor(x)`, `torch.FloatTensor(x)`, `other.new(x)` and `other.new_tensor(x)` would hold this
-rank's rows as if they were the whole. `other.data = x`, `other.set_(x)` and subclasses of tensors take the whole.
+Otherwise, `Variable(x)`, `torch.Tensor(x)`, `torch.FloatTensor(x)`, `other.new(x)` and `other.new_tensor(x)` would hold
+this rank's rows as a whole tensor. `other.data = x`, `other.set_(x)` and subclasses of tensors get the gathered tensor.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def watch_constructors() -> None:
 
 MADE = "arange range randperm randint eye linspace logspace tril_indices triu_indices"
 TAKEN = "multinomial topk kthvalue narrow roll repeat_interleave"
-"""Functions of torch that read an argument's memory as a number, which for a sum is only this rank's part."""
+"""Functions of torch that read a number from an argument's memory, where a sum has only this rank's part."""
 
 
 def _counted(original: Callable[..., Any]) -> Callable[..., Any]:

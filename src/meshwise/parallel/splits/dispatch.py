@@ -108,7 +108,7 @@ RULES = {**sums.RULES, "data_ptr": _refuse_memory, "untyped_storage": _refuse_me
 
 
 def begin() -> None:
-    """Let operators on the rows of batches make terms, from now on."""
+    """From now on, let operators on the rows of batches return terms (see term.py)."""
     rules.prepare()
     dispatch_with(_dispatch)
     change_arguments(wholes)

@@ -29,7 +29,7 @@ kl_div soft_margin_loss margin_ranking_loss hinge_embedding_loss poisson_nll_los
 
 
 def _as_given(made: Tensor, func: Func, x: Tensor, *rest: Any) -> Tensor:
-    """Cast `made` to the dtype that `func(x, *rest)` of torch has."""
+    """Cast `made` to the dtype that torch's `func(x, *rest)` returns."""
     return made.to(func(x.new_zeros([1] * x.dim()), *rest).dtype) if x.dtype in HALF else made
 
 

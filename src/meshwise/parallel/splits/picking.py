@@ -94,7 +94,7 @@ def _masked(x: SplitTensor, mask: Tensor) -> tuple[Tensor, SplitPart]:
 
 
 def _listed(x: Tensor, index: Any) -> list[Any]:
-    """Return an index with one item for each dim of `x` (a mask stands for its dims), with lists as tensors."""
+    """Return an index with one item for each dim of `x`, or a mask for several dims. Lists become tensors."""
     items = [*index] if isinstance(index, tuple) else [index]
     items = [torch.as_tensor(each, device=x.device) if isinstance(each, list | range) else each for each in items]
     if not all(each.dim() if isinstance(each, Tensor) else type(each) in (int, slice, EllipsisType) for each in items):
@@ -118,7 +118,7 @@ def _full(items: Sequence[Any]) -> bool:
 
 
 def _at(x: SplitTensor, items: Sequence[Any]) -> int:
-    """Return the place of the item that begins with the split dim. Items before it must be slices."""
+    """Return the number of the item that stands for the split dim. Items before it must be slices."""
     ends = list(itertools.accumulate(map(_dims, items), initial=0))
     at = ends.index(x.part.dim) if x.part.dim in ends else refuse()
     return at if all(isinstance(each, slice) for each in items[:at]) else refuse()
@@ -203,7 +203,7 @@ def _selected(func: Func, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _nonzero(func: Func, args: Args, kwargs: Kwargs) -> Any:
-    """Return the places of a split tensor that are not 0. Those in a rank's rows stay on this rank."""
+    """Return the indices of elements that are not 0. Those in a rank's rows stay on that rank."""
     x = first_split(args)
     part, found = _masked(x, split(x != 0, x.part))[1] if x.part.dim == 0 else refuse(), x.nonzero()
     rows = entries(x.part, x.part.axis.rank).to(x.device)[found[:, :1]]
@@ -212,7 +212,7 @@ def _nonzero(func: Func, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _rearranged(func: Func, args: Args, kwargs: Kwargs) -> Any:
-    """Flip or roll the rows of a split tensor, by doing the same to the rows' numbers."""
+    """Flip or roll the rows of a split tensor: do this to the row numbers, and pick rows by them."""
     x = first_split(args)
     *shifts, dims = [*args[1:], *(kwargs[name] for name in ("shifts", "dims") if name in kwargs)]
     if [dim % x.dim() for dim in numbers((dims,))] != [x.part.dim] or len(shifts) != (called(func) == "roll"):

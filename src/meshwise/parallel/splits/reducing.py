@@ -38,15 +38,15 @@ def _asked(args: Args, kwargs: Kwargs, *names: str) -> tuple[SplitTensor, list[i
 
 
 def _of_all(found: Tensor, part: SplitPart, dim: int, most: int = 1) -> Tensor:
-    """Gather the entries along `dim` that the ranks have found. A rank has as many as it holds of `part`, but at most
-    `most`."""
+    """Gather the entries along `dim` that the ranks have found. A rank has found as many as it holds of `part`, but at
+    most `most`."""
     ends = list(itertools.accumulate((min(part.held(rank), most) for rank in range(part.axis.size)), initial=0))
     into = replace(part, dim=dim).divided([[each] for each in itertools.pairwise(ends)], ends[-1])
     return gather(split(found.narrow(dim, 0, into.own), into))
 
 
 def _summed(value: Tensor, part: SplitPart) -> Tensor:
-    """Return the sum of the ranks' values, for use in the same operator."""
+    """Return the sum of the ranks' values as a whole tensor, with gradients."""
     each = replace(part, dim=0, length=part.axis.size, pieces=None)
     return gather(split(value.unsqueeze(0), each)).sum(0)
 

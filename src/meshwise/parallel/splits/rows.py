@@ -1,7 +1,7 @@
 """Run operators that treat each row alone on this rank's rows.
 
-Batch norm and the losses of rows need sums over the other ranks' rows. Random numbers are drawn for all rows on each
-rank, as the ranks' generators are in the same state, so that they are those of one device.
+Batch norm and the losses of rows need sums over the other ranks' rows. Each rank draws the random numbers of all rows,
+from generators in the same state, so the numbers are those of one device.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def filled(each: Tensor, part: SplitPart) -> Tensor:
 
 
 def _as_rows(made: Any, part: SplitPart, dim: int) -> Any:
-    """Return the results of an operator on filled rows, which have the rows at `dim`, as split tensors."""
+    """Turn results of an operator on filled rows into split tensors. They have the rows at `dim`."""
     return map_tensors(lambda each: split(each.narrow(dim, 0, part.own), moved(part, dim)), made)
 
 

@@ -28,8 +28,8 @@ class Crossing(Exception):
 class DataAxis(Axis):
     """The ranks that hold the rows of a batch.
 
-    Their exchanges have a group of their own, so that a rank that reads a value alone waits there, and does not get
-    the bytes of another rank's gradients.
+    Their exchanges use a separate process group. A rank that reads a value alone then waits in this group, and does
+    not receive the bytes of another rank's gradients.
     """
 
     name = "data"
@@ -96,7 +96,7 @@ class DataAxis(Axis):
         log_verb(READ)
 
     def divides(self, whole: Tensor, dim: int) -> None:
-        """Note that a whole tensor is about to be divided. If its rows differ, the program knows their order."""
+        """Record a crossing if entries of `whole` along `dim` differ: the program then relies on their order."""
         if self.crossings is not None and not rows_alike(whole, dim):
             self._crosses()
 

@@ -91,7 +91,7 @@ def only_split(args: Sequence[Any], kwargs: Mapping[str, Any], first: Any) -> No
 
 
 def with_parts_of(operand: Any, like: SplitPart, dims: int) -> Any:
-    """Prepare an operand of an elementwise operator."""
+    """Return this rank's part of an elementwise operator's operand, to be used with parts like `like`."""
     if not isinstance(operand, Tensor):
         return operand
     from_end, part = like.dim - dims, part_of(operand)
@@ -122,7 +122,7 @@ def cut(x: SplitTensor, begin: int, end: int) -> tuple[Tensor, SplitPart]:
 
 
 def strided(local: Tensor, part: SplitPart, step: int) -> tuple[Tensor, SplitPart]:
-    """Take each `step`-th entry of the split dim of a tensor of which `local` is this rank's part. Returns as `cut`."""
+    """Take each `step`-th entry of the split dim of the tensor whose part `local` is. Returns the same as `cut`."""
     held = _pieces(_one_run(part))
     if step < 1 or max(map(len, held)) > 1:
         raise NoRule

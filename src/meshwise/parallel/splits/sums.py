@@ -49,7 +49,7 @@ def _summed(mean: bool) -> Callable[[Func, Args, Kwargs], Any]:
                 return NotImplemented
             count = math.prod(whole_shape(x)[each] for each in asked)
         with at_level(0), _parts(x):
-            wide = {"dtype": torch.float32} if x.dtype in HALF and "dtype" not in kwargs else {}  # as torch adds up
+            wide = {"dtype": torch.float32} if x.dtype in HALF and "dtype" not in kwargs else {}  # torch does so, too
             total = torch.sum(*args, **{**kwargs, **wide})
         return _over(total, x.parts[0].axis, count if mean else 1, x.dtype if wide else total.dtype)
 
@@ -85,7 +85,7 @@ def _of_rows(func: Func, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _each_place(func: Func, args: Args, kwargs: Kwargs) -> Any:
-    """Compute a loss with one term for each element, and reduce it as the program could by itself."""
+    """Compute a loss with one term for each element, and reduce it as the program would by `sum` or `mean`."""
     options = dict(kwargs)
     reduction, old = options.pop("reduction", "mean"), [options.get(each) for each in ("size_average", "reduce")]
     if reduction == "none" or len(args) > 2 or old != [None, None]:
