@@ -187,7 +187,7 @@ def fake_device(main: str) -> Iterator[str]:
         with (
             patch.object(torch.autograd, "_engine_run_backward", _backward_that_tells(real)),
             patch.multiple(torch, tensor=_made_on_host(torch.tensor), as_tensor=_made_on_host(torch.as_tensor)),
-            patch.object(torch.accelerator, "current_stream", lambda *device: _stream[-1]),  # C++ lacks its streams
+            patch.object(torch.accelerator, "current_stream", lambda *device: _stream[-1]),  # unknown in C++
         ):
             yield NAME
     finally:

@@ -101,7 +101,7 @@ class Group:
         for part in self._group.fsdp_params:
             own, wholes = part._sharded_param_data, part.all_gather_outputs
             if part.fsdp_placement.dim != 0 or len(wholes) != 1 or wholes[0].untyped_storage().size() == 0:
-                continue  # cannot be compared: stacked experts, a torch extension, or not gathered now
+                continue  # not comparable: sharded on dim 1, an FSDP extension, or not gathered now
             there = wholes[0].narrow(0, rank * own.numel(), own.numel())
             if not torch.equal(there.view(torch.uint8), own.to(there).view(torch.uint8)):
                 found: nn.Parameter = part._unsharded_param

@@ -125,7 +125,7 @@ def _is_made_of_shards(node: Any) -> bool:
 
 
 def _upstream(nodes: Iterable[Any], consumers: dict[Any, list[Any]]) -> set[Any]:
-    """Return `nodes` and all that use their results, directly or indirectly, by `consumers` of each node."""
+    """Return `nodes`, and all nodes that use their results, directly or indirectly (`consumers` lists them)."""
     found, open_nodes = set(nodes), list(nodes)
     while open_nodes:
         fresh = [node for node in consumers.get(open_nodes.pop(), ()) if node not in found]
@@ -209,7 +209,7 @@ def _on_parts(handler: Callable[..., Any], operator: Any, arguments: tuple[Any, 
 def _on_a_plain_number(
     handlers: dict[Any, Any], operator: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]
 ) -> Any:
-    """Add up a DTensor's partial sums before it meets a plain number, which DTensor would average."""
+    """Add up a DTensor's partial sums before an operator combines it with a tensor of other placements."""
     first, second = arguments[:2]
     either: Any = first if isinstance(first, DTensor) else second
     if (
