@@ -3,7 +3,7 @@
 If a loss is a mean or sum of one separate term per sample, its second derivative with respect to two different samples
 is zero. This module computes that second derivative. It differentiates with respect to the nearest tensors below the
 loss that have one row per sample and were made by a product with a parameter or by a custom autograd function.
-Selecting the hardest samples cannot be found in this way, since a selection has no derivative: such a loss is
+A loss that selects the hardest samples cannot be found in this way, since a selection has no derivative. It is
 recognized by its sort or top-k operator.
 """
 

@@ -105,7 +105,7 @@ def _divides_not(product: Any) -> bool:
 
 
 def _constant(node: Any) -> Tensor | None:
-    """Return the operand of a product or quotient that has no gradient."""
+    """Return the operand without a gradient of a product or quotient, if it has one."""
     (left, _), (right, _) = node.next_functions
     return node._saved_self if left is None else node._saved_other if right is None else None
 

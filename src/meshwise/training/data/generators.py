@@ -3,7 +3,7 @@
 On one device they draw as in plain torch. On several devices, all ranks draw from the states of rank 0's generators.
 
 Draws inside a training loop come from a torch generator that is seeded for each step (`training/engine/seeds.py`).
-While a loop is open, the state of the program's own torch generator is therefore kept aside. A loader draws from the
+While a loop is open, the state of the program's own torch generator is therefore set aside. A loader draws from the
 program's generator (an iterator's base seed, the seed of a shuffled epoch), at the time when torch's DataLoader would
 draw. So an order depends on earlier draws, but not on the draws inside a loop.
 """
@@ -46,8 +46,8 @@ def _torch_handle(generator: torch.Generator) -> Handle:
 
 
 class _NumpyState:
-    """Returns the state of numpy's global generator: the key, the position, whether a second normal number waits, and
-    that number."""
+    """Returns the state of numpy's global generator: the key, the position, whether a normal number is cached, and that
+    number."""
 
     def __init__(self) -> None:
         self._memory, self._state = b"", (b"", 0, 0, 0.0)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from meshwise.spec.world import World
 
-GOLDEN = 2654435769  # 2**32 divided by the golden ratio: its multiples lie far apart (Knuth, volume 3, section 6.4)
+GOLDEN = 2654435769  # 2**32 divided by the golden ratio: its multiples mod 2**32 lie far apart (Knuth, vol. 3, 6.4)
 
 
 @dataclass(frozen=True)

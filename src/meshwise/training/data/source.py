@@ -79,9 +79,9 @@ def read_slices(read: Reader, slices: Iterable[BatchSlice], epoch: int) -> Itera
     Slices are taken from the iterable when they are needed, and no batch is kept.
     """
     slices, ahead = tee(slices)
-    # The reader starts its workers when the first batch is read.
+    # A generator, so that the reader starts its workers when the first batch is read.
     batches = chain.from_iterable(read(map(_INDICES, ahead), epoch) for _ in range(1))
-    # Make new tuples: `zip` would keep a tuple that the caller still holds alive for two more batches.
+    # Make new tuples: a tuple of `zip` that the caller holds would live for two more batches.
     return map(itemgetter(0, 1), zip(batches, slices, strict=False))
 
 

@@ -77,8 +77,8 @@ def split_loader(loader: DataLoader[Any], seed: int, world: World, streams: str)
         return _foreign(loader, seed, world)
     samples = len(loader.dataset)  # type: ignore[arg-type]
     if isinstance(sampler, DistributedSampler) and sampler.num_replicas == 1:
-        return _foreign(loader, seed, world)  # the script was written for one device
-    if isinstance(sampler, DistributedSampler) and sampler.shuffle:  # meshwise divides the samples among ranks
+        return _foreign(loader, seed, world)  # its sampler yields all samples
+    if isinstance(sampler, DistributedSampler) and sampler.shuffle:  # its own split by rank is ignored
         return _ordered(loader, seed, world, lambda draws, epoch: epoch_order(sampler.seed, epoch, samples))
     if isinstance(sampler, DistributedSampler) or type(sampler) is SequentialSampler:
         return _ordered(loader, seed, world, lambda draws, epoch: torch.arange(samples))
@@ -179,7 +179,7 @@ def _stream(loader: DataLoader[Any], world: World) -> LoaderSpec:
 def _read_alike(
     source: Iterable[Any], rows_of: Callable[[Any], int], take: Callable[[Any, slice], Any], world: World
 ) -> Callable[..., Pairs]:
-    """Return the `pairs` of a loader if each rank reads whole batches, and takes its rows from them."""
+    """Return the `pairs` of a loader from which each rank reads whole batches, of which it takes its rows."""
 
     def pairs(draws: Draws, epoch: int, begin: int, most: int | None = None) -> Pairs:
         batches = draws.begin(lambda: _behind(begin, iter(source), rows_of))

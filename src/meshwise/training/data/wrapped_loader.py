@@ -30,7 +30,7 @@ class Wrapper:
         self._fed: Iterator[Any] | None = None
 
     def take(self) -> Iterator[Any] | None:
-        """Return the DataLoader's batches if the wrapping loader asks for them, which is the first call in a loop."""
+        """Return the DataLoader's batches at the first call in a loop, which the wrapping loader makes, then None."""
         fed, self._fed = self._fed, None
         return fed
 
@@ -72,7 +72,7 @@ def read_through(outer: Any, name: str, inner: Any) -> Wrapper:
     setattr(outer, name, inner)
     wrapper = Wrapper(kind.__name__, lambda: kind.__iter__(outer))
 
-    def later(self: Any) -> Iterator[Any]:  # a generator starts, and draws, when its first batch is read
+    def later(self: Any) -> Iterator[Any]:  # like a generator, begin only when the first batch is read
         yield from inner.begin_loop()
 
     begins = later if isgeneratorfunction(kind.__iter__) else lambda self: inner.begin_loop()

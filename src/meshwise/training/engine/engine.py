@@ -224,7 +224,7 @@ class Engine:
         return self.calls.on_trial() if self.calls else NOTHING
 
     def attempt(self, part: Any) -> Callable[[], None]:
-        """Return a function to call if the call that begins now runs again. See `ModelTracer`."""
+        """Return a function that discards what `calls` records of the call that begins now."""
         return self.calls.attempt(part) if self.calls else _nothing
 
 

@@ -8,9 +8,9 @@
     step_ends(optimizer)
     loop_ends(loop)          the loop has ended, or the program has left it
 
-`send` sends events outside of steps: data_given(data, samples, samplers), joined(value), reduced over the
-ranks, shown(place, text), in_stage(stage, microbatch), forward_ends(), program_begins(), evaluations_end(),
-program_ends().
+`send` sends events outside of steps: data_given(data, samples, samplers), joined(value) for a value that was
+reduced over the ranks, shown(place, text), in_stage(stage, microbatch), forward_ends(), program_begins(),
+evaluations_end(), program_ends().
 
 Listeners only observe. An event without listeners costs nothing. A listener may leave after its
 probation: a number of backwards, which all ranks count alike, or in each loop a number of batches.
@@ -39,7 +39,7 @@ class When(enum.IntEnum):
 
 @dataclass(eq=False)
 class Probation:
-    """A listener of an engine's events, which may be called only for a limited time."""
+    """A listener of an engine's events, and for how long it is called."""
 
     listener: object
     when: When

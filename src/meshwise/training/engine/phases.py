@@ -30,11 +30,11 @@ class Phases:
 
     def __init__(self) -> None:
         self.steps = 0
-        """How many steps had ended when a batch was last requested, with those of earlier runs of the loop."""
+        """How many steps had ended when a batch was last requested, including those of earlier runs of the loop."""
         self._recorder = current()
         self._range: Any = None  # the open range of an attached profiler
         self.since: Mark | None = None
-        """When the phase began that is recorded at its end. None while there is no such phase."""
+        """When the current phase began, if it is recorded at its end; otherwise None."""
         self.trained = self._open = False  # whether a backward ran since the last batch, and since the last step
         self._optimizer: Mark | None = None
         self._stepped = False

@@ -66,7 +66,7 @@ class Program:
         """Runs the stages of this rank, if the plan has a pipeline; otherwise None."""
         self.stage_cost: Callable[[str, nn.Module], float] | None = None  # see `Job.stage_cost`
         self.backwards = self.began = 0
-        """The number of backwards in this session or job. `began` is this number when the current program began."""
+        """The number of backwards in this session or job. `began` is its value when the current program began."""
         self.by_construction = False
         """Whether each backward of the program averages gradients, so that its steps need not be checked."""
         self._older: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -136,7 +136,7 @@ class Program:
         if plan != Plan():
             self._apply(new, plan, again)
         for model in new:
-            if any(type(p) is not nn.Parameter for p in model.parameters()):  # deferred parameters on one device
+            if any(type(p) is not nn.Parameter for p in model.parameters()):  # still deferred, as on one device
                 parallel.deferred.materialise(model)
             if plan == Plan() and self.world.given and all(p.device.type == "cpu" for p in model.parameters()):
                 model.to(self.world.device)
@@ -235,8 +235,8 @@ class Program:
         self._drop()
 
     def check_has_models(self) -> None:
-        """Raise UsageError if a backward begins on several ranks, but all models were deleted, so that no gradient can
-        be reduced."""
+        """Raise UsageError if a backward begins on several ranks, but there is no model whose gradients could be
+        reduced."""
         if self.world.size > 1 and (self.plan is None or not self._alive):
             gone = "has no reference left" if self._roots else "was never distributed"
             raise UsageError(
@@ -274,7 +274,7 @@ class Program:
                     p.grad.mul_(by.to(p.grad.dtype))
 
     def check_step(self, optimizer: Optimizer) -> bool:
-        """Prepare a step of `optimizer`: reduce the gradients that are not reduced yet."""
+        """Reduce what is not reduced yet before a step of `optimizer`. Return whether it is the program's optimizer."""
         reduction, own, holds = self.reduction, weakref.ref(optimizer), self.holds(optimizer)
         ours = holds.ours
         if reduction is not None or self._replaced:

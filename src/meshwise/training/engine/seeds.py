@@ -1,8 +1,8 @@
 """Seed random numbers equally on all ranks, or by step and rank.
 
 A loop over a distributed loader keys all draws in its body, which come from one stream. A per-rank program that calls
-`mw.split` has two streams (`ModelStream`): it draws its batches alike on all ranks, while draws in a model's forward
-(dropout) are for this rank's samples, whose number differs between ranks, and must not move the program's stream.
+`mw.split` has two streams (`ModelStream`): it draws its batches alike on all ranks, while a model's forward draws for
+this rank's samples (dropout). Ranks have different numbers of them, so these draws must not move the program's stream.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class StepDraws:
 
 class ModelStream:
     """Gives models the random numbers of their forward, once the program has called `mw.split`. They are keyed by the
-    state of the program's stream, the forwards since it moved, and the rank."""
+    state of the program's stream, the number of forwards since it moved, and the rank."""
 
     def __init__(self, world: World, paused: Callable[[], bool]) -> None:
         self._world, self._paused = world, paused

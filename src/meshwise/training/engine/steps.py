@@ -186,8 +186,8 @@ def watched(engine: Engine) -> contextlib.AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def _keeping(program: Program, reduce: bool, watched: contextlib.AbstractContextManager[None]) -> Iterator[None]:
-    """Return a context manager for a backward under `mw.accumulate`, or for the first backward after it: gradients stay
-    on their rank inside."""
+    """Return a context manager for a backward under `mw.accumulate`, or for the first backward after it. Under
+    `mw.accumulate`, gradients stay on their rank."""
     program_calls.leave_gradients()
     with watched:
         yield

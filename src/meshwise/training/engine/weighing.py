@@ -131,7 +131,7 @@ def _split_weight(
 
 
 def refuse_loss(loss: Tensor, part: BatchSlice | None) -> NoReturn:
-    """Raise UsageError for a script's loss."""
+    """Raise UsageError for a loss that is not one number, or that is used outside a loop over a distributed loader."""
     if part is not None:
         raise UsageError(
             f"mw.backward needs a loss of one number, not of shape {tuple(loss.shape)}. Call loss.mean() first."
@@ -150,7 +150,7 @@ def check_said(reduction: str, weight: object) -> None:
 
 
 def check_reduction(found: Any, reduction: str | None, ranks: int, where: str, verb: str, samples: int = 0) -> str:
-    """Check that a loss is what the program says: a mean or a sum over samples."""
+    """Raise UsageError for an undeclared sum over samples. Return a warning for a mean over other items, or ""."""
     loss = found[0] if isinstance(found, tuple) and found else found
     if not isinstance(loss, Tensor):
         return ""
@@ -169,7 +169,7 @@ def check_reduction(found: Any, reduction: str | None, ranks: int, where: str, v
 
 
 def refuse_joined_sum() -> None:
-    """Raise UsageError for a call of mw.backward with reduction="sum"."""
+    """Raise UsageError for a loss with a term of mw.sum in mw.backward with reduction="sum"."""
     raise UsageError(
         f"{user_place()}: mw.backward(…, reduction='sum') got a loss with a term of mw.sum(…, grad=True). That term "
         "covers the whole batch, and would be added once per rank. Call mw.sum(…, grad=True) on all terms, and remove "
@@ -187,7 +187,7 @@ def check_sum_alone(weight: object, where: str) -> None:
 
 
 def unpadded(mean: Tensor, weight: Tensor | float, samples: int) -> tuple[Tensor, Tensor | float]:
-    """Return the loss `mean` and its weight."""
+    """Return the loss `mean` and its weight. Both are 0 if this rank has only padding."""
     counted = as_weight(weight, mean)
     return torch.where(counted * bool(samples) != 0, mean, torch.zeros_like(mean)), weight if samples else counted * 0
 

@@ -80,7 +80,7 @@ class Agreed:
         self._on_its_way = there, event, held
 
     def finish(self) -> None:
-        """Check the checksums that were sent with the last loss, as at the end of the program."""
+        """Check the checksums that were sent with the last loss, for example at the end of the program."""
         earlier, self._on_its_way = self._on_its_way, None
         if earlier is not None:
             earlier[1].synchronize()
@@ -104,7 +104,7 @@ class Agreed:
 
 
 def held_alike(program: Program) -> Settings:
-    """Return this rank's values that must be equal on all ranks: the settings of the optimizers in use."""
+    """Return values that must be equal on all ranks: optimizer settings and, at some backwards, a sum of parameters."""
     found, count = settings_of(program.in_use), program.backwards - program.began
     return found if count < 2 or count & (count - 1) else found + sums_of(program)
 

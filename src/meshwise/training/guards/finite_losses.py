@@ -84,13 +84,13 @@ class FiniteLosses:
         self._began, self._count = self._program.backwards, 0
 
     def program_ends(self) -> None:
-        """Raise LossError if the last loss is not finite at the end of the program, or of an earlier one."""
+        """Raise LossError if the last loss of the program, or of an earlier program, is not finite."""
         ended, self._ended = self._ended, True
         if not ended and (text := self._conclude() or self._wrong):
             raise LossError(text)
 
     def _conclude(self) -> str:
-        """Return a sentence if the last loss of a program is not finite. If only others are not, say so."""
+        """Return a sentence if the last loss is not finite. If only earlier ones are not, tell the user."""
         self.look()
         self.look()
         backwards = self._program.backwards

@@ -20,7 +20,7 @@ from meshwise.training.engine.weighing import check_reduction
 from meshwise.transfer.traced import Foreign
 
 BACKWARDS = 9  # how many backwards to check: a program has few losses, and does not change them later
-COUPLING = 5  # how many backwards to test for coupling; the first is skipped, as calls before it are unknown
+COUPLING = 5  # how many backwards to test for coupling; the first is skipped, since collectives before it were not seen
 COUPLED = (
     "{place}: this loss couples the samples of a batch: it is not a mean or sum of one value per sample, but for "
     "example of similarities, the hardest samples, or a dice, root or correlation over the batch. Each of the {ranks} "
@@ -38,7 +38,7 @@ class LossLooks:
         notice_hooks()
 
     def begins(self) -> None:
-        """Start again to check the next few losses."""
+        """Check the losses of the next few backwards, as at the start."""
         self._looks, self._engine.program.joined_at = 0, None
         self.close()
 

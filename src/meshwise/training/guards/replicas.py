@@ -28,7 +28,7 @@ NAMES = {"lr": "lr", "momentum": "momentum", "betas": "betas", "weight_decay": "
 def settings_differ(ranks: Sequence[Settings]) -> str:
     """Return a sentence that says how the settings of a rank differ from those of rank 0."""
     for rank, settings in enumerate(ranks):
-        if len(settings) != len(ranks[0]):  # ranks collect dropped objects at different times, so lengths may differ
+        if len(settings) != len(ranks[0]):  # garbage is collected at different times, so lengths may differ
             continue
         for mine, other in zip(ranks[0], settings, strict=True):
             if mine != other and mine[0] != PARAMETERS:

@@ -149,7 +149,7 @@ def _places(size: int, most: int) -> numpy.ndarray[Any, Any]:
 
 
 def _facts(rows: Any) -> tuple[int, float]:
-    """Return a checksum of the integers and texts in these rows, and a sum of floating-point numbers by their place."""
+    """Return a checksum of the integers and texts in rows, and a sum of their floats, weighted by position."""
     exact, floats = list[Any](), [numpy.zeros(0)]
     for leaf in _leaves(rows):
         if isinstance(leaf, str | bytes | os.PathLike):
@@ -171,7 +171,7 @@ def _facts(rows: Any) -> tuple[int, float]:
 
 
 def _leaves(tree: Any, depth: int = 0) -> Iterator[Any]:
-    """Yield the texts, numbers and arrays in rows, and lengths."""
+    """Yield the texts, numbers and arrays in `tree`, and the length of each list, tuple or dict."""
     if isinstance(tree, numpy.ndarray) and tree.dtype.kind not in "biufc":
         tree = tree.ravel().tolist()
     if type(tree) not in (list, tuple, dict) or depth > DEPTH:

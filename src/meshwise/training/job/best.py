@@ -1,8 +1,8 @@
 """Keep the weights of the best evaluation, and stop early.
 
-When no evaluation was better for `patience` evaluations, the training ends.
+Training ends after `patience` evaluations that were no better.
 
-The file of the weights records the epoch and the metric, from which a resumed run reads what the best was.
+The file of the weights records the epoch and the metric. A resumed run reads from it what the best was.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class BestEpoch:
             raise UsageError(f"job '{self._job.name}': best={self._job.best!r} names no metric. The metrics are {has}")
 
     def take(self, metrics: Mapping[str, float], epoch: int, step: int, model: nn.Module) -> bool:
-        """Return whether this evaluation is the best of the run so far."""
+        """Return whether this evaluation is the best of the run so far. If it is, save the weights."""
         if not self._metric:
             return False
         value = metrics[self._metric]

@@ -2,7 +2,7 @@
 
 The loop runs on every rank.
 
-It reads the microbatches of a step, computes gradients and updates the model. It evaluates after epochs.
+It reads the microbatches of a step, computes gradients and updates the model. It evaluates after epochs or steps.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ def _prepare(
     nan = NotFinite(options.on_nan, state, folder, log.tell, scaled=plan.dtypes.scaled)
     given = job, session, options, plan, folder, engine, state, log, best, clock, train, test, check, nan
     run = JobRun(*given, saver=saver, began={"epoch": state.epoch, "step": state.step})
-    if test is not None and job.best:  # evaluate one batch, to report a wrong name early
+    if test is not None and job.best:  # evaluate one batch, to report a wrong metric name early
         best.check(evaluate(engine, job, state.model, _test_batches(run, min(test.samples, job.batch_size))))
     log.send("began", job=job.name, epochs=job.epochs, steps=-(-train.samples // job.batch_size), step=state.step)
     return run
@@ -213,8 +213,8 @@ def _train_epoch(run: JobRun) -> bool:
     run.epoch_began = time.perf_counter(), current().samples
     log_every = run.options.log_every or LOG_EVERY
     in_steps = job.evaluates[1] == "steps"
-    # This frame keeps the `LoopRead`, so that a rank that leaves the loop early still counts as inside the epoch.
     loop = LoopRead(step=state.step + 1)
+    # This frame keeps `batches` open, so that a rank that leaves the loop by an error still counts as inside the epoch.
     batches = read_batches(run.engine, "an epoch", _train_batches(run), job.batch_size, loop=loop)
     if 0 < state.index < run.train.samples and _evaluation_is_due(run, "steps") and log.evaluated != state.step:
         _evaluate(run, state.epoch + 1)  # an earlier attempt ended before this evaluation

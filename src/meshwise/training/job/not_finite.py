@@ -2,7 +2,7 @@
 
 All ranks make the same decision.
 
-stop    the run ends, and names the step and the ranks where it began (metrics_log.py); this costs nothing
+stop    the run ends, and names the step and the ranks of the first such loss (metrics_log.py); this costs nothing
 skip    the optimizer does not step, buffers are restored, and the next step follows
 back    the batch is left out, as if the data did not have it: no update, no step of the scheduler, no step number
 
@@ -13,7 +13,7 @@ Under `back`, the run continues from the newest state without the batch. If the 
 before the step: going back to a save and repeating the steps since would give the same bits. If not, the previous
 step's update, or a fault, has spoiled them: the attempt ends (SpoiledError), the next one begins from the newest saved
 state, and the batch of the previous step is left out, too. The run folder records these batches, so that later attempts
-skip them. Tested in tests/training/job/test_left_out.py, too.
+skip them. Also tested in tests/training/job/test_left_out.py.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ Batch = tuple[int, int, int]
 
 
 class NotFinite:
-    """The decision what to do with a step whose loss or gradients are not finite."""
+    """Decides what to do with a step whose loss or gradients are not finite."""
 
     def __init__(
         self, on_nan: str, state: RunState, folder: Path | None, tell: Callable[[str], None], *, scaled: bool

@@ -171,7 +171,7 @@ class RunOptions(NodeOptions):
         return {name: _plain(getattr(self, name)) for name, _, option in options_of(RunOptions) if option.recorded}
 
     def resumed(self, run: Mapping[str, Any]) -> RunOptions:
-        """Return these options, in which each missing option is taken from the record of an earlier run.
+        """Return these options, with each missing option taken from the record of an earlier run.
 
         run: the record of the earlier run, as read from run.json.
 
@@ -202,7 +202,7 @@ def settle(options: Any, *counts: str) -> None:
 
     Raises UsageError for an invalid argument, or a count below 1.
     """
-    if isinstance(options.job, Job):  # named here, since a worker's main program does not define it
+    if isinstance(options.job, Job):  # named here: a worker's `__main__` does not hold the job
         object.__setattr__(options, "job", options.job.named())
     object.__setattr__(options, "args", argument_texts(options.args))
     for name in counts:

@@ -90,7 +90,7 @@ def make_documents(files: Sequence[bytes], longest: int, most: int) -> Documents
 
 
 def cut(text: bytes, longest: int) -> list[bytes]:
-    """Split a file into documents: as many whole paragraphs as fit into `longest` bytes, or a part of a longer one."""
+    """Split a file into documents: whole paragraphs that fit into `longest` bytes, or part of a longer paragraph."""
     paragraphs = rb".{%d,%d}\n\n" % (SHORTEST - 2, longest - 2)
     return re.findall(rb"(?s)%b|.{%d,%d}" % (paragraphs, SHORTEST, longest), text)
 
