@@ -1,7 +1,7 @@
 """Extrapolate a sequence from two that differ by one repetition.
 
-The longer sequence contains some pieces of the shorter one once more. The result contains these pieces more often
-still.
+The longer sequence contains some pieces of the shorter one once more. The result contains these pieces even more
+often.
 
 The pieces are found by comparing the two sequences. A piece must directly follow an equal piece. If the two sequences
 differ in any other way, NotExtrapolable is raised.
@@ -111,7 +111,7 @@ def _put_in(
 def _alike(
     short: Sequence[int], long: Sequence[int], loosely: tuple[Sequence[int], Sequence[int]], one: int, other: int
 ) -> tuple[int, int]:
-    """Compare two sequences entry by entry."""
+    """Return how many entries agree before the first that differs even loosely, as (exactly, loosely)."""
     left, right = loosely
     equal = alike = 0
     for mine, its in zip(range(one, one + ENOUGH), range(other, other + ENOUGH), strict=True):

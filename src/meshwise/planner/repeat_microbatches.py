@@ -141,7 +141,7 @@ def with_more(trace: Trace) -> Trace:
 
 
 def check_equal(traced: Trace, made: Trace) -> None:
-    """Raise NotExtrapolable if the two differ in more than marks and the numbers of storages."""
+    """Raise NotExtrapolable if two traces differ in more than marks and the numbers of storages."""
     if any(event != other for event, other in _pairs(sections_of(made), traced)):
         raise NotExtrapolable("a step of few microbatches is not what is composed of its pieces")
 

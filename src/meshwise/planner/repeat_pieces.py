@@ -23,8 +23,8 @@ Order = tuple[bool, int]  # an action: whether it is a forward, and its microbat
 
 
 class Kind(NamedTuple):
-    """A key that is stable across depths: a piece's name, section and number, the kinds of an event and of the next
-    launch."""
+    """A key that does not depend on the number of blocks: a piece's name, section and number, the kinds of an event
+    and of the next launch."""
 
     name: str
     section: int

@@ -202,7 +202,7 @@ class Composing:
                 yield ref.piece._replace(number=other), ref.at
 
     def _sweep(self, entries: Sequence[Entry], at: int) -> tuple[int, bool, dict[Piece, list[Entry]]] | None:
-        """Return how many entries go through the microbatches in order, whether in reverse, and them by piece."""
+        """Return how many entries go through the microbatches in order, whether in reverse, and these by piece."""
         run = list(self._run(entries, at))
         names = {ref.piece.name for ref in run if 2 <= ref.piece.number < self._pieces.count - 1}
         if not names:

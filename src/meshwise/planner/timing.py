@@ -240,7 +240,7 @@ def _at_once(call: str, others: int) -> Iterator[None]:
 
 
 def _taken_inside(call: str) -> tuple[int, ...]:
-    """Return the bytes of internal blocks, -n where block n is freed, 0 where a result is allocated."""
+    """Return a call's allocations in order: the bytes of an internal block, -n to free block n, 0 for a result."""
     own: list[int] = []
     alive: dict[int, int] = {}  # maps the address of a block to its entry
     for size, address in allocations_of(made(call)):

@@ -181,7 +181,7 @@ class Tracer:
         return Stages(plan, stretch.count // plan.pipeline) if even else None
 
     def _replayed(self, asked: _Asked, blocks: int | None = None) -> tuple[list[Trace], list[Trace], int | None]:
-        """Trace a plan of a job."""
+        """Return a plan's traces, the shortest traces they extend, and the groups of blocks in the latter."""
         stretch, depth = self.stretch, None
         if stretch is not None:
             depth = depth_of(asked.plan, stretch if blocks is None else stretch.beginning(blocks), blocks is not None)

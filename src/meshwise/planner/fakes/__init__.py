@@ -1,4 +1,4 @@
 """Fake what a rehearsal lacks: CUDA, and other ranks.
 
-The fakes use private torch.
+The fakes use private functions of torch.
 """
