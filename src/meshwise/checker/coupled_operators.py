@@ -29,7 +29,7 @@ Coupled = dict[tuple[str, str | None, int, Dims, int], str]
 dimensions of the result, number of samples in the batch)."""
 
 
-STATISTIC = -1  # used in place of a dim
+STATISTIC = -1  # stands for a statistic, in place of a dim
 OVER_ROWS = {"mean", "sum", "logsumexp", "linalg_vector_norm", "amax", "amin", "prod"}
 SPREAD = {"var", "std", "var_mean", "std_mean"}  # these combine rows even if they return a single number
 STATISTICS = SPREAD | {"mean", "sum"}

@@ -157,7 +157,7 @@ def _factor(one: Output, ranks: Sequence[Output]) -> float | None:
 
 
 def _gradient(output: Output) -> Output:
-    """Return a copy of `output` for its gradient."""
+    """Return a copy of `output` with its gradient in place of its value."""
     return replace(output, sketches=output.gradient)
 
 

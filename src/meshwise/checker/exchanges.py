@@ -1,4 +1,4 @@
-"""Record a program's own collectives, and reads before they ended.
+"""Record a program's own collectives, and values read before they end.
 
 Collectives that meshwise itself calls while the program runs do not count. In a perturbed check, the buffer that a
 collective or a point-to-point transfer writes holds NaN until it has ended.

@@ -152,7 +152,7 @@ class ModelTracer:
             redraw()
 
     def attempt(self, part: SplitPart) -> Callable[[], None]:
-        """Let modules draw for this part of a split tensor."""
+        """Let modules draw for this part of a split tensor. Return a function that undoes what is recorded since."""
         if self._reference is not None:
             self.draws.draw_for(part, self._reference.get(self._forwards - 1, ()))
         redraw, outputs, calls = self.draws.attempt(), len(self.step.outputs), dict(self._calls)
