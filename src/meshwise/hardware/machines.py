@@ -1,4 +1,4 @@
-"""Find a machine: this one, one in words, or a file.
+"""Find a machine: this one, one described in words, or a file.
 
 Importing torch takes time, so a caller that does not need torch's facts can leave them out.
 """

@@ -1,4 +1,4 @@
-"""Show devices here, in words, or in a file: `meshwise devices`."""
+"""Show devices of this machine, a description or a file: `meshwise devices`."""
 
 from __future__ import annotations
 
