@@ -1,10 +1,10 @@
-"""Add NumPy's functions of samples and signals beyond the standard's.
+"""Add NumPy's functions of samples and signals that the standard lacks.
 
 They are interpolation, differences, covariances and bins.
 
-They are composed of the standard's functions, and move the same data. `interp` sends its table to each device that has
-values; `convolve` sends the shorter array to each device that has a part of the longer one, and to each part the
-entries behind it.
+They are composed of the array API standard's functions, and move the same data. `interp` sends its table to each device
+that has values; `convolve` sends the shorter array to each device that has a part of the longer one, and to each part
+the entries behind it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Add NumPy's products beyond the standard's: `einsum`, `inner`, `kron`, `vdot`.
+"""Add NumPy's products that the standard lacks: `einsum`, `inner`, `kron`, `vdot`.
 
 `linalg.norm`, `lstsq` and `polyfit` are here too.
 

@@ -1,6 +1,6 @@
-"""Add NumPy's functions of shapes and entries beyond the standard's.
+"""Add NumPy's functions of shapes and entries that the standard lacks.
 
-They are composed of the standard's functions, and move the data that those functions move.
+They are composed of the array API standard's functions, and move the data that those functions move.
 """
 
 from __future__ import annotations

@@ -92,7 +92,7 @@ def reduced(
     parts = [_of_part(part_reduce, part, axes, keepdims) for part in x.parts if of_empty or _has_some(part, axes)]
     placed = x.sharding
     if placed.dim not in axes:
-        if len(parts) < len(x.parts):  # a part is empty along a divided dim that remains
+        if len(parts) < len(x.parts):  # empty parts, divided along a dim that is not reduced
             parts = _with_empty(x, axes, keepdims, dtype, part_reduce)
         found = Array(tuple(parts), left(placed, axes, keepdims), shape, dtype, x.space)
         return in_order_left(found, x, axes, keepdims)
