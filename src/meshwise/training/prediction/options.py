@@ -1,6 +1,6 @@
 """Declare the options of predictions, each once.
 
-The command line and `mw.predict` are made from them. No torch.
+The command line and `mw.predict` are made from them. Torch is not imported.
 """
 
 from __future__ import annotations

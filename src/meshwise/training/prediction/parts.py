@@ -59,7 +59,7 @@ def plain_call(model: nn.Module, notify: Callable[[str], None]) -> Predict:
 
 
 def rows_of(job: str, model: nn.Module, call: Predict, part: BatchSlice, batch: Any) -> dict[str | int, Any]:
-    """Call the model on a batch."""
+    """Call the model on a batch, and return the rows of this rank's samples for each output."""
     named, size = _named(call(model, batch)), max(part.samples, 1)
     return {name: _rows(value, size, job)[: part.samples] for name, value in named.items()}
 

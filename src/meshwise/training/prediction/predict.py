@@ -50,7 +50,7 @@ from meshwise.transfer import collectives
 from meshwise.workers.join import join
 
 PART_SECONDS = 10
-"""Seconds from one part to the next, and from one line of progress to the next. A kill loses about as much work."""
+"""Seconds between two parts, and between two lines of progress. A kill loses about this much work."""
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ def predicting(job: Job, plan: Plan, engine: Engine, weights: str | Path | None)
 
 
 def own_slices(left: Tensor, batch_size: int, world: World) -> Iterator[BatchSlice]:
-    """Yield this rank's part of each global batch."""
+    """Yield this rank's part of each global batch. All its parts together are one range of `left`."""
     positions = torch.arange(len(left))
     at = sum(part.first for part in batch_slices(positions, batch_size, world))  # how many samples lower ranks have
     for part in batch_slices(positions, batch_size, world):

@@ -1,7 +1,7 @@
 """Add context to an error: its place, a plan with less memory.
 
-That plan computes the same numbers, for a job or script whose step ran out of memory. Blocks run again in the backward,
-with the same draws; a script's parameters are sharded; then, on an accelerator, activations wait on the host.
+If a step of a job or script ran out of memory, the plan computes the same numbers with less: blocks run again in the
+backward, with the same draws, or a script's parameters are sharded, or, on an accelerator, activations wait on a host.
 """
 
 from __future__ import annotations

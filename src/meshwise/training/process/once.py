@@ -4,9 +4,10 @@ Every rank runs the whole script. Rank 0 writes files as one device does. Any ot
 when `begin` was called, and its own writes, which go to a private folder; so no rank waits for another.
 rank_files.py has the views.
 
-Limits: programs started in other ways, and files that C code opens unless scratch_files.py lists it, are not covered. A
-handle that is open for reading does not see what its rank writes later. Loader workers' files stay with their rank. A
-saved file has more hard links while the script runs, so that gzip refuses it without -f.
+Not covered: programs started other than by subprocess.run or os.system, and files opened by C code that
+scratch_files.py does not list. A handle that is open for reading does not see what its rank writes later. Loader
+workers' files stay with their rank. A saved file has more hard links while the script runs, so that gzip refuses it
+without -f.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def begin(rank: int, size: int) -> Callable[[], None]:
     shared = os.path.isdir(folder)
     if not shared:
         tell(ALONE.format(folder=folder))
-        made, _lock = made_folder("once")  # locked until `once` locks it
+        made, _lock = made_folder("once")  # keeps its lock until `once` has one
         folder = str(made)
     stack.enter_context(once(rank, size, folder, shared=shared))
     atexit.register(stack.close)
@@ -88,7 +89,7 @@ def once(rank: int, size: int, folder: str, *, shared: bool = True) -> Iterator[
 
 
 def free(path: str | Path) -> None:
-    """Let every rank use a file, or the files in a folder, as they are: meshwise itself writes there."""
+    """Let every rank use a file, or the files in a folder, as they are, because meshwise itself writes there."""
     there = os.path.realpath(path)
     if there not in _free:
         _free.append(there)
@@ -98,7 +99,7 @@ def free(path: str | Path) -> None:
 
 @contextlib.contextmanager
 def meeting() -> Iterator[None]:
-    """Let all ranks see the files that rank 0 has written so far. The `with` block waits for all ranks."""
+    """Let all ranks see the files that rank 0 has written so far. In the `with` block, all ranks must meet."""
     name = f"meeting {next(_met)}"
     for view in _views:
         view.turn(name, before=True)

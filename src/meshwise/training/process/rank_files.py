@@ -2,10 +2,10 @@
 
     rank 0          before it first changes a path, keeps a copy or hard link of it, or notes that it was absent
     other ranks     read their own file, or else the kept one, or else the user's
-    torch.save      runs on rank 0 alone; the others read its file through a hard link of this save
+    torch.save      runs on rank 0 alone; the others read the saved file through a hard link
     subprocess.run  runs on rank 0 alone; the others get its result, and see the files that it has changed
 
-The shared folder has a log of rank 0's changes, the files that it keeps (in `0`, after a meeting in `1`) or shares.
+The shared folder has a log of rank 0's changes, and files that it keeps (in `0`, after a meeting in `1`) or shares.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ STARTS = "{here}: every rank starts this program. Use subprocess.run, which only
 
 
 def _whole(part: Tensor) -> Tensor:
-    """Return the whole tensor of a part, which is pickled in its place. Collective."""
+    """Return the whole tensor, which pickling `part` would write. Collective."""
     rebuild, given = part.__reduce_ex__(2)[:2]
     return rebuild(*given)  # type: ignore[no-any-return]
 
@@ -191,7 +191,7 @@ class FirstFiles(RankFiles):
         return result
 
     def turn(self, call: str, before: bool) -> None:
-        """Keep the state of files from now on, for ranks that reach `call`. before: whether it is yet to run."""
+        """Keep the state of files anew, for ranks that reach `call`. before: whether that call is yet to run."""
         if before:
             self._epoch += 1
             self._absent.clear()
@@ -210,7 +210,7 @@ class LaterFiles(RankFiles):
         self._folders, self._held = dict[str, str](), dict[str, tuple[str, str]]()
 
     def _heard(self) -> int:
-        """Read the logs of rank 0 and of this rank's processes. Return the bytes read so far."""
+        """Read the logs of rank 0 and of this rank's processes. Return how many bytes were read so far."""
         for log, at in self._read.items():
             if (size := os.fstat(log).st_size) > at:
                 *lines, part = os.pread(log, size - at, at).split(b"\n")
@@ -296,7 +296,7 @@ class LaterFiles(RankFiles):
         return pickle.loads(Path(made).read_bytes())
 
     def turn(self, call: str, before: bool) -> None:
-        """See the files as rank 0 had them when it reached `call`. before: whether it is yet to run."""
+        """See the files as rank 0 had them when it reached `call`. before: whether that call is yet to run."""
         self._heard()
         self._epoch = self._turns.get(call, self._epoch)
         for path in () if before else sorted(self._changed, reverse=True):

@@ -26,7 +26,7 @@ from meshwise.torch_compat.sharding import local_of
 from meshwise.workers.environment import ATTEMPT
 
 _armed: dict[Fault, int] = {}
-"""The faults of this rank, and the step in which each last happened: 0 if never. Only `slow` happens in several."""
+"""The faults of this rank, and the step in which each last happened, or 0. Only `slow` happens in several steps."""
 _folder: Path | None = None
 
 

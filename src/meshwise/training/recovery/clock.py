@@ -1,7 +1,7 @@
 """Decide when to save, at one step for all ranks.
 
-Saves are due after a number of steps, or after a time. By default, states are saved in the background, as often as
-costs at most about 1 % of the time.
+Saves are due after a number of steps, or after a time. By default, states are saved in the background, so rarely that
+it costs at most about 1 % of the time.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from meshwise.training.recovery.saving import Saver
 from meshwise.transfer import collectives
 
 LEAST = 60.0  # shortest time in seconds between two background saves
-STALLS, WRITINGS = 100, 10  # the interval, as multiples of a save's stall and of its write time
-MOST_DISK, MOST_MEMORY = 0.1, 0.25  # the fraction of free space for background saves
+STALLS, WRITINGS = 100, 10  # least interval, as multiples of a save's stall and of its write time
+MOST_DISK, MOST_MEMORY = 0.1, 0.25  # the largest fractions of free disk and memory that background saves take
 
 
 class SaveClock:
@@ -79,7 +79,7 @@ class SaveClock:
         return wait
 
     def _begins(self, saver: Saver) -> bool:
-        """Tell the user that states are saved in the background."""
+        """Tell the user whether states are saved in the background, and return it."""
         size = saver.size_of(self._make)
         short: str = collectives.broadcast_object(self._short_of(size, saver.folder), collectives.everyone())
         if short:

@@ -1,4 +1,4 @@
-"""Collect a sharded state on rank 0's host, as one device would.
+"""Collect a sharded state on rank 0's host, as on one device.
 
 Sharded tensors become whole tensors.
 
@@ -41,7 +41,7 @@ def held_of(model: nn.Module) -> dict[str, Any]:
 
 
 def state_of(model: nn.Module) -> dict[str, Any]:
-    """Return the model's state_dict."""
+    """Return the model's state_dict. In a pipeline, that of its first rank has the entries of all stages."""
     state, pipe = model.state_dict(keep_vars=True), stages.pipe()
     if pipe is None:
         return state

@@ -1,4 +1,4 @@
-"""Check that a user's state is finite before save, after restore.
+"""Check that a user's state is finite before saves and after restores.
 
 Values that are not finite on purpose do not count, such as a parameter that is initialized to -inf, or inf in the state
 of an optimizer that does not come from torch.
@@ -60,7 +60,7 @@ def _named(models: Mapping[str, nn.Module], optimizers: Mapping[str, Optimizer])
 
 
 def _bad(named: Iterable[_Named]) -> Iterator[str]:
-    """Yield the names of the floating-point tensors that contain NaN."""
+    """Yield the names of tensors that contain NaN, or an infinity that they must not contain."""
     found = [each for each in named if each[1].is_floating_point() or each[1].is_complex()]
     floats = [(name, tensor, strict) for name, tensor, strict in found if tensor.numel() and tensor.itemsize > 1]
     sums = [tensor.sum(dtype=torch.float32 if tensor.itemsize == 2 else None).isfinite() for _, tensor, _ in floats]

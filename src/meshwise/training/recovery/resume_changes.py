@@ -1,4 +1,4 @@
-"""Apply settings that differ on resume, with a note, or reject.
+"""Apply settings that changed before a resume, or refuse them.
 
 A checkpoint holds the settings of the optimizer, the seed of a job, the batch size and the number of samples. Without
 this module, torch would silently replace the program's optimizer settings with the saved ones.

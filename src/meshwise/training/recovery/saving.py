@@ -1,6 +1,6 @@
 """Save a state in a background thread.
 
-Each rank first copies what it writes to host memory.
+Each rank first copies to host memory what it will write.
 
 The training thread only makes the copy, and checks whether the ranks still hold the same parts as at the previous save.
 """
@@ -46,7 +46,7 @@ OVER = (
     "now. Nothing that it has written since then is used."
 )
 BACKGROUND = "background"
-"""The fact in a manifest that says that the state was saved by default, in the middle of the training."""
+"""The key in a manifest for whether the state was saved by default, in the middle of the training."""
 PATIENCE = 10.0  # seconds that a save may take before the next one is skipped
 
 
@@ -149,7 +149,7 @@ class Saver:
         return values, {name: plainly_held(tensor) for name, tensor in tensors.items()}
 
     def _agreed(self, values: Any, shapes: Mapping[str, Held], digests: Sequence[tuple[int, str]]) -> Any:
-        """Merge the values of all ranks that are not tensors into one tree, and return it."""
+        """Merge the plain values of all ranks into one tree, and return it."""
         everyone, own = collectives.everyone(), tuple(each for each, _ in digests)
         if self._deal is None or self._deal.digests != own:
             ranks = collectives.gather_objects(shapes, everyone)
@@ -259,7 +259,7 @@ class Saver:
 
 
 def in_background(found: Sequence[Checkpoint]) -> list[Path]:
-    """Return those checkpoints that were saved by default, in the middle of the training."""
+    """Return the paths of checkpoints that were saved by default, in the middle of the training."""
     with contextlib.suppress(CheckpointError):
         return [saved.path for saved in found if files.read_manifest(saved).facts.get(BACKGROUND)]
     return []

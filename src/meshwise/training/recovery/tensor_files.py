@@ -1,12 +1,12 @@
 """Divide a state among ranks for writing; write and read safetensors files.
 
-Every element is written once, and the ranks' parts are about equal in bytes. A rank writes
-all that only it holds. If several ranks hold a tensor, a small one, such as most buffers, is written by the first of
-them, and any other by the rank that has the fewest bytes to write so far.
+Every element is written once, and the ranks' parts are about equal in bytes. A rank writes all that only it holds. If
+several ranks hold a tensor, the first of them writes it if it is small, as most buffers are. Otherwise the one that has
+the fewest bytes to write so far does.
 
-A file is written from one buffer, and hashed. A box is read directly into the wanted tensor. Files are not mapped into
-memory, because the pages of a mapped file count as memory of the process, and the process dies if a mapped file is
-truncated.
+A file is written from one buffer, and hashed. A box (a range of each dim) is read directly into the wanted tensor.
+Files are not mapped into memory, because the pages of a mapped file count as memory of the process, and the process
+dies if a mapped file is truncated.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def itemsize(dtype: str) -> int:
 
 
 def plainly_held(tensor: Tensor) -> Tensor:
-    """Return a tensor whose local values the ranks can save."""
+    """Return `tensor`, or the whole tensor if local values cannot be saved, such as partial sums."""
     if isinstance(tensor, DTensor) and any(division(p) is None and not p.is_replicate() for p in tensor.placements):
         return full_tensor(tensor)
     return tensor

@@ -212,7 +212,7 @@ class LoopState:
 
         After the last batch of an epoch, nothing is saved until `epoch_begins`."""
         if loader is not self._loader:
-            self._between = self._between and not self._engine.phases.trained  # otherwise the other loader trains, too
+            self._between = self._between and not self._engine.phases.trained  # a loop that trains belongs to an epoch
             return
         self._due |= self._count() and self._clock.is_due(self._step)
         if self._due and self._clean and not loader.at_end:

@@ -65,7 +65,7 @@ def distribute(
     streams: str = "whole",
     view: View | None = None,
 ) -> tuple[First, Second, *More]: ...
-def distribute(  # type: ignore[misc]  # mypy takes it for one that refuses a TypeVarTuple's names
+def distribute(  # type: ignore[misc]  # mypy misreads the overload with a TypeVarTuple
     *objects: Any, plan: Plan | str | Path | None = None, streams: str = "whole", view: View | None = None
 ) -> Any:
     """Distribute models, optimizers and loaders over all devices, and return them in the same order.
@@ -127,7 +127,7 @@ def distribute(  # type: ignore[misc]  # mypy takes it for one that refuses a Ty
 
 
 def _sees_whole_batches(engine: Engine, view: str | None, streams: str, *, own: str | None) -> bool:
-    """Return whether the program sees whole batches, as the first call has chosen. own: what a Trainer sees."""
+    """Return whether the program sees whole batches, as the first call has chosen. own: a Trainer's view."""
     check_known("view", view or "whole", get_args(View))
     if own is not None and view not in (None, own):
         raise UsageError(f"view={view!r} is for training loops of your own. Leave it out for a Trainer.")
@@ -292,7 +292,7 @@ def _sees_whole() -> bool:
 
 
 def _engine() -> Engine:
-    """Return the engine of the job, if one of its loss functions is running now."""
+    """Return the engine of the job whose loss function is running now, or else the default engine."""
     return IN_LOSS[-1] if IN_LOSS else default_engine()
 
 

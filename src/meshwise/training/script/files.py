@@ -30,7 +30,7 @@ from meshwise.transfer.reading import wait_for_all
 from meshwise.workers.join import rank_context
 from meshwise.workers.verb_log import log_verb
 
-GRACE = 60.0  # seconds within which all ranks must reach a file
+GRACE = 60.0  # seconds within which all ranks must reach the same save or load
 
 
 def save(thing: Any, path: str | Path) -> None:
@@ -43,7 +43,7 @@ def save(thing: Any, path: str | Path) -> None:
     thing: state_dicts, or anything that contains them. A model is saved without the hooks of meshwise."""
     engine, path = default_engine(), Path(path)
     once.free(path)
-    world = rank_context().world  # all ranks, even if they share a model
+    world = rank_context().world  # all ranks, even if they split a model
     plan, name, saves = engine.plan, str(path.resolve()), process_engine().given.saves
     saves[name] += 1
     if plan.state_divided:

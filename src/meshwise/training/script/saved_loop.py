@@ -88,7 +88,7 @@ def tree_of(parts: LoopParts, step: int, random: tuple[Any, ...]) -> dict[str, A
 
 
 def restore(parts: LoopParts, folder: Path, tree: Mapping[str, Any]) -> int:
-    """Restore all parts of the loop from `tree`, which was saved in `folder`."""
+    """Restore all parts of the loop from `tree`, saved in `folder`, and return the number of steps."""
     things = parts.things
     for kind, own in things.items():
         names = tree["models"] if kind == "model" else tree[kind].keys()
@@ -163,7 +163,7 @@ def _restore_extra(extra: Any, saved: Any) -> None:
 
 
 def _filled(own: Any, value: Any) -> Any:
-    """Restore one value."""
+    """Restore one value, in place if possible, and return it."""
     if hasattr(own, "load_state_dict"):
         own.load_state_dict(value)
         return own

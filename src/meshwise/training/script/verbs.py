@@ -1,6 +1,6 @@
 """Answer small questions of a program: rank, main process, memory.
 
-It also has functions for what rank 0 does first or alone.
+Other functions are for what rank 0 does first or alone.
 
 Each function works on one device, without a launcher, and before `mw.distribute`.
 """
@@ -132,4 +132,4 @@ def empty_cache() -> None:
 def _wait() -> None:
     join()
     with once.meeting():
-        collectives.barrier(collectives.everyone())  # including ranks of one model, which share samples
+        collectives.barrier(collectives.everyone())  # including ranks that split one model

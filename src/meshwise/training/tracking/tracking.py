@@ -92,7 +92,7 @@ class Tracking:
                     tracker.track(values, step)
 
     def _append(self, path: Path) -> None:
-        """Append the records that are not written yet, such as those of a time when the disk was full."""
+        """Append the records that are not written yet, such as those from when the disk was full."""
         try:
             if self._held is None:
                 self._hold()
@@ -245,7 +245,7 @@ def _target() -> _Target:
         tracking = Tracking(folder, wanted if first else (), session.tell)
         if folder is not None and first:
             if newest(folder):
-                names.keep_metrics(folder, attempt())  # gives this attempt its own file
+                names.keep_metrics(folder, attempt())  # old attempts keep the old file
             tracking.found = len(read_lines(folder / names.METRICS))
         tracking.open(0)
         atexit.register(tracking.close)

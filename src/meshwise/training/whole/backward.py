@@ -1,8 +1,8 @@
 """Run the program's own backwards: `loss.backward()` and `torch.autograd.grad`.
 
-Gradients are averaged over the ranks in the buckets of the plan (parallel/data.py). A loss that is a term travels with
-them, and so does the number of its targets, if the loss comes from calls of distributed models alone. Otherwise that
-number is sent earlier, when the loss is computed.
+Gradients are averaged over the ranks in the buckets of the plan (parallel/data.py). A loss that is a `Term` is
+sent with them, and so is the number of its targets, if the loss comes from calls of distributed models alone. Otherwise
+that number is sent earlier, when the loss is computed.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ class Backwards:
         return loss.known.get(reduce=True)
 
     def _begin_at(self, scale: Tensor | None, tensors: tuple[Tensor, ...], gradients: Any = None) -> None:
-        """Run a backward with the options of the program's. scale: the gradient of the first tensor, the loss."""
+        """Run a backward with the options of the program's call. scale: the gradient of the first tensor, the loss."""
         options = self._options or {}
         if scale is None or len(tensors) > 1 or "inputs" in options:
             gradients = gradients if scale is None else (scale, *(gradients or (scale,))[1:])

@@ -23,7 +23,7 @@ from meshwise.training.data.order import BatchSlice
 
 
 def reads_own_rows(loader: DataLoader[Any]) -> bool:
-    """Return whether each rank can read its rows of a batch alone."""
+    """Return whether each rank can read its rows of a batch without the other rows."""
     if loader.collate_fn is not default_collate or loader.batch_sampler is None or _is_alike(loader.dataset):
         return False
     before = [handle.state() for handle in GLOBAL]
@@ -66,7 +66,7 @@ def whole_batch(batch: Any, own: BatchSlice, axis: DataAxis, *, read_own: bool) 
 
 
 def with_rows(leaf: Tensor, part: SplitPart, divided: list[tuple[Tensor, Tensor, int]]) -> Tensor:
-    """Divide a whole tensor with as many rows as the batch. This is exact, whatever its rows mean."""
+    """Divide a whole tensor if it has as many rows as the batch. This is exact, whatever its rows mean."""
     if isinstance(leaf, Term):
         return resolved(leaf)
     if type(leaf) is not Tensor or leaf.dim() <= part.dim or leaf.shape[part.dim] != part.length:
@@ -78,7 +78,7 @@ def with_rows(leaf: Tensor, part: SplitPart, divided: list[tuple[Tensor, Tensor,
 
 
 def write_back(divided: list[tuple[Tensor, Tensor, int]]) -> None:
-    """Copy what a model wrote into its rows of whole tensors back into those tensors."""
+    """Copy what a model wrote to this rank's rows of a whole tensor back into the whole tensor."""
     for whole, own, before in divided:
         with on_parts():
             written = version(own) != before

@@ -5,8 +5,8 @@
     through    the model gets split tensors: each operator runs by its rule, or on the whole. Always exact. The model's
                own submodules may then run apart.
 
-A gradient inside a call that runs apart is that of a part (parallel/splits/crossing.py), so nothing is scaled on its
-way.
+Inside a call that runs apart, a gradient is that of this rank's part (parallel/splits/crossing.py), so it is not scaled
+on its way.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from meshwise.transfer.splitmix import mixed
 
 AGAIN = 64
 """A proven call runs through again at its 2nd, 4th, 8th … 64th time, and at every 64th after that."""
-OURS = ("forward", "__deepcopy__", "__getstate__")  # attributes of a module whose calls are divided
+OURS = ("forward", "__deepcopy__", "__getstate__")  # attributes set on a module whose calls are divided
 KINDS = 16  # how many different numbers of autograd nodes a call may have before it always runs through
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -91,7 +91,7 @@ class Call:
         self._look()
 
     def _look(self) -> None:
-        """Collect the modules. A program may add some at any time."""
+        """Collect the submodules with their parameters and hooks. A program may add some at any time."""
         self._registered = registered[0]
         self._modules = list(self.module.modules())
         self._alone = self.divided.alone and not any(sharded_modules(self.module))
@@ -201,7 +201,7 @@ class Call:
         found: list[str] = []
         if verdict.answers or verdict.draws:
             found += filter(None, [self._proven(args, kwargs).why])
-        if verdict.draws and not found:  # run through, it would draw other numbers than a resumed run
+        if verdict.draws and not found:  # running through would draw other numbers than a resumed run
             return self._apart(args, kwargs, verdict, part)
         written, crossing = verdict.attributes(), self.divided.axis.watched(None if verdict.answers else found)
         with crossing, self._hearing() as new:
@@ -262,7 +262,7 @@ class Call:
         return made
 
     def _hearing(self) -> contextlib.AbstractContextManager[Any]:
-        """Notice new code in a call, unless proofs are collective: a single rank may run the new code."""
+        """Notice new code in a call, unless proofs are collective, because one rank alone may run the new code."""
         listens = HEARS and self._alone and not self.divided.engine.program.coupled_gradients and not is_used()
         return new_code() if listens else contextlib.nullcontext()
 
@@ -279,7 +279,7 @@ class Call:
         return why, repeated
 
     def _answered(self, args: Any, kwargs: Any, verdict: Verdict, answers: Any, part: SplitPart) -> Any:
-        """Rerun a call whose questions about all rows got other answers than in its proof, and prove it with these."""
+        """Rerun a call whose questions about all rows got other answers than in its proof, after a proof with these."""
         other = verdict.others.get(answers) or verdict.others.setdefault(answers, self._proven(args, kwargs))
         return self._through(args, kwargs) if other.dims is None else self._apart(args, kwargs, other, part)
 
@@ -295,7 +295,7 @@ class Call:
             )
 
     def _otherwise(self, args: Any, kwargs: Any, verdict: Verdict, why: str, nodes: int) -> Any:
-        """Rerun operator by operator a call that differs from the proven one. Accept it if no row needs another."""
+        """Rerun a call that differs from the proven one, operator by operator. Accept it if no row needs another."""
         found: list[str] = []
         with self.divided.axis.watched(found):
             made = self._run_through(args, kwargs)

@@ -1,8 +1,8 @@
 """Notice code that runs for the first time inside a call.
 
-Python 3.12 and newer call back before each instruction of the model, until it has run once in a proof or outside of
-calls that run apart, so a call without new code costs nothing. Instructions are watched, not lines, since one line may
-hold both branches. Not noticed: code that torch.compile has made, and old code that gets other values.
+Python 3.12 and newer can call a function before each instruction. It is turned off for an instruction that has run
+once in a proof or outside of calls that run apart, so a call without new code costs nothing. Instructions are watched,
+not lines, since one line may hold both branches. Not noticed: code made by torch.compile, and old code with new values.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def look_again(
 
 
 def listen() -> None:
-    """Begin to notice new code, if Python supports it and a tool id is free. All code counts as new again."""
+    """Count all code as new, and notice it from now on, if Python supports this and a tool id is free."""
     _known.clear()
     hear = _start()
     for code in _codes:

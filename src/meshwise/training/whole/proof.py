@@ -37,7 +37,7 @@ from meshwise.training.engine.seeds import set_states, states
 PROOF = ProofAxis()
 DROPOUTS = {"dropout", "dropout_", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout"}
 DROPOUTS |= {"feature_dropout", "native_dropout"}
-ATTENTIONS = {"scaled_dot_product_attention": 4, "multi_head_attention_forward": 10}  # the place of dropout_p
+ATTENTIONS = {"scaled_dot_product_attention": 4, "multi_head_attention_forward": 10}  # the position of dropout_p
 ASKS = {"all": "min", "any": "max", "max": "max", "min": "min", "amax": "max", "amin": "min"}
 ASKED = {"__bool__", "item"}
 BELOW, ABOVE = {"lt", "le", "__lt__", "__le__"}, {"gt", "ge", "__gt__", "__ge__"}
@@ -74,7 +74,7 @@ class Answer(Tensor):
 
 
 class _Quiet(TorchFunctionMode):
-    """Leaves out dropout, and notes it. Notes reads of values, and `made`, the split tensors that operators made."""
+    """Leaves out dropout. Records whether it was called, whether values were read, and the split tensors made."""
 
     draws = reads = False
 
@@ -134,7 +134,7 @@ class _Quiet(TorchFunctionMode):
         return made
 
     def kept(self, known: list[Any]) -> bool:
-        """Return whether something other than `known`, such as a global list, still holds a split tensor."""
+        """Return whether a split tensor that is not in `known` is still held, for example by a global list."""
         ids = set(map(id, known))
 
         def alive() -> bool:

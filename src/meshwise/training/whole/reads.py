@@ -22,7 +22,7 @@ from meshwise.torch_compat.torch_function import is_asked
 from meshwise.training.whole.proof import ASKED, Verdict
 
 looked_at = weakref.WeakSet[nn.Module]()
-"""The modules in which registrations are counted. A slice of a ModuleList is a new module at each call."""
+"""The modules in which registrations are counted. Not a slice of a ModuleList, which is a new module each time."""
 registered = [0]
 """How often a module in `looked_at` got a submodule or a parameter."""
 
@@ -81,7 +81,7 @@ def watch_reads() -> None:
 
 
 def ask_all_of_masks() -> None:
-    """Let transformers test a mask by `all` of its rows, not by comparing sums."""
+    """Let transformers test a mask with `Tensor.all`, not by comparing sums."""
     masks: Any = sys.modules.get("transformers.masking_utils")
     if masks is not None and hasattr(masks, "fast_all"):
         masks.fast_all = Tensor.all

@@ -97,7 +97,7 @@ class WholeView:
         ask_all_of_masks()
         watch_constructors()
         if files:
-            every = collectives.everyone()  # including the ranks that share one model
+            every = collectives.everyone()  # including ranks that split one model
             engine.ends.callback(once.begin(collectives.get_rank(every), collectives.world_size(every)))
         _begin(engine, self.backwards, alone=False)
         self._collectives = OwnCollectives(engine, sized)
@@ -144,7 +144,7 @@ class WholeView:
             if each.dim() <= dim or isinstance(each, SplitTensor):
                 return each
             own = scatter(each, SplitPart(self.axis, dim, each.shape[dim]))
-            return own.contiguous() if dim and each.is_contiguous() else own  # programs may view it
+            return own.contiguous() if dim and each.is_contiguous() else own  # programs may call `view`
 
         return map_tensors(divided, tree)
 
