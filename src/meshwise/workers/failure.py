@@ -192,7 +192,7 @@ def of_command(error: BaseException) -> MeshwiseError:
 
 
 def _kind_of(rank: int, error: BaseException) -> str:
-    if isinstance(error, ReplicaError):  # all ranks raise it, also the correct ones
+    if isinstance(error, ReplicaError):  # ranks with the right values raise it, too
         return "corrupt" if rank in error.ranks else "victim"
     if isinstance(error, SpoiledError):
         return "spoiled" if rank == error.ranks[0] else "victim"

@@ -194,7 +194,7 @@ class HangWatch:
         return Hang(first, f"{explain(seconds)} Ended after {end:.0f} s without progress.{longer}", step, over)
 
     def _listen(self, pids: Mapping[int, int | None], passed: float) -> Hang | None:
-        """Add `passed` seconds to the silence of each rank that reports no progress."""
+        """Add `passed` seconds to the silence of each silent rank. Return a message if a reported rank goes on."""
         went_on = None
         for rank in pids:
             count = read_beats(beat_path(self._folder, rank))
@@ -271,7 +271,7 @@ class HangWatch:
 
 
 def _of_stopped(stall: Stall, stopped: Sequence[int]) -> Stall:
-    """Blame stopped processes for a hang."""
+    """Return the stall, and blame the stopped processes for it if they hold up a collective inside."""
     which = sorted(stall.waiting.keys() & set(stopped)) if stall.inside or stall.crossed else []
     return Stall(which, {rank: at for rank, at in stall.waiting.items() if rank not in which}) if which else stall
 

@@ -188,7 +188,7 @@ def _refuse_without_rank_0(world: World) -> None:
 
 def store_of_ranks() -> Any:
     """Connect to a key-value store that all ranks can reach before there is a process group. If torchrun starts the
-    ranks again, they do not see keys from before.
+    ranks again, they do not see the keys of the earlier start.
 
     Raises UsageError if MASTER_ADDR or MASTER_PORT is not set.
     """

@@ -117,7 +117,7 @@ class Nodes:
     def lost(self) -> Failure | None:
         """Return the failure of a machine that no longer answers. None if there is no such machine."""
         for member in self.others:
-            done = member is not self.members[0] and self.try_get(f"done/{member.node}")  # once done, it may leave
+            done = member is not self.members[0] and self.try_get(f"done/{member.node}")  # a done machine may leave
             if not done and (why := self._why_lost(member)):
                 first = sum(m.size for m in self.members[: self.members.index(member)])
                 ranks = ranks_text(range(first, first + member.size))
@@ -156,7 +156,7 @@ class Nodes:
         return None
 
     def all_done(self) -> bool:
-        """Tell the other machines that the workers of this machine are done."""
+        """Tell the other machines that this machine's workers are done. Return whether all workers are."""
         self.set(f"done/{self.node_rank}", True)
         return all(self.try_get(f"done/{member.node}") for member in self.others)
 

@@ -2,8 +2,8 @@
 
 This module also tells whether a process computes, by its CPU time.
 
-The state is read from /proc. The stack is asked for by a signal (heartbeat.py), which is sent only to a
-process that handles it, since it would kill any other. Tested in tests/workers/test_hang.py.
+The state is read from /proc. A signal asks a process for its stack (heartbeat.py). It is sent only to processes that
+handle it, since it would kill others. Tested in tests/workers/test_hang.py.
 """
 
 from __future__ import annotations
