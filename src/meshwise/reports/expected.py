@@ -116,7 +116,7 @@ SAMPLES = [KIND[kind] for kind in ("forward", "backward", "data", "transfer")]
 
 
 def one_device_seconds(table: StepTable, collectives: Sequence[CollectiveReport]) -> tuple[float, float]:
-    """Estimate how many seconds a step would take on one device."""
+    """Return a lower and an upper estimate of the seconds that a step would take on one device."""
     seconds = table.seconds[table.steady]  # shape: (steps, ranks, kinds)
     samples, optimizer = seconds[:, :, SAMPLES].sum(axis=2), seconds[:, :, KIND["optimizer"]]
     divided = any(c.of == "parameters" or c.name == "reduce-scatter" for c in collectives)  # the optimizer too

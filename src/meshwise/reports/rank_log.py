@@ -71,7 +71,7 @@ def fit_clock(rank: int, samples: Sequence[tuple[int, int, int]]) -> ClockFit:
 
 
 def _bursts(samples: NDArray[np.int64]) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
-    """Select the shortest clock round trip of each burst, which is the most exact one."""
+    """Return the time, offset and error of each burst's shortest round trip, which is the most exact."""
     sent, theirs, received = samples[np.argsort(samples[:, 0], kind="stable")].T
     burst = np.concatenate([[0], np.cumsum(np.diff(sent) > BURST)])
     order = np.lexsort((received - sent, burst))
@@ -82,7 +82,7 @@ def _bursts(samples: NDArray[np.int64]) -> tuple[NDArray[np.float64], NDArray[np
 
 
 def _line(at: NDArray[np.float64], offset: NDArray[np.float64], half: NDArray[np.float64]) -> tuple[float, float]:
-    """Fit a line to the clock offset over time."""
+    """Fit a line to the clock offset over time. Return its slope, and its value at `at[0]`."""
     if len(at) < 2 or (len(at) == 2 and abs(offset[1] - offset[0]) <= half.sum()):
         return 0.0, float(offset[np.argmin(half)])
     slope, level = np.polyfit(at - at[0], offset - offset[0], 1, w=1 / np.maximum(half, 1.0))

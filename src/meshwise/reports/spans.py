@@ -129,7 +129,7 @@ def unpack(text: str, count: int) -> tuple[Column, ...]:
 
 
 def _column(values: NDArray[np.int64]) -> tuple[int, bytes]:
-    """Encode a column of integers."""
+    """Return the width of the integers of a column in bytes, and the column's bytes."""
     low, high = int(values.min(initial=0)), int(values.max(initial=0))
     width = next(w for w in (1, 2, 4, 8) if -(1 << (8 * w - 1)) <= low and high < 1 << (8 * w - 1))
     narrow = np.ascontiguousarray(values.astype(f"<i{width}"))

@@ -6,7 +6,7 @@ A rank is a process, a lane is a thread. Spans that overlap on a lane, such as b
 copies of the lane, since slices of a thread must be nested or apart. The format: "Trace Event Format", Google, 2016.
 
 Perfetto reads a time as `int(number * 1000)`. Where that would be a nanosecond too low, 0.3 ns are added, since slices
-that touch would cross otherwise. Some versions of Perfetto misread \\u escapes and `displayTimeUnit`: neither is
+that touch would overlap otherwise. Some versions of Perfetto misread \\u escapes and `displayTimeUnit`: neither is
 written.
 """
 

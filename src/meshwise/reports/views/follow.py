@@ -79,7 +79,7 @@ def follow(folder: Path, console: Console, *, every: float = 1.0, stop: Callable
 
 
 def poll(folder: Path, before: Snapshot | None = None) -> Snapshot:
-    """Take a snapshot of the run."""
+    """Take a snapshot of the run. Return `before` if no file has changed since."""
     files, metrics = _files(folder), before.metrics if before is not None and before.metrics else Metrics(folder)
     if before is not None and files == before.files and before.report is not None:
         return before
