@@ -67,7 +67,7 @@ class Metrics:
         return {name: self._values[place, name] for place, name in sorted(self._values, key=lambda key: key[0])}
 
     def _take(self, line: bytes) -> bool:
-        """Add the values in one line of metrics.jsonl to the metrics."""
+        """Add the values in one line of metrics.jsonl. Return False if the line is not complete yet."""
         try:
             record = json.loads(line.decode(errors="replace"))
         except (ValueError, RecursionError):
