@@ -2,9 +2,9 @@
 
 Memory is shared where the protocols allow it.
 
-DLPack is tried first, since it also orders the two libraries' streams; then `__cuda_array_interface__` (version 3,
-whose `stream` is waited for here, since torch does not). A copy that cannot be avoided is logged. A tensor may share
-memory with its array: do not write into a tensor that came from JAX, whose arrays must not change.
+DLPack is tried first, since it also orders the two libraries' streams; then `__cuda_array_interface__` (version 3; this
+module waits for its `stream`, as torch does not). A copy that cannot be avoided is logged. A tensor may share memory
+with its array: do not write into a tensor that came from JAX, whose arrays must not change.
 """
 
 from __future__ import annotations

@@ -146,7 +146,7 @@ def kept(mail: Mail) -> Iterator[None]:
 
 
 def pass_on(mail: Mail, way: tuple[int, int, int], change: Callable[[Any], Any]) -> None:
-    """Let a simulated rank that does not run pass on what was sent to it.
+    """Pass on what was sent to a simulated rank that does not run.
 
     way: the rank that has sent it, the rank that does not run, and the next one.
     change: takes what was sent, and returns what the next rank receives.
