@@ -200,7 +200,8 @@ class OpRecord:
         torch.default_generator.set_state(self.start)
 
     def rewind(self) -> Callable[[], None]:
-        """Prepare a replay: set the default generator to its state at the beginning of the record."""
+        """Set the default generator to its state at the beginning of the record. Return a function to call after the
+        replay, which restores generators that were used since the record ended."""
         moved = {generator: generator.get_state() for generator, left in self.left.items() if _key(generator) != left}
         torch.default_generator.set_state(self.start)
 

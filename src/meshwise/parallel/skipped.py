@@ -103,7 +103,7 @@ class _Calls:
     """Finds the calls of `self.<attribute>`, or of entries of that list, in a function."""
 
     def __init__(self, function: Any, tree: ast.FunctionDef, attribute: str) -> None:
-        self._entries = {f"self.{attribute}"}  # later also the names of its entries
+        self._entries = {f"self.{attribute}"}  # later also names of the list's entries
         self._flags = {each.arg for each in ast.walk(tree.args) if isinstance(each, ast.arg)} - {"self"}
         self._varying = set[str]()  # names whose values differ between ranks
         for node in [*ast.walk(tree)] * 2:  # twice, because a loop's end may assign names that its start reads

@@ -145,7 +145,7 @@ def _run(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Run the forward of `module`."""
+    """Run the forward of `module` with this rank's parts in place of its parameters."""
     if any(isinstance(p, DTensor) and p.device_mesh.ndim > 1 for p in parameters_in(module).values()):
         raise PlanError(
             f"tensor={axis.size} with data or shard: parameters are gathered only while model(x) or a block runs, but "
@@ -183,7 +183,7 @@ def _put_back(changed: Sequence[tuple[nn.Module, dict[str, Tensor | None]]]) -> 
 
 
 def _localise(owners: Sequence[nn.Module], axis: Axis) -> list[tuple[nn.Module, dict[str, Tensor | None]]]:
-    """Replace the gathered parameters of the modules `owners` with this rank's parts."""
+    """Replace parameters of `owners` with this rank's parts. Return what `_put_back` needs."""
     changed: list[tuple[nn.Module, dict[str, Tensor | None]]] = []
     local: dict[int, Tensor] = {}
     for own in owners:

@@ -1,4 +1,4 @@
-"""Run operators that treat each row alone on this rank's rows.
+"""Run row-wise operators on this rank's rows.
 
 Batch norm and the losses of rows need sums over the other ranks' rows. Each rank draws the random numbers of all rows,
 from generators in the same state, so the numbers are those of one device.
@@ -40,7 +40,7 @@ NOISE = "alpha_dropout dropout1d dropout2d dropout3d feature_dropout feature_alp
 
 
 def alone(rows: int, dims: int) -> Rule:
-    """Make a rule for operators that treat each row alone."""
+    """Make a rule for operators that treat each row independently."""
 
     def rule(func: Func, args: Args, kwargs: Kwargs) -> Any:
         like = (split_in(args[:rows]) or refuse())[0].part

@@ -106,7 +106,7 @@ def with_parts_of(operand: Any, like: SplitPart, dims: int) -> Any:
 
 
 def cut(x: SplitTensor, begin: int, end: int) -> tuple[Tensor, SplitPart]:
-    """Take the entries from `begin` to `end` of the split dim."""
+    """Return this rank's part of the entries `begin` to `end` of the split dim, and how these are split."""
     part = x.part
     if part.repeats > 1:
         run, held = part.run, part.own // part.repeats
@@ -141,7 +141,7 @@ def row(x: SplitTensor, place: int) -> Tensor:
 
 
 def padded(part: SplitPart, pads: list[int], at: int) -> tuple[list[int], SplitPart]:
-    """Divide the padding of a whole tensor over the ranks."""
+    """Return this rank's padding, given that of the whole tensor, and how the result is split."""
     before, behind = pads[at : at + 2]
     if _one_run(part).length == 0 or before < 0 or behind < 0:
         raise NoRule
@@ -157,7 +157,7 @@ def padded(part: SplitPart, pads: list[int], at: int) -> tuple[list[int], SplitP
 
 
 def joined(tensors: Sequence[Tensor], like: SplitPart) -> tuple[Tensor, SplitPart]:
-    """Concatenate tensors along the split dim of `like`."""
+    """Concatenate tensors along the split dim of `like`. Return this rank's part, and how the result is split."""
     dim, length, parts = like.dim, 0, []
     pieces: list[list[Range]] = [[] for _ in range(like.axis.size)]
     for each in tensors:

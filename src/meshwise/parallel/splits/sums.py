@@ -49,7 +49,7 @@ def _summed(mean: bool) -> Callable[[Func, Args, Kwargs], Any]:
                 return NotImplemented
             count = math.prod(whole_shape(x)[each] for each in asked)
         with at_level(0), _parts(x):
-            wide = {"dtype": torch.float32} if x.dtype in HALF and "dtype" not in kwargs else {}  # torch does so, too
+            wide = {"dtype": torch.float32} if x.dtype in HALF and "dtype" not in kwargs else {}  # as torch.sum does
             total = torch.sum(*args, **{**kwargs, **wide})
         return _over(total, x.parts[0].axis, count if mean else 1, x.dtype if wide else total.dtype)
 
@@ -57,7 +57,7 @@ def _summed(mean: bool) -> Callable[[Func, Args, Kwargs], Any]:
 
 
 def _of_rows(func: Func, args: Args, kwargs: Kwargs) -> Any:
-    """Compute a cross entropy of rows."""
+    """Return the cross entropy of split rows as a term (see term.py)."""
     values = dict(zip(NAMES[called(func)], args, strict=False)) | dict(kwargs)
     x, target, weight = values.pop("input"), values.pop("target"), values.pop("weight", None)
     reduction, old = values.pop("reduction", "mean"), [values.pop(each, None) for each in ("size_average", "reduce")]
