@@ -224,7 +224,7 @@ def _save_pending() -> None:
 
 
 def _backward_that_tells(real: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap the function that runs a backward."""
+    """Wrap the function that runs a backward, so that it raises the error that `_save_pending` saved."""
 
     @functools.wraps(real)
     def backward(*args: Any, **kwargs: Any) -> Any:

@@ -173,7 +173,7 @@ def _install() -> None:
 
 
 def _met(exchange: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Wrap torch's function that changes the placements of a DTensor."""
+    """Wrap torch's function that changes the placements of a DTensor, so that it calls `meet` first."""
 
     @functools.wraps(exchange)
     def exchanged(local: Tensor, now: Any, then: Any, **options: Any) -> Tensor:
