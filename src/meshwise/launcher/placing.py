@@ -1,4 +1,4 @@
-"""Decide whether this process is a rank or launches ranks, and its run.
+"""Decide whether this process is a rank, and which run it continues.
 
 This module does not import torch.
 

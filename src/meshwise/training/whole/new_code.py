@@ -1,8 +1,8 @@
 """Notice code that runs for the first time inside a call.
 
-Python 3.12 and newer can call a function before each instruction. It is turned off for an instruction that has run
-once in a proof or outside of calls that run apart, so a call without new code costs nothing. Instructions are watched,
-not lines, since one line may hold both branches. Not noticed: code made by torch.compile, and old code with new values.
+Python 3.12 and newer can call a function before each instruction. The call is turned off for an instruction that has
+run in a proof or outside of calls that run apart, so old code costs nothing. Instructions are watched, not lines, since
+one line may hold both branches. Not noticed: code made by torch.compile, and old code that gets new values.
 """
 
 from __future__ import annotations
