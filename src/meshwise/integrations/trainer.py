@@ -152,7 +152,7 @@ class DistributedTrainer:
     def save_model(self: Any, output_dir: Any = None, _internal_call: bool = False) -> None:
         with own_names(self.model) if _internal_call else contextlib.nullcontext():
             super().save_model(output_dir, _internal_call)  # type: ignore[misc]
-        if _internal_call:  # a checkpoint: other ranks check that it exists
+        if _internal_call:  # wait for the checkpoint: other ranks check that it exists
             collectives.barrier(collectives.everyone())
 
     def _issue_warnings_after_load(self: Any, load_result: Any) -> None:

@@ -47,7 +47,7 @@ def placed(options: RunOptions, environment: Mapping[str, str] = os.environ) -> 
     count = _devices_here(options, place)
     launches = count > 1 or options.nnodes > 1 or options.folder is not None  # meshwise submit sets `folder`
     if place.one_a_node and launches:
-        known = None if place.launcher == "torchrun" else place.rendezvous  # torchrun's own store listens on its port
+        known = None if place.launcher == "torchrun" else place.rendezvous  # its port is taken by torchrun's own store
         where = options.rdzv or ":".join(map(str, known or meet(place)))
         return replace(options, nnodes=place.nodes, node_rank=place.node, rdzv=where), False
     ask_for_kind(options.devices, place)
@@ -154,7 +154,7 @@ def run_in(folder: Path, program: object) -> dict[str, Any]:
             f"submit {folder}, or continue it on this machine: meshwise run --resume {folder}"
         )
     try:
-        if not script:  # a script's states lie in another folder
+        if not script:  # a script's states are not in its run folder
             refuse_without_progress(folder, facts)
         refuse_changed_code(folder, word)
     except MeshwiseError as error:  # recorded, so that the run shows why it does not continue

@@ -282,7 +282,7 @@ def forwarded_signals(halt: Halt, view: LiveView) -> Iterator[None]:
     try:
         yield
     finally:
-        leaves = halt.wanted and halt.exit_code == AGAIN  # the machine that requested the stop may repeat its signal
+        leaves = halt.wanted and halt.exit_code == AGAIN  # the scheduler that asked for the stop may repeat its signal
         for number, handler in before.items():
             signal.signal(number, signal.SIG_IGN if leaves and number in WARNINGS else handler)
 

@@ -73,7 +73,7 @@ def typed() -> float:
 
 
 def _say_starting(options: RunOptions) -> None:
-    if options.node_rank and place_in(os.environ).one_a_node:  # nodes under srun share one output
+    if options.node_rank and place_in(os.environ).one_a_node:  # nodes under srun share one output: only node 0 prints
         return
     if str(options.job).startswith("mnist-") and "data=" not in str(options.args) and SAMPLE.exists():
         print(f"Note: {SAMPLE.read_text(encoding='utf-8')}", end="", file=sys.stderr)

@@ -84,7 +84,7 @@ class Program:
         """The optimizers that stepped between the last two backwards. The ranks compare their settings."""
         self.may_draw = False
         """Whether any optimizer may draw random numbers in its step. The optimizers of torch draw none."""
-        self._replaced = WeakIdKeyDictionary()  # maps parameters that the plan replaced to their names
+        self._replaced = WeakIdKeyDictionary()  # the names of parameters that the plan has replaced
         self._holds: dict[weakref.ref[Optimizer], _Holds] = {}
 
     @property

@@ -160,7 +160,7 @@ class ModelStream:
 _streams: list[ModelStream] = []
 
 
-def _enter(*_: object) -> None:  # a function of the module, which copies of a model share
+def _enter(*_: object) -> None:  # outside of the class, so that copies of a model share it
     for stream in _streams[-1:]:
         stream.enter()
 

@@ -31,7 +31,7 @@ from meshwise.transfer import collectives
 
 THINGS, DEPTH = 64, 6  # maximum number of attributes to compare, and of levels of nesting to read
 ITEMS, NUMBERS, RUNS = 256, 4096, 16  # how many list entries and array numbers to compare, in RUNS runs of neighbors
-FEW = 16  # a shorter object may be the rank's own, such as a range, unless it has a row per sample
+FEW = 16  # shorter objects, such as a rank's own range, are compared only if they have a row per sample
 ROUNDING = 1e-6  # relative tolerance, because machines may round differently
 DIFFERENT = (
     "Not the same data: the ranks pass different data sets ({sizes} samples). Pass the whole data set on every rank: "

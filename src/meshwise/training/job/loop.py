@@ -300,7 +300,7 @@ def _finish(run: JobRun) -> None:
     saver = run.saver
     if saver is not None:
         saver.settle()
-        newest = -1 if run.options.saves.in_background else saver.saved  # the last save replaces background saves
+        newest = -1 if run.options.saves.in_background else saver.saved  # the final save replaces background saves
         if run.state.step not in (newest, run.began["step"] if run.options.resume is not None else -1):
             _save(run, wait=True)
     if run.folder is not None and not run.stopped:

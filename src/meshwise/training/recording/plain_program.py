@@ -38,7 +38,7 @@ from meshwise.training.recording.recording import Clocks, Recording, record_scri
 from meshwise.workers import heartbeat, verb_log
 from meshwise.workers.join import made_process_group, rank_context
 
-PATIENCE = timedelta(seconds=10)  # time limit to reach rank 0's clock; recording works without it
+PATIENCE = timedelta(seconds=10)  # time limit to reach rank 0's clock; recording works without this clock
 BETWEEN_RANKS = ("send", "receive")
 _programs: list[PlainProgram] = []
 """Holds the `PlainProgram` that watches this process. Empty once the program calls a function of meshwise itself."""

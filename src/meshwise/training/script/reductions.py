@@ -198,7 +198,7 @@ def _added(value: Tensor, of: str, *, grad: bool = False) -> Tensor:
     whole = gather(value)
     whole = whole.to(torch.promote_types(whole.dtype, torch.float32)) if _is_float(whole) else whole
     if _is_float(whole) and not whole.requires_grad and torch.is_grad_enabled():
-        whole = whole.detach().clone().requires_grad_()  # every rank needs a backward
+        whole = whole.detach().clone().requires_grad_()  # every rank must run the backward, which is collective
     return through(_Added, whole, of)
 
 
@@ -210,6 +210,6 @@ class _Added(Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        if current().phase != "backward":  # the gradient of this rank's loss alone, not of the sum
+        if current().phase != "backward":  # it would be the gradient of this rank's loss alone
             raise UsageError(NOT_OURS.format(verb=ctx.of, ranks=collectives.world_size()))
         return through(_Added, gradient, ctx.of), None

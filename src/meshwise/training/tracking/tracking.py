@@ -59,7 +59,7 @@ class Tracking:
         if self._folder is None:
             return
         path, claimed = self._folder / names.METRICS, newest(self._folder) > 0
-        if claimed:  # create this attempt's own file before a later one can
+        if claimed:  # create this attempt's own file before a later attempt can
             with contextlib.suppress(OSError):
                 path.open("xb").close()
         if path.is_file():

@@ -144,7 +144,7 @@ class WholeView:
             if each.dim() <= dim or isinstance(each, SplitTensor):
                 return each
             own = scatter(each, SplitPart(self.axis, dim, each.shape[dim]))
-            return own.contiguous() if dim and each.is_contiguous() else own  # programs may call `view`
+            return own.contiguous() if dim and each.is_contiguous() else own  # a program may call `view` on it
 
         return map_tensors(divided, tree)
 
