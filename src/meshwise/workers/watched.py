@@ -1,4 +1,4 @@
-"""Track what a launcher knows of a worker and reports to its caller."""
+"""Track what a launcher knows about a worker and tells its caller."""
 
 from __future__ import annotations
 
