@@ -35,7 +35,7 @@ MEASURE = 4.0
 
 
 def with_plan(options: RunOptions, console: Console) -> RunOptions:
-    """Search for a plan for `--plan auto`."""
+    """Search for the plan of `--plan auto`, and return the options with this plan."""
     if str(options.job).endswith(".py"):
         raise UsageError(AUTO_OF_A_SCRIPT)
     if options.nnodes > 1 or started_by_launcher():

@@ -191,12 +191,12 @@ class Restarts:
         return told | ({"seconds_to_detect": time.time() - max(times)} if times else {})
 
     def began(self, step: int) -> dict[str, Any]:
-        """Note that the workers begin after `step`."""
+        """Note that the workers begin after `step`, and return facts to record."""
         lost, self.began_at, self.step = max(0, self.step - step), step, step
         return {"from_step": step} | ({} if self.failed is None else {"steps_lost": lost})
 
     def stepped(self) -> dict[str, Any]:
-        """Note that the workers have made a step."""
+        """Note that the workers have made a step, and return facts to record."""
         since, self.failed = self.failed, None
         return {} if since is None else {"seconds_to_step": time.monotonic() - since}
 

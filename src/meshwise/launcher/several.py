@@ -134,7 +134,7 @@ class Several:
         self.machines.leave(code)
 
     def has_more(self, restarts: Restarts) -> bool:
-        """Return whether a machine that the plan could use waits to join the run."""
+        """Return whether a machine is waiting to join the run, and the plan could use it."""
         if not (self.nodes.leads and restarts.resumable and restarts.most):
             return False
         more = sum(member.size for member in self.machines.joiners())

@@ -141,7 +141,7 @@ def opened(
 
 
 def _recorded(started: Started, options: RunOptions, began: float, *, begins: bool) -> int:
-    """Lock the folder, and record that an attempt begins there."""
+    """Lock the folder, record that an attempt begins there, and return the attempt's number."""
     program, folder, machines = started.program, started.folder, started.machines
     earlier = names.read_run(folder) if (folder / names.RUN).exists() else {}
     yields = _earlier_start_holds(earlier)

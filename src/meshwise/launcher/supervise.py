@@ -97,7 +97,7 @@ class Viewer:
         halt: Halt | StepGate,
         machines: Alone | Several | None,
     ) -> None:
-        """Prepare to show a run."""
+        """live: whether the view redraws progress. machines: None if this process must not write the run's record."""
         self._view, self._live, self._halt = view, live, halt
         self._restarts, self._machines = restarts, machines
         self.stopped = ""

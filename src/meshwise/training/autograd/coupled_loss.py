@@ -54,7 +54,7 @@ def couples_samples(loss: Tensor, samples: int) -> bool:
 
 
 def _between(first: Any, samples: int) -> tuple[set[str], list[tuple[Any, int]], set[Any]] | None:
-    """Walk the autograd graph of a loss, from the loss back to the outputs of the model."""
+    """Return the kinds of operators between a loss and the model's outputs, these outputs, and the nodes."""
     open_nodes, seen, rows = [(first, 0)], {(first, 0)}, []
     kinds: set[str] = set()
     while open_nodes:

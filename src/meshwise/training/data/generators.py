@@ -184,7 +184,7 @@ class OrderGenerators:
         return states
 
     def draws(self, states: States, *, again: bool) -> Draws:
-        """Return the functions that draw the order of an epoch."""
+        """Return the functions that draw the order of an epoch, from `states` if `again` is set."""
         return Draws(partial(self._replay, states) if again else self._live, self._live)
 
     def _live(self, function: Callable[[], T]) -> T:

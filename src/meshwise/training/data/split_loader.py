@@ -247,7 +247,7 @@ def _rows_of(batch: Any) -> int:
 
 
 def _same_rows(items: Any, count: int, world: World) -> int:
-    """Return `count`, the number of rows that this rank has read. Raise DataError if ranks differ."""
+    """Return `count`, the number of rows that this rank has read. Raise DataError if ranks read other rows."""
     if world.size > 1:
         ranks = _of_ranks(count, _checksum(items)).tolist()
         if any(rank != ranks[0] for rank in ranks):

@@ -89,7 +89,7 @@ class Events:
         anew: Callable[[], None] | None = None,
         whole: tuple[str, ...] | None = None,
     ) -> None:
-        """Call the methods of `listener` at events."""
+        """Call the methods of `listener` that are named like events, at these events."""
         kept = tuple(name for name in only if hasattr(listener, name))
         then, ends = kept if whole is None else whole, self._backwards() + backwards
         self._all.append(Probation(listener, when, kept, backwards, batches, anew, then, ends))

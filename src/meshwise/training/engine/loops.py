@@ -75,7 +75,7 @@ class Loops:
         self.ended = None
 
     def end(self, read: LoopRead) -> BatchSlice | None:
-        """Record that the loop `read` has ended."""
+        """Record that the loop `read` has ended, and return the slice of the loop around it."""
         for reads in (self._open, self.round):
             if read in reads:
                 reads.remove(read)

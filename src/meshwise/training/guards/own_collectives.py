@@ -56,7 +56,7 @@ class OwnCollectives:
 
 
 def _alone(function: Callable[[], bool]) -> Callable[[], bool]:
-    """Tell a program that it runs alone. Otherwise, torchmetrics would sum values over ranks that are whole already."""
+    """Tell a program that it runs alone. Otherwise, torchmetrics would sum values that are whole already."""
 
     @functools.wraps(function)
     def is_initialized() -> bool:

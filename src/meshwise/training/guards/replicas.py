@@ -45,7 +45,7 @@ FAR = 1e-6  # relative difference that counts as equal: devices may round a step
 
 
 def sums_of(program: Program) -> Settings:
-    """Return the sum of all parameters, by which to compare the ranks, unless each has its own part of them."""
+    """Return the sum of all parameters, to compare between ranks. Empty if each rank has its own part of them."""
     if program.plan is None or program.plan.parameters_divided or rehearsing():
         return ()
     made = dict.fromkeys(p for model in program.models for p in model.parameters())  # also those that a forward made

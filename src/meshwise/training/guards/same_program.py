@@ -50,7 +50,7 @@ class SameProgram:
         heard[:] = [self.hear]
 
     def hear(self, name: str, args: Any, kwargs: Any) -> None:
-        """Record the numbers passed to an operator, under the user's line."""
+        """Record the numbers passed to an operator, for the user's line that calls it."""
         if name in QUIET or name.startswith(".") or self._count == MOST:
             return
         own = args[1:] if name in WRITES else args  # the old contents of a written tensor may be anything

@@ -28,7 +28,7 @@ class BestEpoch:
     """The best evaluation of a run so far. It is the same on all ranks, because metrics are computed over all ranks."""
 
     def __init__(self, job: Job, folder: Path | None, *, resumed: bool) -> None:
-        """Prepare to find the best evaluation."""
+        """folder: where the best weights are saved, or None. resumed: whether to read the best one from there."""
         self._job, self._folder = job, folder
         self._direction, _, self._metric = (job.best or "").partition(" ")
         self.found: Best | None = None

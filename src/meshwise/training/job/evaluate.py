@@ -24,8 +24,7 @@ Sum = tuple[Tensor, Tensor]
 def evaluate(engine: Engine, job: Job, model: nn.Module, batches: Iterable[Microbatch]) -> dict[str, float]:
     """Return the job's metrics over the whole test set, or only the loss if the job has no metrics. Collective.
 
-    Padding samples have weight 0. First, rank 0 sends its buffers of the model, such as running statistics, to all
-    ranks.
+    Padding samples have weight 0. First, rank 0 sends its model's buffers, such as running statistics, to all ranks.
     """
     collectives.broadcast_tensors(list(model.buffers()))
     sums: dict[str, Sum] = {}

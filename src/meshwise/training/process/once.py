@@ -38,7 +38,7 @@ _begun, _met, _free, _views = count(), count(), list[str](), list[Any]()
 
 
 def begin(rank: int, size: int) -> Callable[[], None]:
-    """Let side effects happen once from now on. Every rank must call this. Return a function that ends it."""
+    """Let side effects happen once from now on. Every rank must call this. Return a function that ends this."""
     if size == 1:
         return lambda: None
     key, run, stack = f"meshwise/once/{next(_begun)}", os.environ.get(RUN_FOLDER), contextlib.ExitStack()

@@ -191,7 +191,7 @@ class FirstFiles(RankFiles):
         return result
 
     def turn(self, call: str, before: bool) -> None:
-        """Keep the state of files anew, for ranks that reach `call`. before: whether that call is yet to run."""
+        """From now on, keep the state of files for ranks that reach `call`. before: whether that call is yet to run."""
         if before:
             self._epoch += 1
             self._absent.clear()

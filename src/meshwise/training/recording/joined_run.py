@@ -99,8 +99,8 @@ class JoinedRun:
                 yield rank, None if facts is None else Failure(**facts)
 
     def _by_record(self, mine: Failure | None) -> Failure | None:
-        """Return the failure that ended the run, if rank 0 has ended, so that no rank can read the reports of the
-        others."""
+        """Return the failure that ended the run, by the run's record, because rank 0 has ended and no rank can read the
+        reports of the others."""
         with contextlib.suppress(UsageError):  # this machine may not share the run folder
             last = names.read_run(self.folder)["sessions"][-1]
             if last.get("kind") or last.get("status") in ("finished", "stopped"):

@@ -39,7 +39,7 @@ class SaveClock:
         option: str = "--save-every",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """saver: saves the states."""
+        """saver: saves the states. make: returns a state. option: the name of the option for the interval."""
         self._saves, self._saver, self._make, self._clock = saves, saver, make, clock
         self._since: tuple[float, int] | None = None
         self._told, self._option = LEAST, option
@@ -79,7 +79,7 @@ class SaveClock:
         return wait
 
     def _begins(self, saver: Saver) -> bool:
-        """Tell the user whether states are saved in the background, and return it."""
+        """Tell the user, and return, whether states are saved in the background."""
         size = saver.size_of(self._make)
         short: str = collectives.broadcast_object(self._short_of(size, saver.folder), collectives.everyone())
         if short:

@@ -94,7 +94,8 @@ class Saver:
     def save(
         self, make: Callable[[], Any], facts: Mapping[str, Any], *, wait: bool = False, began: float | None = None
     ) -> bool:
-        """Save a state. make: returns what this rank holds of it, as a tree of plain values and tensors."""
+        """Save a state, or return False if an earlier one is still being written. make: returns what this rank holds of
+        the state, as a tree of plain values and tensors."""
         with current().span("checkpoint"):
             self._asked = time.monotonic() if began is None else began
             key, number, _ = self._begin()
@@ -192,7 +193,7 @@ class Saver:
         self._thread.start()
 
     def _sent(self, own: Tensor, content: list[Content]) -> list[Content]:
-        """Send what each rank writes to rank 0, and return what this rank writes: all of it, or nothing."""
+        """Send the content of every rank to rank 0. Return what this rank writes then: all of it, or nothing."""
         assert self._deal is not None
         everyone = collectives.everyone()
         device = collectives.device_of(everyone)

@@ -89,7 +89,7 @@ def _encoded_atom(value: Any, kind: type, path: tuple[str, ...], take: Callable[
 
 
 def decoded(values: Any, give: Callable[[str], Any]) -> Any:
-    """Restore a tree from the JSON values that `encoded` returned."""
+    """Restore a tree from the JSON values that `encoded` returned. give: returns the tensor of a name."""
     if isinstance(values, list):
         return [decoded(item, give) for item in values]
     if not isinstance(values, dict):

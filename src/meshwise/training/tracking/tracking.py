@@ -237,7 +237,7 @@ def _folder() -> Path | None:
 
 
 def _target() -> _Target:
-    """Return the target of `mw.log`. The first call makes that of the script."""
+    """Return the target of `mw.log`. The first call makes the script's own target."""
     if not _targets:
         first, folder, wanted = rank_context().world.rank == 0, _folder(), os.environ.get(LOG, "").split(",")
         wanted = [name for name in wanted if name]

@@ -48,9 +48,9 @@ from meshwise.transfer import collectives
 from meshwise.transfer.splitmix import mixed
 
 AGAIN = 64
-"""A proven call runs through again at its 2nd, 4th, 8th … 64th time, and at every 64th after that."""
+"""A proven call runs operator by operator at its 2nd, 4th, 8th … 64th time, and at every 64th after that."""
 OURS = ("forward", "__deepcopy__", "__getstate__")  # attributes set on a module whose calls are divided
-KINDS = 16  # how many different numbers of autograd nodes a call may have before it always runs through
+KINDS = 16  # how many different numbers of autograd nodes a call may have before it never runs apart
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -62,7 +62,7 @@ class Divided:
         self.key: tuple[int, ...] | None = None  # key of the draws in a loader's newest batch
         self._drawn: tuple[Any, int] = (None, 0)  # the key of the newest draws, and how many calls had this key
         self.verdicts: dict[str, Verdict] = {}
-        """The newest verdict on each class of modules, and the line that called it first."""
+        """The newest verdicts, by the class of the module and the line that called it first."""
         self.alone = axis.size == collectives.world_size(collectives.everyone())
         listen()
 
@@ -197,7 +197,7 @@ class Call:
         return self._run_through(args, kwargs)
 
     def _again(self, args: Any, kwargs: Any, verdict: Verdict, part: SplitPart) -> Any:
-        """Run a proven call through, as if it were not proven, and check that it still keeps rows apart."""
+        """Run a proven call operator by operator, and check that it still keeps rows apart."""
         found: list[str] = []
         if verdict.answers or verdict.draws:
             found += filter(None, [self._proven(args, kwargs).why])
@@ -324,7 +324,7 @@ def _own(args: Any, kwargs: Any, part: SplitPart, outside: list[bool]) -> Any:
 
 
 def divide(module: nn.Module, divided: Divided, own: bool = True) -> None:
-    """Let the calls of a module, if it has submodules, run apart where they can."""
+    """Let the calls of a module that has submodules run apart, on each rank's rows, where they can."""
     if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
         for child in module.children():
             divide(child, divided, own)

@@ -38,7 +38,7 @@ class Reads:
         self._verdict, self._axis, self._at = verdict, axis, 0
 
     def read(self, name: str, tensor: Tensor, original: Callable[[], Any]) -> Any:
-        """Return the value of a tensor."""
+        """Return the value of a tensor that the call reads by the method `name`."""
         answers = self._verdict.answers
         if not answers or name not in ASKED or tensor.dtype is not torch.bool:
             if self._verdict.reads:
