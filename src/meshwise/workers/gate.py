@@ -38,7 +38,7 @@ LOOK, ASK = 0.5, 60.0  # seconds between checks of the clock, and between calls 
 ANSWER = 20.0  # timeout of squeue in seconds
 SAVES = 3  # leave time for this many saves: one may wait for an unfinished one, and all ranks and jobs write last
 UNKNOWN, SHARE = 20.0, 0.1
-"""A save not yet measured is assumed to take UNKNOWN seconds, but SAVES saves at most SHARE of the time left."""
+"""Before a save is measured, it is assumed to take UNKNOWN seconds, but SAVES saves at most SHARE of the time left."""
 LEAVES = 5.0  # seconds for a job's processes to exit after the last save
 
 
@@ -272,7 +272,7 @@ def left_by_squeue(job: str) -> float | None:
 
 
 def seconds_left(text: str) -> float | None:
-    """Parse a duration as squeue prints it."""
+    """Parse a duration as squeue prints it. Return None for other text."""
     if text.strip() == "UNLIMITED":
         return math.inf
     match = re.fullmatch(r"(?:(?:(\d+)-)?(\d+):)?(\d+):(\d\d)", text.strip())

@@ -94,7 +94,7 @@ def find_stall(beats: Mapping[int, Beat], silent: Collection[int]) -> Stall | No
     if roots:  # the ranks that the others wait for make progress
         return None
     ours, everyone = all(beat.ours for beat in beats.values()), len(silent) == len(beats)
-    stuck = {rank: wait for rank, wait in waiting.items() if not late[rank]}  # in a collective that all have entered
+    stuck = {rank: wait for rank, wait in waiting.items() if not late[rank]}  # wait though all ranks have entered
     if stuck and (any(late.values()) or (everyone and (ours or len(waiting) == len(beats)))):
         first = min(stuck.values(), key=lambda wait: wait.at)
         return Stall(sorted(rank for rank in stuck if stuck[rank].group == first.group), waiting, first, inside=True)
@@ -146,7 +146,7 @@ class HangWatch:
         far: Mapping[int, RemoteBeat] = NOBODY,
         server: subprocess.Popen[bytes] | None = None,
     ) -> Hang | None:
-        """Return the next message about a hang."""
+        """Return the next message about a hang, or None if there is nothing new to say."""
         now = time.monotonic()
         if now - self._looked < INTERVAL:
             return None

@@ -35,7 +35,7 @@ from meshwise.workers.place import Place
 from meshwise.workers.secret import SET_ONE, Secret, secret_of
 
 TIMEOUT = 600.0  # seconds for rank 0 to open its door (see above)
-PORTS = 8  # ports derived from the key
+PORTS = 8  # number of ports that are derived from the key
 PATIENCE = 20.0  # seconds after which a rank says what it waits for
 STRANGERS = 60.0  # seconds to keep trying while the listener does not know the secret
 REACH, ANSWER = 2.0, 5.0  # seconds for a connection, and for a proof or a message
@@ -90,7 +90,7 @@ def is_here(host: str) -> bool:
 
 
 def listens_at(*, alone: bool) -> str:
-    """Return the address to listen at."""
+    """Return the address to listen at: loopback if `alone`, else all addresses."""
     return "127.0.0.1" if alone else ""
 
 
