@@ -169,7 +169,7 @@ class OpRecord:
         return digest.hexdigest()
 
     def drawn_from(self) -> tuple[Any, ...]:
-        """Return (start, settings)."""
+        """Return the arguments of `draw_from`: the start state, and where the program set which generator to what."""
         numbers = {generator: number for number, generator in enumerate(self._last)}
         places = enumerate(self.entries)
         return self.start, {n: (numbers[e.generator], e.to) for n, e in places if isinstance(e, SetGenerator)}

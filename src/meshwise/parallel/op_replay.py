@@ -4,7 +4,7 @@ The operators run in their recorded order.
 
 Operators on which no wanted tensor depends are skipped, except random operators, which advance the generator as
 recorded. A storage is made when it is first filled, and freed when no operator needs its values any more. A storage
-that is overwritten later is not kept until then. So a replay holds the wanted tensors and about one more tensor.
+that a later operator overwrites is freed until then. So a replay holds the wanted tensors and about one more tensor.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def steps_for(entries: Sequence[Entry], keep: Iterable[int]) -> list[ReplayStep]
 
 
 def replay(entries: Sequence[Entry], keep: Iterable[int], finished: Finished) -> None:
-    """Run `entries` again."""
+    """Run `entries` again. Call `finished(number, storage)` once a storage of `keep` has its final values."""
     keep = set(keep)
     marks = {entry.to for entry in entries if isinstance(entry, SetGenerator) and isinstance(entry.to, int)}
     states: dict[int, Tensor] = {-1: torch.default_generator.get_state()}
