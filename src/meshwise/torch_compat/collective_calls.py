@@ -212,7 +212,7 @@ def _kernel(
 
 
 def _call(kind: str, moved: int | None, given: dict[str, Any], frame: FrameType | None) -> Call | None:
-    """Describe the collective that begins."""
+    """Describe the collective that begins. Return None if it is not observed."""
     tensors = [] if moved is None else list(tensors_in([*given.values()][moved]))
     group, device = given["process_group"], tensors[0].device.type if tensors else ""
     if dist.distributed_c10d._world.pg_coalesce_state or device == "meta" or not isinstance(group, torch.ScriptObject):
