@@ -39,19 +39,19 @@ _owned: list[IO[bytes]] = []
 
 
 def trail_path(folder: Path, rank: int) -> Path:
-    """Return the path of the file in which a rank logs the calls that all ranks must make."""
+    """Return the path of the file in which a rank logs its verbs."""
     return folder / f"verbs-{rank}"
 
 
 class DivergenceWatch:
-    """Checks that the ranks of this machine make the same calls in the same order. It reads the logs of their calls."""
+    """Reads the logs of this machine's ranks, and checks that all of them call the same verbs."""
 
     def __init__(self, folder: Path, ranks: Collection[int]) -> None:
         self._folder, self._ranks = folder, ranks
         self._looked = self._seen = 0.0
 
     def trails(self) -> dict[int, VerbTrail | None]:
-        """Return, for each rank, the log of the calls that all ranks must make in the same order (see `Verb`)."""
+        """Return each rank's log of verbs."""
         return {rank: read_trail(trail_path(self._folder, rank)) for rank in self._ranks}
 
     def look(self, ended: Collection[int]) -> str:
@@ -128,8 +128,7 @@ def _verb(trail: VerbTrail, number: int) -> str:
 
 
 def begin(world: World, store: Any) -> None:
-    """Start to log the calls of this rank that must come in the same order on every rank, such as collectives (see
-    `Verb`)."""
+    """Start to log the verbs of this rank where the machine's other ranks can read them."""
     first = world.rank - world.local_rank
     if world.local_rank == 0:
         made, owned = made_folder("verbs")

@@ -133,8 +133,8 @@ class Halt:
     """The request to stop all ranks of a running launch after the same step. A signal handler or another thread makes
     the request.
 
-    The attributes are plain values, which the launcher reads again and again. A threading.Event is not used, because a
-    signal handler that calls Event.set can deadlock: it may have interrupted a thread that holds the lock of the Event.
+    The launcher reads the attributes again and again. They are plain values, because a signal handler that calls
+    `threading.Event.set` can deadlock: it may have interrupted a thread that holds the event's lock.
     """
 
     def __init__(self) -> None:

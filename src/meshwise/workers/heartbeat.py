@@ -236,8 +236,7 @@ def leave(at: int) -> None:
 
 
 def _forked() -> None:
-    """Stop the reports in a process that a rank has forked, such as a loader worker, so that it does not report as this
-    rank."""
+    """Stop the reports in a process that a rank has forked, such as a loader worker."""
     global beat
     if beat is not None:
         beat.let_go()

@@ -42,7 +42,7 @@ class Store:
     """A key-value store in the memory of this process. Other machines reach it at a port. Values are JSON values."""
 
     def __init__(self, secret: bytes, port: int = 0, listens: int | None = None, host: str = "") -> None:
-        """Serve the store at `host` and `port`, or on the listening socket with the descriptor `listens`."""
+        """Serve the store at a port, or on the listening socket with the descriptor `listens`."""
         self._kept: dict[str, tuple[int, Any]] = {}
         self._heard: dict[str, float] = {}
         self._version, self._lock = 0, threading.Lock()

@@ -50,8 +50,7 @@ class Verb:
 
 @dataclass(frozen=True)
 class VerbTrail:
-    """A rank's log of the calls that all ranks must make in the same order (see `Verb`), as read from the rank's file
-    at one moment."""
+    """A rank's log of verbs, as read from the rank's file at one moment."""
 
     count: int
     left: tuple[str, int] | None
@@ -95,8 +94,8 @@ def read_trail(path: Path) -> VerbTrail | None:
 
 
 class VerbLog:
-    """Logs the calls of this rank that all ranks must make in the same order (see `Verb`). If several threads make such
-    calls, only the calls of the thread that was first are logged."""
+    """Logs the verbs of this rank (see `Verb`). If several threads call verbs, only the calls of the first thread are
+    logged."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -133,8 +132,7 @@ _log: VerbLog | None = None
 
 
 def begin(path: Path) -> None:
-    """Start to log the calls of this process that all ranks must make in the same order, such as requests for a batch
-    (see `Verb`)."""
+    """Start to log the verbs of this process to a file."""
     global _log
     _log = VerbLog(path)
 
@@ -146,7 +144,7 @@ def end() -> None:
 
 
 def log_verb(verb: str, *which: int, log: VerbLog | None = None) -> None:
-    """Log a call that all ranks must make in the same order (see `Verb`). Does nothing if no log was begun.
+    """Log a verb. Does nothing if no log was begun.
 
     This function runs several times in each step. For speed, it calls few other functions.
 

@@ -130,7 +130,7 @@ def keep_sockets_in(scratch: Path) -> None:
 
 
 def prepare(scratch: Path, world: World, channel: WorkerChannel) -> None:
-    """Prepare a worker for its task: begin to report its verbs, its progress and the files it writes."""
+    """Begin to report this worker's verbs, its progress and the files it writes."""
     keep_sockets_in(scratch)
     verb_log.begin(trail_path(scratch, world.rank))
     join.keep_store()
