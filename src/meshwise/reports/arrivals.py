@@ -194,7 +194,7 @@ def attribution_of(spans: Spans, arrivals: Arrivals, sessions: tuple[RunSession,
 
 
 def sweep(start: Whole, end: Whole, owner: Whole) -> tuple[Whole, Whole, NDArray[np.bool_]]:
-    """Turn overlapping intervals into disjoint ones: return their edges, their owners, and which hide communication."""
+    """Make overlapping intervals disjoint. Return their edges and owners, and which hide communication."""
     times = np.concatenate([start, end])
     order = np.argsort(times, kind="stable")
     edges = times[order]

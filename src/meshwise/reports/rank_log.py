@@ -178,7 +178,7 @@ class RankLog:
 
 
 def read_rank_log(path: Path, last_blocks: int | None = None) -> tuple[list[RankLog], str]:
-    """Read the log file of a rank. Return the log of each session, and a sentence on what could not be read, or ""."""
+    """Read the log file of a rank. Return the log of each session, and a sentence on what is unreadable."""
     logs: list[RankLog] = []
     other = ""
     headless = True  # the following lines belong to a session with an unreadable first line: skip them
