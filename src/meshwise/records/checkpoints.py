@@ -111,9 +111,8 @@ def checkpoints_in(folder: Path) -> list[Checkpoint]:
     """Return the complete checkpoints in a folder, the oldest first. A checkpoint is complete once its folder has its
     final name.
 
-    A late checkpoint is left out. An attempt (one start of a run) has written it after a newer attempt had begun, for
-    example on a machine that the network had cut off. To make this visible, each attempt begins with a file, the claim
-    (records/claims.py), that lists the checkpoints of that time.
+    A late checkpoint is left out: an attempt wrote it after a newer attempt had begun, for example on a machine that
+    the network had cut off. The claim of the newer attempt (records/claims.py) lists the checkpoints of that time.
     """
     found = []
     claims = claims_of(claims_folder(folder))
@@ -127,8 +126,7 @@ def checkpoints_in(folder: Path) -> list[Checkpoint]:
 
 
 def claims_folder(folder: Path) -> Path:
-    """Return the folder whose subfolder `attempts` has the claims (records/claims.py). A claim says which machine
-    begins an attempt of a run.
+    """Return the folder whose subfolder `attempts` has the claims (records/claims.py).
 
     For checkpoints of `mw.checkpoint`, this is `folder` itself. For checkpoints of a run, it is the run folder, which
     is the parent of `folder`.

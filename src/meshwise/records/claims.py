@@ -56,8 +56,7 @@ def room_of(folder: Path, number: int) -> Path | None:
     """Return the directory in which attempt `number` of a run prepares files, and to which it moves files that it
     removes. It is called the room of the attempt.
 
-    Returns None if no attempt of the run is claimed. Also returns None once a machine has claimed a later attempt,
-    because a claim removes the rooms of earlier attempts.
+    Returns None if the attempt has no room: none was claimed, or a later claim has removed it.
     """
     room = folder / CLAIMS / str(number)
     return room if room.is_dir() else None
@@ -82,14 +81,12 @@ def write_of(folder: Path, number: int, path: Path, write: Callable[[BinaryIO], 
 
 
 def newest(folder: Path) -> int:
-    """Return the number of the newest attempt that a machine has claimed, which means that its launcher has begun the
-    attempt. Return 0 if no attempt is claimed."""
+    """Return the number of the newest attempt that a machine has claimed, or 0 if none is claimed."""
     return max(_numbers(folder, _CLAIM), default=0)
 
 
 def is_over(folder: Path, number: int) -> bool:
-    """Return whether attempt `number` of a run no longer counts, because a machine has claimed a later attempt. What
-    the earlier attempt still writes is ignored."""
+    """Return whether attempt `number` no longer counts, because a machine has claimed a later one."""
     return newest(folder) > number
 
 
@@ -105,8 +102,8 @@ def newest_record(folder: Path, until: int | None = None) -> Path | None:
 
 
 def claims_of(folder: Path) -> dict[int, Mapping[str, Any]]:
-    """Return the contents of all claims of a run, by the number of the attempt. A claim is a JSON file, written by the
-    machine that begins the attempt. The contents are {} for a file that cannot be read."""
+    """Return the contents of all claims of a run, by the number of the attempt. The contents are {} for a file that
+    cannot be read."""
     return {number: read_json(folder / CLAIMS / f"{number}.json") for number in sorted(_numbers(folder, _CLAIM))}
 
 

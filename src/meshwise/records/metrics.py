@@ -91,8 +91,8 @@ def metrics_of(folder: Path) -> dict[str, list[float]]:
 
 
 def _place(name: str) -> int:
-    """Return the priority of a metric in a list of runs, judged by the metric's name: 1 for a validation
-    metric, 2 for an accuracy, 3 for a loss, 4 for any other metric. The metric with the smallest number is shown."""
+    """Return the priority of a metric in a list of runs, by its name: 1 for a validation metric, 2 for an accuracy, 3
+    for a loss, 4 for any other. The metric with the smallest number is shown."""
     words = (("val", "test", "eval"), ("acc",), ("loss",), ("",))
     return next(place for place, some in enumerate(words, 1) if any(word in name.lower() for word in some))
 

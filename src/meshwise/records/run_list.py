@@ -173,8 +173,7 @@ def jobs_of(facts: Mapping[str, Any]) -> list[str]:
 
 def array_of(folder: Path) -> tuple[Path, str]:
     """Split the folder of a task of a job array, such as `gpt-3`, into the folder that was submitted, `gpt`, and the
-    number of the task, "3". A job array is one submission that starts several runs. For any other run, return `folder`
-    and ""."""
+    number of the task, "3". For any other run, return `folder` and ""."""
     name, _, task = folder.name.rpartition("-")
     sent = folder.with_name(name or task)
     return (sent, task) if task.isdigit() and name and (sent / SCRIPT).is_file() else (folder, "")
