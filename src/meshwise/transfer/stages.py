@@ -118,7 +118,7 @@ def carried(leave: Callable[[], Any], enter: Callable[[Any], None]) -> Iterator[
 def take_along() -> list[Any]:
     """Return the states that this stage sends to the next stage, along with the activations.
 
-    There is one state for each open block `with carried(leave, enter)`: the result of its function `leave`.
+    There is one state for each open `with carried(leave, enter)`: the result of `leave`.
     """
     return [leave() for leave, _ in _carried]
 
@@ -126,7 +126,7 @@ def take_along() -> list[Any]:
 def put_down(values: list[Any]) -> None:
     """Take over the states that the previous stage has sent along with the activations.
 
-    values: one state for each open block `with carried(leave, enter)`. It is passed to the block's function `enter`.
+    values: one state for each open `with carried(leave, enter)`, to be passed to `enter`.
     """
     for (_, enter), value in zip(_carried, values, strict=True):
         enter(value)
