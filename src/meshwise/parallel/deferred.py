@@ -219,8 +219,8 @@ def _like(t: Tensor, value: Tensor) -> Tensor:
 
 
 def _agree(record: OpRecord) -> None:
-    """Check that the model's constructor has recorded the same operators on all ranks, and raise PlanError otherwise.
-    Then make all ranks use the random numbers of rank 0 when the recorded operators are run. Collective."""
+    """Raise PlanError if the ranks have recorded different operators of the constructor. Make replays on all ranks draw
+    the random numbers of rank 0. Collective."""
     everyone = collectives.everyone()
     if collectives.world_size(everyone) > 1:
         of_rank_0, digest = collectives.broadcast_object((record.drawn_from(), record.digest()), everyone)

@@ -133,8 +133,8 @@ class OpRecord:
             self._mark(generator)
 
     def _tick(self, generator: torch.Generator) -> None:
-        """Draw one random number after a random operator, so that the generator has a state that occurs nowhere else in
-        the record. If the program later sets the generator back to this state, the record recognizes the state."""
+        """Draw a random number after a random operator, to give the generator a state that occurs nowhere else. The
+        record recognizes this state if the program later returns to it."""
         with without_interception():
             torch.rand(1, generator=generator, device=generator.device)
         self._mark(generator)
@@ -200,8 +200,8 @@ class OpRecord:
         torch.default_generator.set_state(self.start)
 
     def rewind(self) -> Callable[[], None]:
-        """Set the default generator to its state at the beginning of the record. Return a function to call after the
-        replay, which restores generators that were used since the record ended."""
+        """Set the default generator to its state at the beginning of the record. Return a function that ends the
+        replay: it restores generators that were used since."""
         moved = {generator: generator.get_state() for generator, left in self.left.items() if _key(generator) != left}
         torch.default_generator.set_state(self.start)
 

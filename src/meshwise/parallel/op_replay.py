@@ -127,7 +127,7 @@ def steps_for(entries: Sequence[Entry], keep: Iterable[int]) -> list[ReplayStep]
 
 
 def replay(entries: Sequence[Entry], keep: Iterable[int], finished: Finished) -> None:
-    """Run `entries` again. Call `finished(number, storage)` once a storage of `keep` has its final values."""
+    """Run `entries` again. Call `finished` with each storage of `keep` once it has its final values."""
     keep = set(keep)
     marks = {entry.to for entry in entries if isinstance(entry, SetGenerator) and isinstance(entry.to, int)}
     states: dict[int, Tensor] = {-1: torch.default_generator.get_state()}

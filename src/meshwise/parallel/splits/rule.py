@@ -91,7 +91,7 @@ def only_split(args: Sequence[Any], kwargs: Mapping[str, Any], first: Any) -> No
 
 
 def with_parts_of(operand: Any, like: SplitPart, dims: int) -> Any:
-    """Return this rank's part of an elementwise operator's operand, to be used with parts like `like`."""
+    """Return this rank's part of an operand, to be combined with parts split like `like`."""
     if not isinstance(operand, Tensor):
         return operand
     from_end, part = like.dim - dims, part_of(operand)
