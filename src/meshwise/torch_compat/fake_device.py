@@ -208,8 +208,8 @@ def _made_on_host(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def begin_record() -> None:
-    """Forget all launches, and begin a new record of launches with number 0. All earlier launches are taken to have
-    ended, so no stream has to wait for them."""
+    """Begin a new record of launches, numbered from 0. All earlier launches count as ended, so no stream has to wait
+    for them."""
     _records[0] += 1
     _pending.clear()
     _last.clear()

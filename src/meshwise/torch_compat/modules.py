@@ -142,8 +142,7 @@ def around_pre_hooks(module: nn.Module, before: Callable[[], T], after: Callable
 
 def put_forward(module: nn.Module, around: Callable[..., Any]) -> None:
     """Replace the module's forward by `around`, and give `around` the signature of the replaced forward. Some programs
-    read the signature. For example, `generate` of transformers passes `position_ids` only to a forward with such an
-    argument."""
+    read it: `generate` of transformers passes `position_ids` only to a forward with such an argument."""
     changed: Any = around
     with contextlib.suppress(ValueError, TypeError):  # TorchScript has no signature
         changed.__signature__ = inspect.signature(module.forward)
