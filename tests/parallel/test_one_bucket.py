@@ -80,3 +80,23 @@ def test_one_bucket_is_what_ddp_makes_of_it(size: int, width: int, pool: Any) ->
             assert all(a is None or torch.equal(a, b) for a, b in zip(own, ours[0], strict=True)), (way, "diverged")
             for number, (a, b) in enumerate(zip(own, theirs, strict=True)):
                 assert (a is None) == (b is None) and (a is None or torch.equal(a, b)), (way, number, a, b)
+
+
+def places() -> tuple[int, bool]:
+    """In a worker: in how many places the gradients of six steps lay, and whether a view of one kept its values."""
+    model = nn.Linear(WIDE, WIDE)
+    reduction = DataParallel(list(model.named_parameters()), bucket_mb=25)
+    found, held, before = set[int](), None, torch.empty(0)
+    for step in range(8):
+        reduction.backward(model(torch.full((2, WIDE), float(step))).square().sum())
+        assert model.weight.grad is not None
+        if step > 1:
+            found.add(model.weight.grad.data_ptr())
+        if step == 4:
+            held, before = model.weight.grad.numpy()[:1], model.weight.grad[:1].clone()
+        model.zero_grad()
+    return len(found), held is not None and bool((torch.from_numpy(held) == before).all())
+
+
+def test_the_memory_of_gradients_is_used_again_unless_the_program_holds_it(pool: Any) -> None:
+    assert pool(2).run(places) == [(2, True), (2, True)]

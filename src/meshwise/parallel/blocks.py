@@ -37,15 +37,12 @@ def blocks_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def _parts(name: str, module: nn.Module, *, root: bool = False) -> Iterator[tuple[str, nn.Module]]:
-    if root or isinstance(module, CONTAINERS) or _holds_a_list(module):
+    inner = (part for part in module.modules() if part is not module)
+    if root or isinstance(module, CONTAINERS) or any(isinstance(part, CONTAINERS) and len(part) > 1 for part in inner):
         for child_name, child in module.named_children():
             yield from _parts(f"{name}.{child_name}" if name else child_name, child)
     elif any(True for _ in module.parameters()):
         yield name, module
-
-
-def _holds_a_list(module: nn.Module) -> bool:
-    return any(isinstance(part, CONTAINERS) and len(part) > 1 for part in module.modules() if part is not module)
 
 
 def repeated_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -67,7 +64,9 @@ def _entries(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     inside = isinstance(module, CONTAINERS)
     for child_name, child in module.named_children():
         full = f"{name}.{child_name}" if name else child_name
-        if inside and not (isinstance(child, CONTAINERS) and (_holds_layers(child) or not _is_called(child))):
+        if inside and not (
+            isinstance(child, CONTAINERS) and (_holds_layers(child) or not isinstance(child, nn.Sequential))
+        ):
             if any(True for _ in child.parameters()):
                 yield full, child
         else:
@@ -78,11 +77,6 @@ def _holds_layers(container: nn.Module) -> bool:
     """Return whether several entries of `container` have the same class and have submodules."""
     kinds = Counter(type(child) for child in container.children() if any(True for _ in child.children()))
     return any(count > 1 for count in kinds.values())
-
-
-def _is_called(container: nn.Module) -> bool:
-    """Return whether the program can call `container` as a whole, like an `nn.Sequential`."""
-    return isinstance(container, nn.Sequential)
 
 
 def blocks_to_recompute(model: nn.Module) -> list[tuple[str, nn.Module]]:

@@ -49,7 +49,7 @@ def _run(model: nn.Module, axis: Axis, forward: Callable[..., Any], /, *args: An
     """Run the model's forward on this rank's part of each sequence."""
     names = _names(forward, len(args))
     given = {**dict(zip(names, args, strict=True)), **kwargs}
-    divided = {name: _divided(value, axis) for name, value in given.items() if _has_positions(name, value)}
+    divided = {name: value for name, value in given.items() if _has_positions(name, value)}
     if not divided:
         shapes = ", ".join(f"{name} {tuple(value.shape)}" for name, value in given.items() if isinstance(value, Tensor))
         raise PlanError(
@@ -57,7 +57,7 @@ def _run(model: nn.Module, axis: Axis, forward: Callable[..., Any], /, *args: An
             f"{shapes or 'no tensor'}. Call it with token ids (B, T) or hidden vectors (B, T, width), "
             "or use data or shard instead of context."
         )
-    given.update(divided)
+    given |= {name: scatter(x, SplitPart(axis, 1, x.shape[1]).folded()) for name, x in divided.items()}
     return forward(*[given.pop(name) for name in names], **given)
 
 
@@ -73,10 +73,6 @@ def _has_positions(name: str, value: Any) -> bool:
     if not isinstance(value, Tensor) or "mask" in name or "label" in name or value.dim() < 2:
         return False
     return value.dim() == (3 if value.is_floating_point() else 2)
-
-
-def _divided(value: Tensor, axis: Axis) -> Tensor:
-    return scatter(value, SplitPart(axis, 1, value.shape[1]).folded())
 
 
 CONTEXT = Technique(apply=_apply)

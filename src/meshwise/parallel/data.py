@@ -8,7 +8,7 @@ and is averaged then.
 
     first backward    no reducer runs yet; every rank records which parameters its loss reached and in which order. The
                       ranks exchange these lists. A reducer is made for the parameters reached on any rank, its bucket
-                      rebuild is run in advance, and it reduces the gradients at hand. From here on buckets never
+                      rebuild is run in advance, and it reduces the present gradients. From here on buckets never
                       change, so a resumed run adds up in the same order.
     every backward    the reducer is armed, and buckets are averaged while the backward still runs.
     a parameter that this rank's loss did not reach takes part with zero; one that no rank reached keeps its `grad`.
@@ -48,6 +48,7 @@ _skipped = WeakIdKeyDictionary()  # parameters that a rank may skip
 _made = itertools.count()  # numbers the reductions, which all ranks make in the same order
 _GRADIENT = operator.attrgetter("grad")
 _IS_TRAINED = operator.attrgetter("requires_grad")
+ALONE = 2  # references to memory that the program does not hold any more: the bucket's, and that of the question
 LATE_GRACE = 30.0  # seconds for all ranks to reach a parameter that is new to the reduction
 
 
@@ -98,15 +99,14 @@ class DataParallel:
     ) -> Tensor | None:
         """Run the backward of `loss`; see `Reduction.backward`."""
         self._backwards, run = self._backwards + 1, run or torch.autograd.backward
-        before: dict[int, tuple[Tensor, int]] = {}
+        before = {id(p): (p.grad, reducer.version(p.grad)) for p in self._parameters if p.grad is not None}
         trained = list(map(_IS_TRAINED, self._parameters))
         if trained != self._trained:  # parameters were frozen or unfrozen, on every rank: start over
             self._trained, self._groups, self._grouped = trained, [], set()
-        for p in self._parameters:
-            if p.grad is not None:
-                before[id(p)] = p.grad, reducer.version(p.grad)
         if factor is not None and not whole:
-            self._set_aside(before)
+            self._kept = {key: gradient for key, (gradient, _) in before.items()}
+            for p in self._parameters:  # this backward's gradients are multiplied by a loss weight
+                p.grad = None
         groups, self._buckets = self._groups if reduce else [], 0
         if len(groups) > 1:
             groups = self._reached(loss)
@@ -146,13 +146,6 @@ class DataParallel:
             return None if value is None else collectives.all_reduce_mean(value.clone(), of="the loss")
         same = mean.shape == value.shape and mean.dtype is value.dtype
         return mean if same else mean[: value.numel()].view(value.shape).to(value.dtype)
-
-    def _set_aside(self, before: Mapping[int, tuple[Tensor, int]]) -> None:
-        """Move all gradients from `grad` to `_kept`, before a backward whose gradients are multiplied by a loss
-        weight."""
-        self._kept = {key: gradient for key, (gradient, _) in before.items()}
-        for p in self._parameters:
-            p.grad = None
 
     def plain(self, loss: Tensor) -> Tensor:
         """Return `loss` unchanged: it is a plain tensor already. See `Reduction.plain`."""
@@ -207,12 +200,16 @@ class DataParallel:
         return mean.then(lambda done: buffer.copy_(done.value()))
 
     def _reduce(self, bucket: PlainBucket, *, fresh: bool = False) -> bool:
-        """Average the gradients of a bucket's parameters. fresh: whether no `.grad` is older than this backward."""
+        """Average a bucket's gradients, or return False if one is missing. fresh: whether all are of this backward."""
         gradients = list(map(_GRADIENT, bucket.members))
         if not all(map(operator.is_not, gradients, itertools.repeat(None))):
             return False
         plain = self._factor is None and not self._kept and self._dtype is None
-        views = parts_of_bucket(flat := bucket.memory(), bucket.members)
+        flat = bucket.kept
+        if flat is None or flat.requires_grad or reducer.references(reducer.address(flat.untyped_storage())) != ALONE:
+            flat = bucket.members[0].new_empty(bucket.size)
+            bucket.kept = flat if bucket.large else None  # new memory would cost page faults in each step
+        views = parts_of_bucket(flat, bucket.members)
         if plain and bucket.large:  # copy and divide in one pass
             for view, gradient in zip(views, gradients, strict=True):
                 torch.div(gradient, bucket.ranks, out=view)
@@ -244,7 +241,8 @@ class DataParallel:
             (name, p)
             for group in armed
             for name, p in zip(group.names, group.parameters, strict=True)
-            if p.grad is None or (before and _untouched(p, *before.get(id(p), (None, 0))))
+            if (held := p.grad) is None
+            or ((old := before.get(id(p))) is not None and old[0] is held and old[1] == reducer.version(held))
         ]
         missed_by_all = self._take_part(missing, before) if missing else None
         for group in armed:
@@ -256,7 +254,8 @@ class DataParallel:
     def _take_part(
         self, missing: Sequence[tuple[str, nn.Parameter]], before: Mapping[int, tuple[Tensor, int]]
     ) -> Callable[[], None]:
-        """Contribute zero gradients for the parameters in `missing`, which this rank's loss did not reach."""
+        """Contribute zero gradients for the parameters in `missing`, which this rank's loss did not reach. Return a
+        function that afterwards drops the gradients that no rank's loss reached."""
         store = reducer.default_store()
         keys = [f"{self._key}/unused/{self._backwards}/{name}" for name, _ in missing]
         for key, (_, p) in zip(keys, missing, strict=True):
@@ -365,11 +364,6 @@ def _loss_carrier(first: nn.Parameter) -> nn.Parameter:
     """Make the extra parameter whose gradient carries the loss."""
     dtype = first.dtype if first.dtype in (torch.float32, torch.float64) else torch.float32
     return nn.Parameter(torch.zeros(CARRIED, dtype=dtype, device=first.device))
-
-
-def _untouched(p: nn.Parameter, gradient: Tensor | None, version: int) -> bool:
-    """Return whether a backward did not change the gradient of `p`."""
-    return p.grad is None or (p.grad is gradient and reducer.version(p.grad) == version)
 
 
 def reduction_of(named: Mapping[str, nn.Parameter], plan: Plan, *, piggyback_loss: bool) -> DataParallel:

@@ -44,10 +44,6 @@ class ExpertAxis:
     rank: int
     group: collectives.Group
 
-    def all_gather(self, tensor: Tensor) -> Tensor:
-        """Gather `tensor` from every rank, stacked in rank order."""
-        return collectives.all_gather(tensor, self.group, of="tokens of experts")
-
     def exchange(self, sent: Sequence[Tensor], taken: Sequence[Tensor]) -> None:
         """Send `sent[r]` to rank r and receive `taken[r]` from rank r. Each of these tensors may have no rows."""
         taken[self.rank].copy_(sent[self.rank])
@@ -55,15 +51,6 @@ class ExpertAxis:
         receives = [(rows, r) for r, rows in enumerate(taken) if r != self.rank and len(rows)]
         if sends or receives:
             collectives.send_receive(sends, receives, self.group, "all-to-all")
-
-
-def exchanged(
-    axis: ExpertAxis, sent: list[int], taken: list[int], scale: float, *tensors: Tensor
-) -> tuple[Tensor, ...]:
-    """Exchange rows with the other ranks of the axis, and return the received rows of each tensor."""
-    function: Any = _Exchange
-    found: tuple[Tensor, ...] = function.apply(axis, sent, taken, scale, *tensors)
-    return found
 
 
 class _Exchange(Function):
@@ -89,6 +76,8 @@ class _Exchange(Function):
         return None, None, None, None, *(next(back) if wanted else None for wanted in ctx.needs_input_grad[4:])
 
 
+exchanged: Any = _Exchange.apply
+"""Exchange rows with the other ranks of the axis, and return the received rows of each tensor."""
 AXIS = "expert"
 
 
@@ -259,13 +248,15 @@ def route(
             f"{int(flat.min())} to {int(flat.max())}. Use data or shard instead of expert."
         )
     order = torch.argsort(flat, stable=True)
-    every = axis.all_gather(torch.bincount(flat, minlength=experts.count)).cpu()
+    own = torch.bincount(flat, minlength=experts.count)
+    every = collectives.all_gather(own, axis.group, of="tokens of experts").cpu()  # stacked in rank order
     sent = every[axis.rank].view(axis.size, experts.own).sum(1).tolist()
     mine = every[:, axis.rank * experts.own : (axis.rank + 1) * experts.own]
     taken = mine.sum(1).tolist()
     numbers = torch.arange(experts.own).repeat(axis.size).repeat_interleave(mine.reshape(-1))
     rows = hidden.reshape(-1, hidden.shape[-1])[order // index.shape[1]]
     there, weights = exchanged(axis, sent, taken, axis.size, rows, weights.reshape(-1, 1)[order])
+    back: Tensor
     (back,) = exchanged(axis, taken, sent, 1 / axis.size, run(there, numbers.view(-1, 1).to(flat.device), weights))
     in_place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
     return back[in_place].view(*index.shape, -1).sum(1).view(*hidden.shape[:-1], -1)

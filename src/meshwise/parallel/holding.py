@@ -174,14 +174,12 @@ class Holding:
         counted = [
             p.grad for n, p in named.items() if p.grad is not None and (n not in held_by_several or n in self._owned)
         ]
+        device = next(self.model.parameters()).device
         with together():
-            norm = torch.nn.utils.get_total_norm(counted) if counted else torch.zeros((), device=self._device())
+            norm = torch.nn.utils.get_total_norm(counted) if counted else torch.zeros((), device=device)
         own = full_tensor(norm)
         squares = collectives.all_reduce(own.double().square(), group=self._pipe.group, of="gradient norm")
         torch.nn.utils.clip_grads_with_norm_(named.values(), most, squares.sqrt().to(own.dtype))
-
-    def _device(self) -> torch.device:
-        return next(self.model.parameters()).device
 
 
 class _Notes:
@@ -257,7 +255,7 @@ class StageWrites:
         self._before: list[tuple[Tensor, int, int]] = []
 
     def begin(self, model: nn.Module) -> None:
-        """Prepare for a forward of `model`."""
+        """Record the values of parameters before a forward, and let autograd notice earlier writes to them."""
         for p in self._past:
             p.detach().mul_(1)
         if self._left and not rehearsing():
@@ -266,7 +264,7 @@ class StageWrites:
             self._before = list(zip(held, versions(held), hashes_of(held), strict=True))
 
     def end(self) -> None:
-        """End a forward."""
+        """Find the parameters that a forward has written without autograd noticing."""
         if self._left and self._before:
             self._left -= 1
             held = [p for p, _, _ in self._before]

@@ -6,8 +6,8 @@ The result is exact for any choice; a good choice is fast.
     row       the weight is split along its inputs: the input is split, and the ranks' products are added up
 
 A column layer followed by a row layer needs one all-reduce forward and one backward (Megatron-LM, arXiv:1909.08053).
-The model's own plan (`tp_plan` of transformers) says which layers are which. Without such a plan, the last layer of a
-group is the row if its output has the width of the first layer's input.
+The model's own plan (`tp_plan` of transformers) says which kind each layer is. Without such a plan, the last layer of a
+group is a row layer if its output has the width of the first layer's input.
 """
 
 from __future__ import annotations
@@ -125,18 +125,13 @@ def _layers(model: nn.Module) -> Iterator[Layer]:
 
 def _rows(model: nn.Module, layers: list[Layer]) -> set[str]:
     """Return the names of the layers with a weight that is split along its inputs."""
-    own = _own_plan(model)
-    if own is not None:
+    own = getattr(model, "tp_plan", None)
+    if isinstance(own, Mapping) and own:
         styles = {layer.name: _style(layer.name, own) for layer in layers}
         if any(styles.values()):
             found = {name for name, style in styles.items() if "rowwise" in style and "embedding" not in style}
             return found | {name for name in _derived(model, layers) if not styles[name]}
     return _derived(model, layers)
-
-
-def _own_plan(model: nn.Module) -> Mapping[str, str] | None:
-    plan = getattr(model, "tp_plan", None)
-    return plan if isinstance(plan, Mapping) and plan else None
 
 
 def _style(name: str, plan: Mapping[str, str]) -> str:

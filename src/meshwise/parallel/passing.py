@@ -1,9 +1,9 @@
 """Pass hidden states forwards and gradients backwards between pipeline stages.
 
-Sends do not wait. A forward's output is kept until its gradients come, and these until the next ones are sent. A
-rank receives from another rank in the order in which that rank sends, which both know from the schedule, and keeps what
-it does not need yet. Shapes and structure are sent once for each kind of batch. For a split tensor, each rank sends its
-part to the rank at the same position in the other stage, which holds the same part there.
+Sends do not wait. A forward's output is kept until its gradients arrive, and sent gradients until the next send. A
+rank receives in the order in which the other rank sends, known from the schedule, and keeps what it does not need yet.
+Shapes and structure are sent once for each kind of batch. For a split tensor, each rank sends its part to the rank at
+the same position in the other stage, which holds the same part there.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ class Passing:
         self.checked = 0
 
     def begin(self, every: Sequence[Sequence[Action]], keys: Sequence[object]) -> None:
-        """Begin a step."""
+        """Begin a step. every: the actions of each rank. keys: see `Pipeline.begin`."""
         self._keys = [(key, torch.is_grad_enabled()) for key in keys]
         own = self._pipe.rank
         self._coming = {
@@ -200,7 +200,7 @@ class Passing:
             self._free_sent(Action(False, now.action.stage, now.action.microbatch - 1))
 
     def receive_backward(self, now: Pass) -> Tensor:
-        """Receive the gradients of the hidden state that this stage sent to the next stage."""
+        """Receive the gradients of what this stage sent. Return a scalar whose backward continues with them."""
         after = Action(False, now.action.stage + 1, now.action.microbatch)
         pairs = [tensor for tensor in now.sent if tensor.requires_grad]
         _, gradients = self._receive(after)
@@ -260,14 +260,10 @@ class Passing:
             hidden = self._known[key]
             forms = hidden.tensors
         else:
-            hidden = self._of_backward(action)
+            hidden = self._known[action.stage - 1, self._keys[action.microbatch]]
             forms = [form for form in hidden.tensors if form.trained]
         tensors = [torch.empty(form.shape, dtype=form.dtype, device=self._device) for form in forms]
         return hidden, [collectives.receive(tensor, source, group) for tensor in tensors]
-
-    def _of_backward(self, action: Action) -> Hidden:
-        """Return the description of the tensors for which `action`, a backward of stage s, sends gradients."""
-        return self._known[action.stage - 1, self._keys[action.microbatch]]
 
 
 def _has_nan(tensors: Iterable[Tensor]) -> bool:

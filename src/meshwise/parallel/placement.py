@@ -15,10 +15,8 @@ from meshwise.transfer import collectives
 
 def _check_model(setup: Setup) -> None:
     plan, hooked = setup.plan, hooked_parameters(setup.model)
-    made_anew = (
-        plan.parameters_divided or plan.expert * plan.pipeline > 1 or any(map(is_fake, setup.model.parameters()))
-    )
-    if hooked and made_anew:
+    made_anew = plan.parameters_divided or plan.expert * plan.pipeline > 1
+    if hooked and (made_anew or any(map(is_fake, setup.model.parameters()))):
         raise PlanError(
             f"{some(hooked)}: the program registered a hook on the gradient of this parameter. The plan replaces the "
             "parameter, so the hook would not run. Register the hook in the forward (weight = "

@@ -71,9 +71,8 @@ def store_parameters(model: nn.Module, dtypes: Dtypes) -> None:
 
     Only floating-point tensors are converted. Complex tensors are converted only if the stored dtype is float64.
     """
-    stored = dtypes.stored
-    if stored != "fp32":
-        store_model(model, TORCH[stored])
+    if dtypes.stored != "fp32":
+        store_model(model, TORCH[dtypes.stored])
 
 
 @contextlib.contextmanager
@@ -97,11 +96,7 @@ def compute_in(model: nn.Module, dtypes: Dtypes, device: str) -> None:
 def _computed(forward: Callable[..., Any], dtypes: Dtypes, device: str, /, *arguments: Any, **keywords: Any) -> Any:
     with computing(device, dtypes):
         result = forward(*arguments, **keywords)
-    return map_tensors(_widened, result)
-
-
-def _widened(tensor: Tensor) -> Tensor:
-    return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
+    return map_tensors(lambda each: each.float() if each.dtype in (torch.bfloat16, torch.float16) else each, result)
 
 
 @contextlib.contextmanager
@@ -143,7 +138,4 @@ def _apply(setup: Setup) -> None:
     setup.gathered_narrow = gathered_narrow(setup.model)
 
 
-PRECISION = Technique(
-    check_model=lambda setup: check_computes(setup.model, setup.world.device, setup.plan.dtypes),
-    apply=_apply,
-)
+PRECISION = Technique(lambda setup: check_computes(setup.model, setup.world.device, setup.plan.dtypes), _apply)

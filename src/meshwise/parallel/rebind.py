@@ -42,10 +42,9 @@ def rebind(optimizer: Optimizer, names: Mapping[int, str], now: Mapping[str, nn.
             new[p] = now[names[id(p)]]
     for group in optimizer.param_groups:
         group["params"] = [new[p] for p in group["params"]]
-    held = [(old, to) for old, to in new.items() if old in optimizer.state]
-    state: dict[Tensor, Any] = {to: _sharded_as(to, optimizer.state[old]) for old, to in held}
+    state = {to: _sharded_as(to, optimizer.state[old]) for old, to in new.items() if old in optimizer.state}
     optimizer.state.clear()
-    optimizer.state.update(state)
+    optimizer.state.update(state)  # type: ignore[arg-type]
 
 
 def register_model_load_hooks(model: nn.Module) -> None:

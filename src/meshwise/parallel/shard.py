@@ -91,10 +91,11 @@ class Sharded:
             setup.notes += said
             for module, keep in [*((unit, not reshard) for unit in parts + units), (root, bool(units) or not reshard)]:
                 check_can_be_sharded(model, module, absent)
+                # The first dim of stacked experts is already divided over ranks.
                 fully_shard(
                     module,
                     mesh=setup.own_parts.get(module, mesh),
-                    shard_placement_fn=_second_dim if module in parts else None,
+                    shard_placement_fn=(lambda _: Shard(1)) if module in parts else None,
                     reshard_after_forward=not keep,
                     offload_policy=policy,
                     mp_policy=dtypes,
@@ -115,7 +116,7 @@ class Sharded:
         self._agreed: set[int] = set()
         self._idle: set[str] | None = None
         self._so_far = self._passed = self._asked = self._backwards = 0
-        self._met = False  # whether the first reduction, in which every rank reports its position, is over
+        self._met = False  # whether the first backward, in which ranks compare the order of blocks, is over
         self._reached, self._filled = set[str](), dict[str, list[str]]()
         self._factor: Callable[[], Tensor] | None = None
         self._noticed, self._reached_past_blocks = set[str](), set[str]()
@@ -316,7 +317,7 @@ class Sharded:
                 yield name, module.get_parameter(own)
 
     def _finish(self, fresh: set[str]) -> None:
-        """End a backward."""
+        """End a backward: drop the zero gradients of parameters that no rank's loss has reached."""
         self._agree_on_order(-1)
         self._met = True
         unreached = {name: keys for name, keys in self._filled.items() if name not in self._reached}
@@ -342,11 +343,6 @@ class Sharded:
             mean = collectives.all_reduce_mean(factor().detach().clone(), of="the loss")
             for gradient in reduced:
                 gradient.mul_(mean.to(gradient.dtype))
-
-
-def _second_dim(p: nn.Parameter) -> Shard:
-    """Shard stacked experts along the second dim, because the first dim is already divided over ranks."""
-    return Shard(1)
 
 
 def _apply(setup: Setup) -> None:

@@ -110,17 +110,14 @@ def _on(mesh: Any, strategy: OpStrategy) -> OpStrategy:
     """Return a strategy on another mesh of the same shape: that of another rank, or of another process group."""
 
     def spec(old: Any) -> Any:
-        if isinstance(old, tuple | list):
-            return type(old)(map(spec, old))
-        if old is None:
-            return None
+        if old is None or isinstance(old, tuple | list):
+            return None if old is None else type(old)(map(spec, old))
         new = object.__new__(DTensorSpec)  # skip the checks of `__init__`, which `old` has passed
         vars(new).update(vars(old), mesh=mesh, _hash=None)
         return new
 
-    return OpStrategy(
-        [OpSpec(spec(one.output_specs), spec(one.input_specs), one.redistribute_cost) for one in strategy.strategies]
-    )
+    made = [OpSpec(spec(s.output_specs), spec(s.input_specs), s.redistribute_cost) for s in strategy.strategies]
+    return OpStrategy(made)
 
 
 def _hashable(settings: dict[str, Any]) -> tuple[Any, ...]:

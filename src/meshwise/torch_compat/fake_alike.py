@@ -73,15 +73,11 @@ def _leaves_out(func: Any) -> bool:
     return not own or func._schema.name.split("::")[-1] in _CHANGES_SIZES or bool(_OTHER_RESULTS & set(func.tags))
 
 
-def _is_plain(fake: Any) -> bool:
-    return fake.layout is torch.strided and not fake.is_neg() and not fake.is_conj() and fake.constant is None
-
-
 def _add(key: list[Any], args: Iterable[Any], tensors: list[Any]) -> bool:
     for arg in args:
         kind = type(arg)
         if kind is FakeTensor or isinstance(arg, FakeTensor):
-            if not _is_plain(arg):
+            if arg.layout is not torch.strided or arg.is_neg() or arg.is_conj() or arg.constant is not None:
                 return False
             tensors.append(arg)
             size = arg.untyped_storage().nbytes()
@@ -103,7 +99,7 @@ def found(key: tuple[Any, ...]) -> Alike | None:
 
 
 def remember(key: tuple[Any, ...], func: Any, args: Any, kwargs: Any, tensors: list[Any], out: Any) -> Alike | None:
-    """Keep the results `out` of an operator call under `key`, to answer equal calls."""
+    """Keep the results `out` of a call under `key`, to answer equal calls. Return None if this is impossible."""
     kind = type(out) if isinstance(out, list | tuple) else None
     if kind not in (None, list, tuple):
         return None

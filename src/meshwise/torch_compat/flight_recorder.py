@@ -6,8 +6,8 @@ watchdog follows each collective by CUDA events, and the recorder keeps how far 
 TORCH_NCCL_TRACE_BUFFER_SIZE) turns it off. Whether a collective has begun is known only with
 TORCH_NCCL_ENABLE_TIMING=1.
 Read in torch 2.13: `distributed/flight_recorder`, and the dump of a gloo group, which has no states. Two threads
-complete the collectives of a gloo group, and the group's status keeps the number of the thread that wrote last, which
-may be the smaller one, so the entries are read too.
+complete the collectives of a gloo group, and its status keeps the number that was written last. This may not be the
+largest one, so the entries are read too.
 """
 
 from __future__ import annotations
@@ -42,9 +42,8 @@ class GroupProgress:
             return f"all {self.completed} collectives of group {self.group} are completed"
         if self.begun is None:
             return f"{where} is enqueued and not completed"
-        return (
-            f"{where} has {'begun and is not completed' if self.begun > self.completed else 'not begun on the device'}"
-        )
+        state = "begun and is not completed" if self.begun > self.completed else "not begun on the device"
+        return f"{where} has {state}"
 
 
 def progress() -> list[GroupProgress]:

@@ -27,14 +27,8 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
 from meshwise.spec.exit_codes import WARNINGS
 from meshwise.torch_compat.program_calls import End, put
 
-ALONE = {
-    "num_workers": 0,
-    "timeout": 0,
-    "prefetch_factor": None,
-    "persistent_workers": False,
-    "worker_init_fn": None,
-    "multiprocessing_context": None,
-}
+ALONE: dict[str, Any] = {"num_workers": 0, "timeout": 0, "persistent_workers": False}
+ALONE |= dict.fromkeys(("prefetch_factor", "worker_init_fn", "multiprocessing_context"))
 """Arguments that make a DataLoader read in its own process, without workers."""
 
 

@@ -32,11 +32,14 @@ parts_of_bucket: Callable[[Tensor, list[Any]], list[Tensor]] = torch._C._nn.unfl
 """Return consecutive parts of a flat tensor, in the shapes of these tensors."""
 data_of: Callable[[Tensor], Tensor] = vars(torch._C.TensorBase)["data"].__get__
 """Return `x.data`, also after the whole view has replaced that attribute."""
+references: Callable[[int], int] = torch._C._storage_Use_Count
+"""Return how many tensors share memory, given its `address`. The storage object that is asked counts as one more."""
+address = operator.attrgetter("_cdata")
 _VERSION = operator.attrgetter("_version")
 Hook = Callable[[Any], torch.futures.Future[Tensor]]
 
 
-ALONE = 2  # references to memory of which only one tensor, and the call that asks, hold one
+ALONE = 2  # references to memory that only one tensor uses: that tensor's, and the one made to count
 LARGE = 8192  # mean parameter size above which one call per parameter beats a second pass over the bucket
 
 
@@ -64,19 +67,8 @@ class PlainBucket:
     def __init__(self, members: list[nn.Parameter], ranks: int) -> None:
         self.members, self.ranks = members, ranks
         self.size = sum(p.numel() for p in members)
-        self._on_cpu = members[0].device.type == "cpu"
-        self.large = self._on_cpu and self.size > LARGE * len(members)
-        self._kept: Tensor | None = None
-
-    def memory(self) -> Tensor:
-        """Return a flat tensor for the gradients of a backward. On the CPU this is the tensor of the last backward,
-        unless the program still holds one of those gradients: new memory would cost page faults in each step."""
-        kept = self._kept
-        if kept is not None and torch._C._storage_Use_Count(kept.untyped_storage()._cdata) == ALONE:
-            return kept if not kept.requires_grad else kept.detach()
-        made = self.members[0].new_empty(self.size)
-        self._kept = made if self._on_cpu and type(made) is Tensor else None
-        return made
+        self.large = members[0].device.type == "cpu" and self.size > LARGE * len(members)
+        self.kept: Tensor | None = None  # memory of the last backward's gradients
 
 
 class PlainReducer:
@@ -200,5 +192,4 @@ def default_store() -> Store:
 def own_connection_to_store() -> Store:
     """Return a new connection to the default store, for use in another thread. A wait on a connection blocks all of its
     users."""
-    store: Store = default_store().clone()  # type: ignore[attr-defined]
-    return store
+    return default_store().clone()  # type: ignore[attr-defined, no-any-return]

@@ -82,6 +82,7 @@ changed: set[str] = set()
 """Names of torch's own functions whose arguments are changed too, such as that of full backward hooks."""
 
 
+@functools.cache
 def change_arguments_of_functions(change: Callable[[str, Sequence[Any]], Sequence[Any]]) -> None:
     """Change the arguments of the user's subclasses of `torch.autograd.Function`, from now on. `change(name,
     arguments)` gets the name of a subclass, and returns the new arguments.

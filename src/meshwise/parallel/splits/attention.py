@@ -94,11 +94,8 @@ class _Asked:
     @property
     def positions(self) -> Tensor:
         """For each query of this rank, its index in the whole sequence."""
-        return _positions(self.rows, self.rows.axis.rank)
-
-
-def _positions(part: SplitPart, rank: int) -> Tensor:
-    return torch.cat([torch.arange(0), *(torch.arange(begin, end) for begin, end in part.of_rank(rank))])
+        held = self.rows.of_rank(self.rows.axis.rank)
+        return torch.cat([torch.arange(0), *(torch.arange(begin, end) for begin, end in held)])
 
 
 def _of_whole_keys(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, asked: _Asked, dropout: float) -> Tensor:

@@ -7,7 +7,7 @@ this rank's rows as a whole tensor. `other.data = x`, `other.set_(x)` and subcla
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch.autograd import Variable
 
 from meshwise.parallel.splits.crossing import gather
 from meshwise.parallel.splits.tensor import SplitTensor
-from meshwise.parallel.splits.term import Term, as_numbers, resolved, value_of
+from meshwise.parallel.splits.term import Term, resolved, value_of
 from meshwise.torch_compat.beside_dispatch import replace
 from meshwise.torch_compat.torch_function import is_asked
 
@@ -64,6 +64,17 @@ def _counted(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(*as_numbers(args), **as_numbers(kwargs))
 
     return made
+
+
+def as_numbers(thing: Any) -> Any:
+    """Return arguments that are places or lengths, as in `x[:n]`, with numbers in place of sums."""
+    if isinstance(thing, slice):
+        return slice(*map(as_numbers, (thing.start, thing.stop, thing.step)))
+    if isinstance(thing, Mapping):
+        return {name: as_numbers(each) for name, each in thing.items()}
+    if type(thing) in (tuple, list):
+        return type(thing)(map(as_numbers, thing))
+    return thing.item() if isinstance(thing, Term) and not thing.dim() else thing
 
 
 _KINDS = type(torch.FloatTensor)

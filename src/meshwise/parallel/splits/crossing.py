@@ -10,7 +10,7 @@ tensor.
     gather    a split tensor becomes whole                       backward: each rank takes its part
     scatter   each rank takes its part of a whole                backward: the parts are gathered
     sum apart    a reduce-scatter: the ranks' values are added, each takes a part     backward: spread
-    spread       an all-gather: a split tensor is used whole, with parts of others    backward: sum apart
+    spread       an all-gather: a split tensor becomes whole, to be used with parts   backward: sum apart
 
 The backward of each conversion is another conversion of this list, so each can be differentiated twice.
 
@@ -93,7 +93,7 @@ def averaged(value: Tensor, axis: Axis) -> Tensor:
 
 
 def add_apart(value: Tensor, axis: Axis) -> Tensor:
-    """Sum `value` over the ranks."""
+    """Sum `value` over the ranks. If the axis has `sequence`, each rank gets its positions of the sum."""
     if not axis.sequence or value.dim() != 3 or value.shape[1] < axis.size:
         return add_up(value, axis)
     part = SplitPart(axis, 1, value.shape[1])
@@ -164,13 +164,9 @@ class _Crossing(Function):
         return through(_Crossing, gradient, back, ctx.where, factor), None, None, None
 
 
-def _added_up(value: Tensor, axis: Axis) -> Tensor:
-    return axis.all_reduce(value.clone(memory_format=torch.contiguous_format))
-
-
 _WAYS: dict[str, tuple[Callable[[Tensor, Any], Tensor], str, int]] = {
     "enter": (lambda whole, axis: whole.view_as(whole), "add up", -1),
-    "add up": (_added_up, "enter", 1),
+    "add up": (lambda value, axis: axis.all_reduce(value.clone(memory_format=torch.contiguous_format)), "enter", 1),
     "gather": (lambda local, part: part.gathered(local), "scatter", 1),
     "scatter": (lambda whole, part: part.slice_of(whole), "gather", -1),
     "sum apart": (lambda value, part: part.summed(value), "spread", 0),

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from meshwise.parallel.splits import rules, sums
+from meshwise.parallel.splits.constructors import as_numbers
 from meshwise.parallel.splits.crossing import gather
 from meshwise.parallel.splits.tensor import (
     VIEWS,
@@ -19,7 +20,7 @@ from meshwise.parallel.splits.tensor import (
     level,
     note_copies,
 )
-from meshwise.parallel.splits.term import Term, as_numbers, heard, resolved
+from meshwise.parallel.splits.term import Term, heard, resolved
 from meshwise.spec.errors import UsageError
 from meshwise.spec.user_code import OURS, user_place
 from meshwise.torch_compat.beside_dispatch import beside_transforms, change_arguments, transforming

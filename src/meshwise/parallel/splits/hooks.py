@@ -19,7 +19,7 @@ from meshwise.torch_compat.modules import gradient_hooks
 
 
 class ParameterHooks:
-    """The hooks of these parameters."""
+    """Delays the program's hooks of parameters until their gradients are reduced."""
 
     def __init__(self, parameters: list[weakref.ref[nn.Parameter]]) -> None:
         self._parameters, self._looked, self._hooked = parameters, (0, 0), list[weakref.ref[nn.Parameter]]()
@@ -28,7 +28,9 @@ class ParameterHooks:
     def behind_the_reduction(self) -> AbstractContextManager[None]:
         """Return a context manager for a backward and its reduction. The program's hooks are called at its end."""
         if self._looked != (now := (registered[0], len(self._parameters))):
-            self._hooked, self._looked = [ref for ref in self._parameters if _is_hooked(ref())], now
+            every = [(ref, p) for ref in self._parameters if (p := ref()) is not None]
+            self._hooked = [ref for ref, p in every if any(map(_of_program, gradient_hooks(p)))]
+            self._looked = now
         hooked = [p for ref in self._hooked if (p := ref()) is not None]
         return _behind(hooked) if hooked else contextlib.nullcontext()
 
@@ -75,10 +77,6 @@ def _behind(hooked: list[nn.Parameter]) -> Iterator[None]:
             p.grad = found if earlier is None else earlier.add_(found)
         for hook in after.values():
             hook(p)
-
-
-def _is_hooked(parameter: nn.Parameter | None) -> bool:
-    return parameter is not None and any(map(_of_program, gradient_hooks(parameter)))
 
 
 def _of_program(held: dict[int, Any]) -> list[int]:

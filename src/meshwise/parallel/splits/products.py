@@ -60,21 +60,18 @@ def _entered(operand: Tensor, axis: Axis) -> Tensor:
 
 
 def _chosen(operands: Sequence[Any], letters: Sequence[str], may: str | None) -> tuple[str, SplitTensor]:
-    """Choose the dim along which the ranks divide a product."""
+    """Choose the dim along which the ranks divide a product. Return its letter, and an operand split there."""
     found = []
     for operand, own in zip(operands, letters, strict=True):
         if is_split(operand):
             letter = own[operand.part.dim]
             if letter != "." and (may is None or letter in may):
-                found.append((operand.is_leaf or _is_parameter(operand), whole_shape(operand).numel(), letter, operand))
+                first = operand.is_leaf or bool(getattr(operand, "of_parameter", False))
+                found.append((first, whole_shape(operand).numel(), letter, operand))
     if not found:
         raise NoRule
     *_, letter, operand = max(found, key=lambda each: each[:2])
     return letter, operand
-
-
-def _is_parameter(operand: Tensor) -> bool:
-    return bool(getattr(operand, "of_parameter", False))
 
 
 def _divided(operand: Tensor, dim: int, like: SplitTensor) -> Tensor:
@@ -103,7 +100,7 @@ def _linear(func: Func, args: Args, kwargs: Kwargs) -> Any:
 def _with_bias(
     func: Func, operands: Sequence[Any], letters: Sequence[str], result: str, bias: Tensor | None, at: int = -1
 ) -> Any:
-    """Compute a product with a bias."""
+    """Compute a product with a bias, which is added only once if the split letter is summed over."""
     chosen, _ = _chosen(operands, letters, None)
     if bias is None:
         return by_letters(operands, letters, result, lambda *parts: func(*parts, None))
@@ -191,11 +188,7 @@ def _convolution(spatial: int) -> Rule:
         rest = "." * spatial
         operands, letters = (x, weight), (f"Ai{rest}", f"oi{rest}")
 
-        def convolved(a: Tensor, b: Tensor, added: Tensor | None) -> Tensor:
-            made: Tensor = func(a, b, added, **values)
-            return made
-
-        return _with_bias(convolved, operands, letters, f"Ao{rest}", bias, at=1)
+        return _with_bias(functools.partial(func, **values), operands, letters, f"Ao{rest}", bias, at=1)
 
     return rule
 

@@ -1,13 +1,12 @@
 """Choose how an operator runs on split tensors: parts, or gather.
 
 A rule must return what the operator returns for whole tensors, whether the result is split or not, with right
-gradients. This alone makes the results correct. So a program is right for any placement of its parameters, and rules
-only save communication. tests/parallel/splits/test_split_rules.py compares each rule with its operator.
+gradients. Results are then correct for any placement of the parameters, and more rules only save communication.
+tests/parallel/splits/test_split_rules.py compares each rule with its operator.
 """
 
 from __future__ import annotations
 
-import functools
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -145,7 +144,7 @@ IN_PLACE = {"iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "ia
 
 def prepare() -> None:
     """Prepare for models with split tensors: the user's own autograd functions receive whole tensors from now on."""
-    _give_functions_wholes()
+    change_arguments_of_functions(_whole_arguments)
     gathered.clear()
     seconds.clear()
     _large.clear()
@@ -156,11 +155,6 @@ def said() -> list[str]:
     names = sorted(_large, key=lambda name: (-gathered[name], name))
     text = f"every rank computes these operators whole, as no rule divides them: {some(names)}. Results are exact."
     return [text] if names else []
-
-
-@functools.cache
-def _give_functions_wholes() -> None:
-    change_arguments_of_functions(_whole_arguments)
 
 
 def _whole_arguments(name: str, args: Sequence[Any]) -> Sequence[Any]:

@@ -26,7 +26,7 @@ from meshwise.spec.user_code import user_place
 from meshwise.torch_compat.dispatch import over
 from meshwise.torch_compat.reducer import version
 from meshwise.torch_compat.torch_function import on_parts
-from meshwise.torch_compat.tree import map_kind, map_tensors
+from meshwise.torch_compat.tree import leaves_of, map_tensors
 
 LEVELS = ("data", "context", "tensor")
 """The axes over which tensors are split, outermost first."""
@@ -197,9 +197,7 @@ def form_of(given: Any) -> Any:
 
 def forms_in(tree: Any) -> Iterator[Form]:
     """Return the forms in the result of `form_of`, in order."""
-    found: list[Form] = []
-    map_kind(Form, found.append, tree)
-    return iter(found)
+    return leaves_of(Form, tree)
 
 
 VIEWS = {"select", "chunk", "split", "unbind", "narrow", "tensor_split", "__iter__", "diagonal", "hsplit", "vsplit"}
@@ -216,7 +214,7 @@ def gives_view(name: str, args: Any) -> bool:
 
 
 def note_copies(batch: SplitTensor, made: Any) -> None:
-    """Track results of a view operator that do not share the batch's memory. Results on a gradient stay marked."""
+    """Track results of a view operator that do not share the batch's memory. Views of a gradient get its mark."""
     with on_parts():
         memory = batch.untyped_storage().data_ptr()
         for each in made if isinstance(made, (tuple, list)) else (made,):

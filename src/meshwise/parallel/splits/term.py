@@ -214,17 +214,6 @@ def resolved(value: Term) -> Tensor:
     return through(_Given, plain(settled(value)), known, value.axis.gradient_scale)
 
 
-def as_numbers(thing: Any) -> Any:
-    """Return arguments that are places or lengths, as in `x[:n]`, with numbers in place of sums."""
-    if isinstance(thing, slice):
-        return slice(*map(as_numbers, (thing.start, thing.stop, thing.step)))
-    if isinstance(thing, Mapping):
-        return {name: as_numbers(each) for name, each in thing.items()}
-    if type(thing) in (tuple, list):
-        return type(thing)(map(as_numbers, thing))
-    return thing.item() if isinstance(thing, Term) and not thing.dim() else thing
-
-
 def _sums(given: Any) -> Any:
     """Return arguments with the sums in place of terms."""
     return map_kind(Term, resolved, dict(given) if isinstance(given, Mapping) else tuple(given))
