@@ -99,10 +99,12 @@ class DataParallel:
     ) -> Tensor | None:
         """Run the backward of `loss`; see `Reduction.backward`."""
         self._backwards, run = self._backwards + 1, run or torch.autograd.backward
-        before = {id(p): (p.grad, reducer.version(p.grad)) for p in self._parameters if p.grad is not None}
+        before = dict[int, tuple[Tensor, int]]()
         trained = list(map(_IS_TRAINED, self._parameters))
         if trained != self._trained:  # parameters were frozen or unfrozen, on every rank: start over
             self._trained, self._groups, self._grouped = trained, [], set()
+        if any(map(operator.is_not, map(_GRADIENT, self._parameters), itertools.repeat(None))):
+            before = {id(p): (p.grad, reducer.version(p.grad)) for p in self._parameters if p.grad is not None}
         if factor is not None and not whole:
             self._kept = {key: gradient for key, (gradient, _) in before.items()}
             for p in self._parameters:  # this backward's gradients are multiplied by a loss weight
@@ -138,8 +140,7 @@ class DataParallel:
         if reduce and len(self._grouped) < len(self._parameters):
             self._reduce_ungrouped(order)
         self.unreduced = not reduce or (self.unreduced and len(groups) < len(self._groups))
-        self._factor, self._kept = None, {}
-        mean = None
+        self._factor, self._kept, mean = None, {}, None
         if self._loss_carrier is not None:
             mean, self._loss_carrier.grad = self._loss_carrier.grad, None
         if value is None or carrier is None or factor is not None or mean is None:

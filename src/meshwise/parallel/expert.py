@@ -44,6 +44,10 @@ class ExpertAxis:
     rank: int
     group: collectives.Group
 
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        """Gather `tensor` from every rank, stacked in rank order."""
+        return collectives.all_gather(tensor, self.group, of="tokens of experts")
+
     def exchange(self, sent: Sequence[Tensor], taken: Sequence[Tensor]) -> None:
         """Send `sent[r]` to rank r and receive `taken[r]` from rank r. Each of these tensors may have no rows."""
         taken[self.rank].copy_(sent[self.rank])
@@ -248,8 +252,7 @@ def route(
             f"{int(flat.min())} to {int(flat.max())}. Use data or shard instead of expert."
         )
     order = torch.argsort(flat, stable=True)
-    own = torch.bincount(flat, minlength=experts.count)
-    every = collectives.all_gather(own, axis.group, of="tokens of experts").cpu()  # stacked in rank order
+    every = axis.all_gather(torch.bincount(flat, minlength=experts.count)).cpu()
     sent = every[axis.rank].view(axis.size, experts.own).sum(1).tolist()
     mine = every[:, axis.rank * experts.own : (axis.rank + 1) * experts.own]
     taken = mine.sum(1).tolist()

@@ -229,10 +229,10 @@ def is_absent(p: Tensor) -> bool:
     return p in _absent
 
 
-def own_state(optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
-    """Return a loaded optimizer state without the entries of parameters that only other stages hold."""
+def own_state(optimizer: Optimizer, saved: dict[str, Any], absent: Any = is_absent) -> dict[str, Any]:
+    """Return a loaded optimizer state without the entries of the parameters for which `absent(p)` is true."""
     numbers = [number for group in saved["param_groups"] for number in group["params"]]
-    others = {n for n, p in zip(numbers, held_parameters(optimizer), strict=False) if p in _absent}
+    others = {n for n, p in zip(numbers, held_parameters(optimizer), strict=False) if absent(p)}
     return {**saved, "state": {n: entry for n, entry in saved["state"].items() if n not in others}}
 
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from meshwise.parallel.holding import is_absent
+from meshwise.parallel.holding import is_absent, own_state
 from meshwise.parallel.probe_optimizer import unlike_by_parameters
 from meshwise.parallel.step_hooks import Order, buckets_of, has_closure, held_parameters, subscribe
 from meshwise.parallel.technique import Technique
@@ -64,11 +64,7 @@ class DividedOptimizer:
         subscribe(Order.ZERO1, self._before, self._after, self._give_back, optimizer=optimizer)
 
     def _own_part(self, optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
-        """Return a loaded optimizer state without the entries of parameters that other ranks own."""
-        numbers = [number for group in saved["param_groups"] for number in group["params"]]
-        held = held_parameters(optimizer)
-        others = {n for n, p in zip(numbers, held, strict=False) if self._owner.get(id(p)) != self._rank}
-        return {**saved, "state": {n: entry for n, entry in saved["state"].items() if n not in others}}
+        return own_state(optimizer, saved, lambda p: self._owner.get(id(p)) != self._rank)
 
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Set aside the gradients of parameters that other ranks own, because an optimizer skips parameters without a
