@@ -155,7 +155,7 @@ def replay(works: Sequence[Work], cap: int | None = None, first: Sequence[int] =
     allocated = reserved = 0
     for event in _events(works, first):
         if isinstance(event, Free):
-            if (block := blocks.pop(event.storage, None)) is not None:  # host blocks are not included
+            if (block := blocks.pop(event.storage, None)) is not None:  # host memory is not in `blocks`
                 heap.give(block)
             continue
         if event.on_host or event.size == 0 or event.storage in blocks:
@@ -171,7 +171,7 @@ def replay(works: Sequence[Work], cap: int | None = None, first: Sequence[int] =
 def _events(works: Sequence[Work], first: Sequence[int]) -> Iterator[Allocate | Free]:
     for number, size in enumerate(first):
         yield Allocate(-1 - number, size, "temporary")
-    for work in works:  # `replay` skips what is already allocated
+    for work in works:  # `replay` skips storages of an earlier work
         yield from work.held
         yield from (event for event in work.events if not isinstance(event, Launch))
 

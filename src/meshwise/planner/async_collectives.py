@@ -22,7 +22,7 @@ class AsyncCollectives:
     def __init__(self) -> None:
         self.running: dict[int, int] = {}
         """For each storage that a running collective uses, the index of that collective's launch."""
-        self._works: dict[int, tuple[Any, int]] = {}  # by the handle's id, which stays unique while the handle is kept
+        self._works: dict[int, tuple[Any, int]] = {}  # by id(work), which stays unique since the tuple keeps `work`
         self._pending: dict[str, set[int]] = defaultdict(set)
         self._groups: dict[tuple[int, ...], int] = {}
 

@@ -170,7 +170,7 @@ class ClosedForm:
             return count * forward + (count - 1) * back + max(both, again) + alone
         turns = count + (stages - 1) / CHUNKS.get(plan.schedule, 1)
         send = self._one("send", hidden, 2, plan.context * plan.tensor)
-        if plan.shard == plan.tensor == 1:  # a stage sends its input's gradient after reducing its own gradients
+        if plan.shard == plan.tensor == 1:  # each stage reduces before it sends a gradient, so reductions add up
             reduce = stages * (both - back)
         return turns * (forward + back + send) + reduce + alone
 
@@ -220,7 +220,7 @@ class ClosedForm:
             fixed = max(2 * few * (self._each(one, name) - self._each(two, name)), 0.0)
             whole = self._each(one, name) - fixed / few
             rest = self._between(whole, self._each(split, name) - fixed / few / parts**2, part)
-            gathered = name == "kept" and plan.shard > 1 and plan.tensor == 1  # freed with the gathered weights
+            gathered = name == "kept" and plan.shard > 1 and plan.tensor == 1  # FSDP frees the fixed part
             return fixed * part * (not gathered) + rest * rows
 
         forward, backward, sent, kept = at("forward"), at("backward"), 0.0, at("kept")

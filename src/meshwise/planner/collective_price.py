@@ -64,7 +64,7 @@ def group_of(ranks: Sequence[int], machine: Machine) -> Group:
     return Group(len(ranks), len(on), max(on.values()), share)
 
 
-# Measured.
+# From measurements.
 
 
 def _measured(collective: CollectiveOperation, machine: Machine, group: Group, backend: str) -> Priced | None:
@@ -290,7 +290,7 @@ def _gloo_across(machine: Machine, group: Group, steps: float, message: float) -
     link = link_between(machine, f"{NODE}0", f"{NODE}1")
     if link is None:
         return None
-    concurrent = 1 / group.share  # groups that use the same hosts at once
+    concurrent = 1 / group.share  # how many groups use the same hosts at once
     if "gloo" in link.timings:
         seconds = steps * seconds_at(link.timings["gloo"], max(int(message * concurrent), 1))
         return priced(seconds, FIGURES["gloo.pairs"].spread, MODEL, COMMUNICATION)

@@ -72,7 +72,7 @@ FIGURES: Mapping[str, Figure] = {
     "memory.optimizer": Figure(0.856, 1.2, f"{_FITTED}: all"),
     "memory.transpose": Figure(0.768, 1.4, f"{_FITTED}: convolutional networks in TF32"),
     "memory.depthwise": Figure(0.35, 1.6, f"{OURS}: of what a copy reaches; convolutions of one channel a group"),
-    # Seconds.
+    # Seconds, and factors on seconds.
     "kernel": Figure(2.03e-06, 1.5, f"{_FITTED}: all"),
     "launch": Figure(1.18e-5, 1.3, _EAGER),
     "compile.memory": Figure(0.484, 1.4, f"{_FITTED}: compiled blocks on H100 and H200"),
@@ -82,7 +82,7 @@ FIGURES: Mapping[str, Figure] = {
     "program.optimizer": Figure(2.0, 1.7, f"{OURS}: Python, of a launch"),
     "program.other": Figure(2.0, 1.7, f"{OURS}: Python, of a launch"),
     "launch.collective": Figure(25e-6, 1.6, f"{OURS}: the host's share of one collective of torch.distributed"),
-    # A processor whose operators were not measured one by one.
+    # CPUs whose operators were not measured, then spreads of measured times.
     "cpu.matmul": Figure(1.0, 1.35, f"{OURS}: interpolated between measured products"),
     "cpu.convolution": Figure(0.6, 1.6, f"{OURS}: of a matmul of the same size"),
     "cpu.attention": Figure(0.6, 1.6, f"{OURS}: of a matmul of the same size"),

@@ -75,7 +75,7 @@ def rehearser(
         short = any(each.launches_alone or each.step.left_out for each in traces)
         again = functools.partial(rehearse, plan, False) if short else None
         steps = [each.step for each in traces]
-        used = replace(machine, devices=machine.devices[: plan.devices])  # only workers on these share a host's cores
+        used = replace(machine, devices=machine.devices[: plan.devices])  # only these devices' workers share the cores
         prices = prices_here(used, steps, MEASURE) if kind == "cpu" else described[plan.compile]
         notes = (*steps[0].notes, *_cells(steps[0]), *prices.notes)
         whole = (each for each in traces if not each.launches_alone)
@@ -86,7 +86,7 @@ def rehearser(
         try:
             try:
                 step = simulate(steps, prices, interval=interval, merged=short)
-            except NotExtrapolable:  # only the times need the microbatches that were left out
+            except NotExtrapolable:  # trace the microbatches that were left out, for the times only
                 steps = [each.step for each in traced(plan, "launches")]
                 step = simulate(steps, prices, interval=interval, merged=short)
         except ValueError as error:  # a deadlock: the traced ranks wait for each other
@@ -137,7 +137,7 @@ def memory_of(traced: Trace, prices: Prices, cap: int | None) -> MemoryEstimate:
     capacity = device.memory if cap is None else min(cap, device.memory or cap)
     peak = max((memory_curve(work).peak for work in works), key=lambda peak: peak.bytes)
     host = max(memory_curve(work, on_host=True).peak.bytes for work in works)
-    if traced.step.kind == "cpu":  # a CPU worker's other memory is not counted
+    if traced.step.kind == "cpu":  # on a CPU, only memory that operators allocate counts
         spread, reserved = FIGURES["allocated"].spread, peak.bytes
         total = Range(reserved, reserved / spread, reserved * spread)
     else:

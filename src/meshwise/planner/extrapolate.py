@@ -203,7 +203,7 @@ class _Longer:
         places = range(piece.at, piece.at + piece.length)
         ways = [(place, self.long.events[place], *self._ways(piece, place)) for place in places]
         for copy in range(self.times):
-            outer = copy in (0, self.times - 1)  # copies in between refer to each other, and are not checked
+            outer = copy in (0, self.times - 1)  # check only these: copies in between refer to each other
             for place, event, refers, number in ways:
                 own = [start + copy * slope for start, slope in refers]
                 at = None if number is None else number.start + copy * number.slope
@@ -230,7 +230,7 @@ class _Longer:
             around = self.pieces.around(refer)
             length = around.length if around is not None else 0
             others = [(way, self.long.refers[other][which]) for other, way in beside]
-            if around is not None:  # at the edge, use neighbors in the same run only
+            if around is not None:  # skip neighbors that refer outside of this run
                 others = [(way, other) for way, other in others if self.pieces.around(other) is around]
             own = self._slope(others, refer, length)
             shift = self.pieces.shift(refer) if around is None else around.shift + (length if own < 0 else 0)

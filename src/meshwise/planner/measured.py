@@ -118,7 +118,7 @@ class OperatorTimes:
         self._inside = {**bytes_inside, **self._inside, **inside}
         if found:
             table = {"measured on": self._facts, "seconds": self._seconds, "inside": self._inside}
-            with contextlib.suppress(OSError):  # without a cache, times are measured again
+            with contextlib.suppress(OSError):  # if this fails, the next process measures again
                 write_text(self.path, json.dumps(table, indent=0))
 
 
@@ -169,7 +169,7 @@ def program_seconds() -> float:
     batch = torch.rand(4, width)
     with torch.enable_grad():
         step = median_of(lambda: model(batch).sum().backward(), 30)
-    # Forward: t, addmm, relu; backward: threshold, two mm, sum. Views launch nothing and count as program time.
+    # Forward: t, addmm, relu; backward: threshold, two mm, sum, add_. Views launch nothing and count as program time.
     left, bias = torch.rand(width, width), torch.rand(width)
     each = [
         lambda: torch.ops.aten.addmm.default(bias, batch, left),

@@ -46,7 +46,7 @@ class Places(Recorder):
         super().__init__(on=False)
         self._microbatch: Callable[[], int] = lambda: -1
         self._name = self._inside = self._last = ""
-        self._starts: list[int] = []  # the first autograd node of each stretch of the forward
+        self._starts: list[int] = []  # number of the first autograd node in or after each block
         self._blocks: list[str] = []
 
     def follow(self, model: nn.Module, microbatch: Callable[[], int]) -> None:
@@ -70,7 +70,7 @@ class Places(Recorder):
         if _until and _until[-1][1]() > _until[-1][0]:
             raise OutOfTime
         self._name = name
-        self._inside = self._last = ""  # `Leave` may have ended a forward inside a block
+        self._inside = self._last = ""  # pipeline.Leave may end a forward inside a block
         if phase == "optimizer":
             self._starts, self._blocks = [], []
 
@@ -82,7 +82,7 @@ class Places(Recorder):
         return self._block(), self._microbatch() if staged is None else staged[1]
 
     def _block(self) -> str:
-        if self._inside or self.phase == "forward":  # `_inside` in a backward: a block is recomputed
+        if self._inside or self.phase == "forward":  # in a backward, `_inside` is set by recompute
             return self._inside
         node = node_under_way()
         if node is not None and node <= next_node():  # nodes that accumulate gradients have the highest numbers

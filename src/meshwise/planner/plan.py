@@ -114,7 +114,7 @@ def page(plans: Plans) -> Page:
     return Page(plan_page(plans, plans.first.whole))
 
 
-setattr(Plans, "figure", page)  # noqa: B010  # set here, as `Report.figure` is
+setattr(Plans, "figure", page)  # noqa: B010  # set here, after `page` is defined
 
 
 def plan_options(options: PlanOptions) -> Plans:

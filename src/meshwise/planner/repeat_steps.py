@@ -58,7 +58,7 @@ class Composing:
         self._launches: dict[Piece, dict[int, int]] = defaultdict(dict)
         self._last: dict[str, int] = {}
         self._asked: dict[tuple[Piece, bool], list[tuple[int, Entry]]] = {}
-        self.written: list[Entry] = []  # what each written event was made from
+        self.written: list[Entry] = []  # the source entry of each written event
 
     def sections(self) -> list[tuple[Any, ...]]:
         found = []
@@ -195,7 +195,7 @@ class Composing:
         name, number, last = ref.piece.name, ref.piece.number, self._counts[ref.piece.section] - 1
         if number == 2 and not any(isinstance(each, Place) and each.piece[1:] == (name, 1) for each in refers):
             raise NotExtrapolable(f"an event refers to the {name} of microbatch {number} alone")
-        # Microbatch 2 of the shorter trace stands for all between the second and the last; later ones stand for none.
+        # Microbatches 0, 1 and the last stand for themselves, 2 for all between 1 and the last, others for none.
         like = {0: (0,), 1: (1,), 2: range(2, last), self._pieces.count - 1: (last,)}
         for other in like.get(number, ()):
             if other not in self._left_out or name not in ACTIONS:

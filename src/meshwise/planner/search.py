@@ -137,7 +137,7 @@ def search(
         estimate = going.tried(plan)
         if estimate is not None and estimate.balanced and not plan.shares and not going.late:
             going.tried(replace(plan, shares=estimate.balanced))
-    if not going.estimates and going.too_large:  # show how much too large it is, and what would help
+    if not going.estimates and going.too_large:  # show how much too large the nearest plan is, and what would help
         going.tried(going.nearest[0], bounded=False)
     found = going.found().estimates
     if not any(each.memory.verdict not in (TOO_LARGE, TOO_CLOSE) for each in found):

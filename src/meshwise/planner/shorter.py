@@ -80,7 +80,7 @@ class ForwardRecorder:
         self.done: dict[str, list[object]] = defaultdict(list)
         self.totals = Forward()
         self._inside: list[str] = []
-        self._made = 0  # bytes made in the current block so far
+        self._made = 0  # bytes of results in the current block so far
 
     def on_operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[[], Any]) -> Any:
         """Run an operator by calling `run`, record the operator, and return its output."""

@@ -43,7 +43,7 @@ def depth_of(plan: Plan, stretch: Stretch, shared: bool = False) -> Depth | None
     stages = plan.pipeline * CHUNKS.get(plan.schedule, 1) if plan.pipeline > 1 else 1
     if (
         isinstance(plan.recompute, tuple)
-        or plan.state_parts > 1  # each parameter has an owner, so no two blocks are alike
+        or plan.state_parts > 1  # each parameter has an owner rank, so no blocks are alike
         or (stages > 1 and not (stretch.is_whole and stretch.group == 1 and stretch.count % stages == 0))
     ):
         return None
@@ -134,7 +134,7 @@ class Stages:
 
         def moved(event: Launch) -> Launch:
             number, module = axis.read(event)[1], event.module
-            if number is not None and number // self.blocks >= traced:  # else it stands for an earlier stage's block
+            if number is not None and number // self.blocks >= traced:  # an earlier stage's block is not moved
                 module = axis.write(event, number + by)[0]
             same = what(event.what) if isinstance(event.what, CollectiveOperation) else event.what
             if same is event.what and module == event.module:

@@ -242,7 +242,7 @@ def _at_once(call: str, others: int) -> Iterator[None]:
 def _taken_inside(call: str) -> tuple[int, ...]:
     """Return a call's allocations in order: the bytes of an internal block, -n to free block n, 0 for a result."""
     own: list[int] = []
-    alive: dict[int, int] = {}  # maps the address of a block to its entry
+    alive: dict[int, int] = {}  # maps the address of a live block to its number n
     for size, address in allocations_of(made(call)):
         own.append(size if size > 0 else -alive.pop(address, 0))
         if size > 0:

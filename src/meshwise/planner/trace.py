@@ -103,7 +103,7 @@ def kinds_of_ranks(plan: Plan, speeds: Sequence[Hashable] = ()) -> list[int]:
     within, apart = plan.within_samples, plan.within_samples // plan.pipeline
     found: dict[Any, list[range]] = {}
     for replica in range(plan.replicas):
-        places: dict[Any, range] = {}  # places within a stage
+        places: dict[Any, range] = {}  # maps speeds to ranks, both one per stage
         for place in range(apart):
             ranks = range(replica * within + place, (replica + 1) * within, apart)
             places.setdefault(tuple(speeds[rank] for rank in ranks) if speeds else (), ranks)
@@ -197,7 +197,7 @@ def _batches(job: Job, count: int, world: World) -> list[list[Microbatch]]:
     data = open_data(job, job.data(), "training set")
     order = epoch_order(job.seed, 0, data.samples)
     steps = list(itertools.islice(epoch_slices(order, job.batch_size, world, count), STEPS))
-    return [list(read_slices(data.read, step, 0)) for step in (steps * STEPS)[:STEPS]]  # repeats a single step
+    return [list(read_slices(data.read, step, 0)) for step in (steps * STEPS)[:STEPS]]  # a single step is repeated
 
 
 def _steps(
@@ -213,7 +213,7 @@ def _steps(
 
     def mark(piece: str, number: int = -1) -> None:
         if marked:
-            mine: Any = Mark(piece, number)  # `Event` excludes marks: a composed trace has none
+            mine: Any = Mark(piece, number)  # `Any`, since `Event` excludes marks
             record.events.append(mine)
 
     if engine.program.pipeline is not None:

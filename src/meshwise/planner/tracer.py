@@ -244,7 +244,7 @@ class Tracer:
                     f"values: {why}. If the model reads a value of a tensor, compute this value with numpy or math."
                 ) from error
             stretch = None
-            with contextlib.suppress(Exception):  # a model with unusual modules is traced whole
+            with contextlib.suppress(Exception):  # if this fails, the whole model is traced
                 if self.job.stage_cost is None:
                     heard.forward(model, lambda: self.job.loss(model, self._batch()))
                     stretch = stretch_of(model, heard.done)
@@ -261,7 +261,7 @@ def microbatches_of(plan: Plan) -> int | None:
     alike = not plan.shares and (plan.pipeline == 1 or plan.schedule not in CHUNKS)
     if plan.pipeline > 1 and plan.shard > 1 and plan.schedule != "gpipe":
         few += min(plan.pipeline, FEW_STAGES) - 1
-        # If a plan fills its pipeline only once, few stages (see `Stages.begun`) or all of them are traced again.
+        # If a plan fills its pipeline only once, extrapolate only with fewer stages than it has (see `Stages.begun`).
         alike = alike and (not fills_once(plan) or plan.accumulate >= plan.pipeline > FEW_STAGES)
     return few if alike and plan.accumulate * plan.pipeline > _few_parts(plan, few) else None
 

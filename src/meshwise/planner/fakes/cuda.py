@@ -156,7 +156,7 @@ class _Named(TorchFunctionMode):
         if name in ("pin_memory", "is_pinned", "record_stream"):
             return args[0] if name == "pin_memory" else name == "is_pinned"
         if func is torch.device and not sys._getframe(1).f_code.co_filename.startswith((TORCH, OURS)):
-            return func(*args, **kwargs)  # the script sees `cuda`; functions that take the device map it
+            return func(*args, **kwargs)  # the script sees `cuda`, which `_mapped` replaces where it is used
         if self._there:
             args, kwargs = self._mapped(func, args, kwargs)
             func = Tensor.to if func is Tensor.cuda else func

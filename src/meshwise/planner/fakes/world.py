@@ -100,7 +100,7 @@ def fake_world(rank: int, size: int) -> Iterator[None]:
     try:
         with (
             patch.object(dist.distributed_c10d, "_get_default_store", lambda: store),
-            patch.object(dist.ProcessGroup, "_has_hooks", lambda group: False),  # the fake group's own method warns
+            patch.object(dist.ProcessGroup, "_has_hooks", lambda group: False),  # the original warns for a fake group
             # A fake backend does not count collectives.
             patch.object(_Backend, "_get_sequence_number_for_group", lambda backend: 0),
             patch.object(dist, "all_gather_object", _of_all),
@@ -115,8 +115,8 @@ def fake_world(rank: int, size: int) -> Iterator[None]:
                 yield
             finally:
                 dist.destroy_process_group()
-                # Meshes with the same layout are equal, even of two ranks, so DTensor's caches could give the next rank
-                # the groups of this one. In the next world, other groups may have their names.
+                # Meshes with the same layout are equal, even on different ranks, so DTensor's caches could give the
+                # next rank the groups of this rank, whose names may then belong to other groups.
                 _clear_sharding_prop_cache()
     finally:
         sys.excepthook = hook  # undo torch's hook, which names a rank in each line of a traceback
