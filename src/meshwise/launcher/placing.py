@@ -47,7 +47,7 @@ def placed(options: RunOptions, environment: Mapping[str, str] = os.environ) -> 
     count = _devices_here(options, place)
     launches = count > 1 or options.nnodes > 1 or options.folder is not None  # meshwise submit sets `folder`
     if place.one_a_node and launches:
-        known = None if place.launcher == "torchrun" else place.rendezvous  # its port is taken by torchrun's own store
+        known = None if place.launcher == "torchrun" else place.rendezvous  # torchrun's own store uses this port
         where = options.rdzv or ":".join(map(str, known or meet(place)))
         return replace(options, nnodes=place.nodes, node_rank=place.node, rdzv=where), False
     ask_for_kind(options.devices, place)

@@ -115,7 +115,7 @@ def start_job(
         if started.keeps_record:
             names.end_session(started.folder, "failed", text)
         raise WorkerFailed(text)
-    once = place_in(os.environ).one_a_node and not started.keeps_record  # one summary in the output that nodes share
+    once = place_in(os.environ).one_a_node and not started.keeps_record  # nodes share one output, so only one prints
     return _finish(started, results, Console(quiet=True) if once else console, keep=started.keeps_record), code
 
 

@@ -85,7 +85,7 @@ def _script_program(script: Path, arguments: Sequence[str], options: RunOptions,
         check_for_scripts(plan)
     call = partial(_script_in_worker, script.resolve(), list(arguments), options)
     text = script.read_text(encoding="utf-8", errors="replace")
-    # Scripts without meshwise, and those of Trainer and TRL, choose their device themselves, by LOCAL_RANK.
+    # Scripts without meshwise, and scripts of Trainer or TRL, choose their device themselves, from LOCAL_RANK.
     picks = "meshwise" not in text or "TrainingArguments" in text or "trl" in text
     return LaunchedProgram(str(script), plan, call, {"arguments": list(arguments)}, sees_all=picks)
 

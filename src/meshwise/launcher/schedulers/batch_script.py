@@ -67,7 +67,7 @@ def _options(job: BatchJob, *, elastic: bool) -> list[str]:
     site = job.site
     named = {"partition": site.partition, "account": site.account, "qos": site.qos, "mem": site.memory}
     lines = [f"--job-name={_word(job.name)}", f"--nodes={job.nodes}"]
-    # Slurm gives a job with a number of tasks the fewest nodes of its range, so only the job step has one.
+    # With a number of tasks, Slurm allocates the fewest nodes of a range, so only the job step sets a number.
     lines += ["--no-kill  # a lost node does not end it: it continues on the others"] if elastic else []
     lines += [] if elastic else ["--ntasks-per-node=1  # meshwise starts the workers of a node itself"]
     if job.gpus and site.gpus != "none":
