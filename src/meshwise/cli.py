@@ -56,7 +56,7 @@ class Commands(TyperGroup):
     def list_commands(self, ctx: Any) -> list[str]:
         return list(COMMANDS)
 
-    def get_command(self, ctx: Any, cmd_name: str) -> Any:  # newer versions of typer bundle their own click
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:  # `Any`, since newer typer has its own click
         if cmd_name not in COMMANDS:
             if ctx.resilient_parsing:  # the shell asks for completions
                 return None
@@ -146,7 +146,7 @@ def _open_standard_files() -> None:
         try:
             os.fstat(number)
         except OSError:
-            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # its descriptor is the lowest free one, `number`
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # open returns the lowest free number, `number`
             setattr(sys, name, os.fdopen(number, "w" if number else "r", closefd=False))
 
 
