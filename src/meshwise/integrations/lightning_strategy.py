@@ -59,7 +59,7 @@ class Ranks(OfTrainer):
         return self.engine.program.plain(wholes(tree))
 
 
-# An ABC like Lightning's strategies: an object's class can only be replaced by one of the same layout.
+# An ABC, as Lightning's strategies are: an object's class can only be replaced by one of the same layout.
 class DistributedStrategy(ABC):
     """Overrides methods of Lightning's strategy for a single device."""
 

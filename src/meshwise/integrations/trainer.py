@@ -137,7 +137,7 @@ class DistributedTrainer:
         loss, logits, labels = super().prediction_step(*args, **options)  # type: ignore[misc]
         if loss is None:
             return loss, logits, labels
-        if not ranks.computed and not ranks.alone:  # Seq2SeqTrainer calls the model itself when it generates
+        if not ranks.computed and not ranks.alone:  # Seq2SeqTrainer generates without compute_loss
             ranks.items, inputs = False, args[1] if len(args) > 1 else options["inputs"]
             ranks.weight = super()._get_num_items_in_batch([inputs], self.args.device)  # type: ignore[misc]
         return joined(ranks.engine, loss if ranks.alone else ranks.whole_loss(loss)), logits, labels
