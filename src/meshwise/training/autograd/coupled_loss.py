@@ -66,7 +66,7 @@ def _between(first: Any, samples: int) -> tuple[set[str], list[tuple[Any, int]],
         if output and shape and shape[0] == samples:
             rows.append((node, number))
             continue
-        if output and kind not in VIEWS:  # its rows are not samples but, for example, tokens
+        if output and kind not in VIEWS:  # the output's rows are not samples but, for example, tokens
             continue
         over_samples = kind == "LogSoftmaxBackward0" and signed(node._saved_dim) % len(shape) == 0
         kinds.add(MIXED if _mixes_samples(node, kind, samples) else "softmax over samples" if over_samples else kind)

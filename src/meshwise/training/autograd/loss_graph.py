@@ -139,7 +139,7 @@ def uneven_mean(loss: Tensor, samples: int) -> str:
             if weights is not None and weights.min() != weights.max():
                 return "class_weights[y].sum()"
             counted = float(node._saved_total_weight)
-            if weights is None and counted % max(samples, 1) and node._saved_target.numel() >= samples:  # over all rows
+            if weights is None and counted % max(samples, 1) and node._saved_target.numel() >= samples:
                 return f"(y != {signed(ignored)}).sum()" if counted < node._saved_target.numel() else "y.numel()"
         if kind == "DivBackward0" and _is_divided_sum(node, samples):
             return "…"

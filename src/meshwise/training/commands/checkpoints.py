@@ -72,7 +72,7 @@ def _entry(saved: files.Checkpoint, verify: bool) -> dict[str, Any]:
     return {
         "name": saved.path.name,
         "step": saved.step,
-        "epoch": facts.get("epoch", 0) + (facts.get("index", 1) > 0),  # between two epochs, the number of the last one
+        "epoch": facts.get("epoch", 0) + (facts.get("index", 1) > 0),  # counts an epoch that has begun but not ended
         "attempt": saved.attempt,
         "devices": facts.get("world", 0),
         "plan": str(facts.get("plan", "")).removeprefix("Plan(").removesuffix(")"),

@@ -118,7 +118,7 @@ class ProgramGenerator:
 
     def __init__(self) -> None:
         self._loops = 0
-        self._state = torch.empty(0)  # the program's state, while loops are open
+        self._state = torch.empty(0)  # the program's generator state while a loop runs
         self.seeded = True
         """Whether loops are seeded for each step. If not, they draw from the program's state, as on one device."""
 

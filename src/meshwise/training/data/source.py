@@ -89,7 +89,7 @@ def _batch_reader(data: Any, settings: LoaderSettings) -> Callable[[Tensor], Any
     """Return a function that takes sample indices and returns a batch."""
     if _gives_batches(data):
         return data.batch  # type: ignore[no-any-return]
-    ready_made = getattr(type(data), "__getitem__", None)  # a subclass may process its samples further
+    ready_made = getattr(type(data), "__getitem__", None)  # a subclass may have its own `__getitem__`
     if ready_made is Subset.__getitem__ and settings.collate is None:
         inner = _batch_reader(data.dataset, settings)
         positions = torch.as_tensor(data.indices)
@@ -204,13 +204,13 @@ class _KeyBatches:
 
 def _loader_reader(data: Any, settings: LoaderSettings) -> Reader:
     keys = _KeyBatches()
-    stay = {"persistent_workers": True} if settings.workers > 0 else {}  # torch's start method is kept: fork on Linux
+    stay = {"persistent_workers": True} if settings.workers > 0 else {}  # workers start in torch's default way
     loader: DataLoader[Any] = DataLoader(
         KeyedDataset(data, settings.seed, settings.several),
         batch_sampler=keys,
         collate_fn=settings.collate,
         num_workers=settings.workers,
-        generator=torch.Generator().manual_seed(settings.seed),  # not one of the program's generators
+        generator=torch.Generator().manual_seed(settings.seed),  # keeps the program's generators unchanged
         **stay | dict(settings.extra or {}),
     )
 

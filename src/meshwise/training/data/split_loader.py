@@ -78,7 +78,7 @@ def split_loader(loader: DataLoader[Any], seed: int, world: World, streams: str)
     samples = len(loader.dataset)  # type: ignore[arg-type]
     if isinstance(sampler, DistributedSampler) and sampler.num_replicas == 1:
         return _foreign(loader, seed, world)  # its sampler yields all samples
-    if isinstance(sampler, DistributedSampler) and sampler.shuffle:  # its own split by rank is ignored
+    if isinstance(sampler, DistributedSampler) and sampler.shuffle:  # the sampler's own split by rank is ignored
         return _ordered(loader, seed, world, lambda draws, epoch: epoch_order(sampler.seed, epoch, samples))
     if isinstance(sampler, DistributedSampler) or type(sampler) is SequentialSampler:
         return _ordered(loader, seed, world, lambda draws, epoch: torch.arange(samples))

@@ -147,7 +147,7 @@ class Engine:
         job."""
         self.world, self.gate, self.draws = world, gate, draws
         self.notify = Notices(say, untrue=OF_DRAWS if draws is not None else ())
-        # Pass a function, not a method: batch norms hold it, and a copy of a model would copy the engine, too.
+        # Pass a function, not a method, because batch norms hold it, and copying a model would copy the engine.
         self.program = Program(world, lambda: _samples(self.part), self.notify, piggyback_loss=script)
         self.script, self.given = script, Given()
         self.events, self.reads = Events(lambda: self.program.backwards), Loops(world)

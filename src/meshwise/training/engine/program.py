@@ -136,7 +136,7 @@ class Program:
         if plan != Plan():
             self._apply(new, plan, again)
         for model in new:
-            if any(type(p) is not nn.Parameter for p in model.parameters()):  # still deferred, as on one device
+            if any(type(p) is not nn.Parameter for p in model.parameters()):  # still deferred, e.g. on one device
                 parallel.deferred.materialise(model)
             if plan == Plan() and self.world.given and all(p.device.type == "cpu" for p in model.parameters()):
                 model.to(self.world.device)
@@ -178,7 +178,7 @@ class Program:
     def _drop(self) -> None:
         """Close `self.reduction` and set it to None, because it holds references to parameters."""
         if self.reduction is not None:
-            try:  # noqa: SIM105 -- when Python exits, this module has no names left
+            try:  # noqa: SIM105 -- `contextlib` may be gone when Python exits
                 self.reduction.close()
             except ReferenceError:
                 pass
@@ -192,7 +192,7 @@ class Program:
             )
         together = nn.ModuleList(new) if len(new) > 1 else new[0]
         world = self.world
-        if collectives.world_size(collectives.everyone()) == 1 and not world.given:  # models keep their device
+        if collectives.world_size(collectives.everyone()) == 1 and not world.given:  # use the models' own device
             world = replace(world, device=next((str(p.device) for p in together.parameters()), world.device))
         said: Any = {"piggyback_loss": self._piggyback_loss, "stage_cost": self.stage_cost}
         setup = apply(together, plan, world, samples=self._samples, **said)
@@ -221,7 +221,7 @@ class Program:
         held = held_parameters(optimizer)
         old = {id(p): self._replaced[p] for p in held if p in self._replaced}
         if not old and not any(id(p) in names for p in held):
-            return  # its model may be passed later
+            return  # the optimizer's model may be passed later
         if old:
             parallel.rebind.rebind(optimizer, names | old, now)
         if self.plan is not None and self.plan != Plan():
@@ -286,7 +286,7 @@ class Program:
                 if own in self._stepped or self.backwards == self.began:
                     self._check_backward(optimizer)
                 if reduction.unreduced:
-                    program_calls.leave_gradients()  # torch's FSDP sets gradients while it reduces them
+                    program_calls.leave_gradients()  # because FSDP sets gradients while it reduces them
                     reduction.reduce_now()
         if own not in self._stepped:
             self._stepped.append(own)

@@ -160,7 +160,7 @@ class ModelStream:
 _streams: list[ModelStream] = []
 
 
-def _enter(*_: object) -> None:  # outside of the class, so that copies of a model share it
+def _enter(*_: object) -> None:  # not a method, so that copying a model copies no stream
     for stream in _streams[-1:]:
         stream.enter()
 

@@ -36,7 +36,7 @@ class FiniteLosses:
         self._waiting: list[Seen] = []  # losses on one device that are not checked yet
         self._on_its_way: tuple[Tensor, torch.Event | None, list[Seen]] | None = None
         self._count = self._first = self._last = 0  # number of bad losses, step of the first, backward of the last
-        self._began, self._wrong = 0, ""  # number of backwards of earlier programs; error text of one of them
+        self._began, self._wrong = 0, ""  # number of backwards in earlier programs; error text of such a program
         self._ended = False
 
     def look(self) -> None:

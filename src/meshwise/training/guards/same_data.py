@@ -67,7 +67,7 @@ class SameData:
 
     def data_given(self, data: Any, samples: int | None, samplers: Sequence[Any] = ()) -> None:
         """Raise DataError if the ranks have different data sets or samplers."""
-        everyone = collectives.everyone()  # including ranks that share samples
+        everyone = collectives.everyone()  # including ranks that get the same samples
         if collectives.world_size(everyone) == 1 or isinstance(data, IterableDataset):
             return
         found = {} if rehearsing() else read({"": data, "sampler": samplers}, samples, self._known)
@@ -103,7 +103,7 @@ def read(things: dict[str, Any], samples: int | None, known: weakref.WeakValueDi
             continue
         seen.add(id(thing))
         if (parts := _parts(name, thing)) is None:
-            with contextlib.suppress(TypeError, ValueError, RuntimeError):  # unreadable, such as a sparse tensor
+            with contextlib.suppress(TypeError, ValueError, RuntimeError):  # e.g. sparse tensors cannot be read
                 if (size := len(thing)) in sizes or size >= FEW:
                     found[name] = Held(size, *_facts(_some(thing)), size in sizes)
             continue

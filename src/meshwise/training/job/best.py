@@ -51,7 +51,7 @@ class BestEpoch:
         if not self._metric:
             return False
         value = metrics[self._metric]
-        again = self.found is not None and (self.found.step, self.found.value) == (step, value)  # seen before a resume
+        again = self.found is not None and (self.found.step, self.found.value) == (step, value)  # repeated by a resume
         if math.isnan(value) or not (self.found is None or again or self.found.is_beaten_by(value)):
             return False
         self.found = Best(self._metric, self._direction, value, epoch, step)

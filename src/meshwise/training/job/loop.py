@@ -198,7 +198,7 @@ def _evaluate(run: JobRun, epoch: int) -> None:
     assert run.test is not None
     run.metrics = evaluate(run.engine, job, state.model, _test_batches(run, run.test.samples))
     run.evaluated = state.step, run.best.take(run.metrics, epoch, state.step, state.model)
-    if run.log.evaluated != state.step:  # an earlier attempt may have written it already
+    if run.log.evaluated != state.step:  # an earlier attempt may have recorded this result
         facts = {"best": run.evaluated[1], "inside": epoch > state.epoch}
         run.log.add_evaluation(epoch - 1, job.epochs, state.step, run.metrics, **facts)
 
@@ -225,7 +225,7 @@ def _train_epoch(run: JobRun) -> bool:
         done = state.step
         losses = train_step(run.engine, job, state, parts, nan)
         state.index, loop.step = stop, state.step + 1
-        if state.step == done:  # the batch was left out
+        if state.step == done:  # a value was not finite, so the step was skipped
             steps -= 1
             continue
         in_epoch += 1
@@ -260,7 +260,7 @@ def _train_batches(run: JobRun) -> Iterator[Sequence[Microbatch]]:
     gaps = run.not_finite.ranges(state.epoch)
     slices, ahead = tee(epoch_slices(order, run.job.batch_size, world, accumulate, state.index, gaps))
     pairs = read_parts(run.train, chain.from_iterable(ahead), state.epoch, world.device)
-    # Make lists, because `zip` keeps its tuples alive: see training/data/source.py.
+    # Make lists, because a tuple of `zip` can live too long: see training/data/source.py.
     return map(list, zip(pairs, strict=False)) if accumulate == 1 else (list(islice(pairs, len(s))) for s in slices)
 
 

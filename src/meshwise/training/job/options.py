@@ -126,7 +126,7 @@ class RunOptions(NodeOptions):
         check_trackers(self.log)
         if self.devices is not None and not self.devices.strip():
             raise UsageError("--devices is empty. Use 2xcpu or all, or remove --devices.")
-        if isinstance(self.plan, str | Path) and self.plan != AUTO:  # read now: the run's record keeps the text
+        if isinstance(self.plan, str | Path) and self.plan != AUTO:  # read it now, for the run's record
             object.__setattr__(self, "plan", PlanText(plan_text(self.plan)))
         if self.restarts is not None and self.restarts < 0:
             raise UsageError(f"--restarts must be at least 0, but it is {self.restarts}.")
@@ -202,7 +202,7 @@ def settle(options: Any, *counts: str) -> None:
 
     Raises UsageError for an invalid argument, or a count below 1.
     """
-    if isinstance(options.job, Job):  # named here: a worker's `__main__` does not hold the job
+    if isinstance(options.job, Job):  # name it now: a worker's `__main__` does not hold the job
         object.__setattr__(options, "job", options.job.named())
     object.__setattr__(options, "args", argument_texts(options.args))
     for name in counts:
@@ -217,7 +217,7 @@ def _still_valid(earlier: Mapping[str, Any], given: RunOptions) -> dict[str, Any
     left = {name: value for name, value in earlier.items() if name in known and value is not None}
     left |= {name: tuple(value) for name, value in left.items() if isinstance(value, list)}
     changed = {_field(setting) for setting in given.settings}
-    changed |= set(AXES if changed & set(AXES) else ())  # earlier axes would use up devices of the new axes
+    changed |= set(AXES if changed & set(AXES) else ())  # earlier axes would take devices from the new axes
     settings = () if given.plan is not None else left.get("settings", ())
     left["settings"] = (*(setting for setting in settings if _field(setting) not in changed), *given.settings)
     return left | ({"plan": PlanText(left["plan"])} if "plan" in left else {})

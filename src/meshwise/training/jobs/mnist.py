@@ -28,7 +28,7 @@ from meshwise.training.job.job import Job
 
 UNSIGNED_BYTE = 8
 
-# Maps a part to how its file names begin, after the set's name if any. EMNIST writes `test` where MNIST has `t10k`.
+# The possible starts of a part's file names, after the set's name if any. EMNIST has `test` where MNIST has `t10k`.
 PARTS = {"train": ("train",), "test": ("t10k", "test")}
 DIMS = {"images": 3, "labels": 1}
 

@@ -40,7 +40,7 @@ def run_script_file(script: Path, arguments: Sequence[str]) -> dict[str, Any]:
     try:
         return runpy.run_path(str(script), run_name="__main__")
     except UsageError as error:
-        name_line(error)  # a run shows only the message, without the traceback
+        name_line(error)  # add the user's line, as a run shows no traceback
         raise
     except (RuntimeError, AssertionError) as error:
         parallel.shard_refusals.add_advice(error)

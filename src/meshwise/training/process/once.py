@@ -51,7 +51,7 @@ def begin(rank: int, size: int) -> Callable[[], None]:
     shared = os.path.isdir(folder)
     if not shared:
         tell(ALONE.format(folder=folder))
-        made, _lock = made_folder("once")  # `_lock` holds the folder until `once` does
+        made, _lock = made_folder("once")  # `_lock` protects the folder until `once` locks it
         folder = str(made)
     stack.enter_context(once(rank, size, folder, shared=shared))
     atexit.register(stack.close)

@@ -162,7 +162,7 @@ class PlainProgram:
         if threading.get_ident() != self._thread:
             return
         self._phases.step_ends(optimizer)
-        if id(optimizer) in self._optimizers:  # the batch was read once for many steps
+        if id(optimizer) in self._optimizers:  # the optimizer's second step on the batch
             self._read = False
         self._optimizers.add(id(optimizer))
         if not self._read and self._recorder.on:
@@ -218,7 +218,7 @@ class PlainProgram:
         try:
             self._ends.append(watch(self._collective, self._waits))
         except AttributeError as missing:
-            self.exchanges = True  # unknown, so assume that they exchange
+            self.exchanges = True  # unknown, so assume that ranks exchange data
             self.say(f"collectives are not recorded: this torch version does not have {missing}.")
         with contextlib.suppress(RuntimeError, OSError):  # rank 0's clock cannot be reached
             self._clocks = Clocks(self.world, self._recorder.clock, PATIENCE)

@@ -23,7 +23,7 @@ from meshwise.training.recovery.saving import Saver
 from meshwise.transfer import collectives
 
 LEAST = 60.0  # shortest time in seconds between two background saves
-STALLS, WRITINGS = 100, 10  # least interval, as multiples of a save's stall and of its write time
+STALLS, WRITINGS = 100, 10  # shortest interval, as multiples of a save's stall and of its write time
 MOST_DISK, MOST_MEMORY = 0.1, 0.25  # the largest fractions of free disk and memory that background saves take
 
 

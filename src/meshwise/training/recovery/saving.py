@@ -102,7 +102,7 @@ class Saver:
             self._settle(None if wait else PATIENCE)
             values, tensors = self._encoded(make())
             shapes = {name: held(tensor) for name, tensor in tensors.items()}
-            digests = (hash(tuple(shapes.items())), _digest(values))  # the first is only compared with earlier saves
+            digests = (hash(tuple(shapes.items())), _digest(values))  # the hash is only compared with earlier saves
             over = self._world.rank == 0 and newest(files.claims_folder(self.folder)) > number
             ranks = collectives.gather_objects((self._writing is not None, digests, over), collectives.everyone())
             if ranks[0][2]:
@@ -165,7 +165,7 @@ class Saver:
         assert self._deal is not None
         rank = self._world.rank
         if self._own is None or self._own[0] is not self._deal:
-            self._own = None  # free its buffer before another is allocated
+            self._own = None  # free the old buffer before allocating another
             self._own = self._deal, *_buffer_of(self._deal, rank, pinned=has_streams(self._world.device))
         _, beginning, buffer, copies = self._own
         for name, box, into in copies:

@@ -106,7 +106,7 @@ def restore_objects(objects: Objects, tree: Mapping[str, Any]) -> None:
         load_model(model, saved[name])
     for name, optimizer in objects["optimizer"].items():
         kind, own = tree["optimizer"][name]["kind"], type(optimizer).__name__
-        if kind != own:  # torch would load it, and replace the program's settings
+        if kind != own:  # torch would load such a state, and replace the program's settings
             raise CheckpointError(OTHER.format(f"it was saved with {kind}, but this program uses {own}"))
         try:
             load_optimizer(optimizer, tree["optimizer"][name]["state"])

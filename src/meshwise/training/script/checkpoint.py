@@ -212,7 +212,7 @@ class LoopState:
 
         After the last batch of an epoch, nothing is saved until `epoch_begins`."""
         if loader is not self._loader:
-            self._between = self._between and not self._engine.phases.trained  # a loop that trains belongs to an epoch
+            self._between = self._between and not self._engine.phases.trained  # a training loop is not between epochs
             return
         self._due |= self._count() and self._clock.is_due(self._step)
         if self._due and self._clean and not loader.at_end:
@@ -223,7 +223,7 @@ class LoopState:
         its last batch."""
         if loader is not self._loader:
             return
-        if early:  # no next batch was requested
+        if early:  # `step_ends` was not called for the last batch
             by_steps = self._saves.steps is not None  # a save by time needs all ranks, and one may have failed
             self._due |= self._count() and by_steps and self._clock.is_due(self._step)
         self._between, self._due = True, self._due or self._saves.in_background

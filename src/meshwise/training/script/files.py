@@ -43,7 +43,7 @@ def save(thing: Any, path: str | Path) -> None:
     thing: state_dicts, or anything that contains them. A model is saved without the hooks of meshwise."""
     engine, path = default_engine(), Path(path)
     once.free(path)
-    world = rank_context().world  # all ranks, even if they split a model
+    world = rank_context().world  # all ranks; engine.world counts ranks that split a model as one
     plan, name, saves = engine.plan, str(path.resolve()), process_engine().given.saves
     saves[name] += 1
     if plan.state_divided:
@@ -80,7 +80,7 @@ def load(path: str | Path) -> Any:
     try:
         loaded = torch.load(path, map_location="cpu", weights_only=True)
     except (FileNotFoundError, PermissionError, MemoryError):
-        raise  # a program may start from scratch if it has no file
+        raise  # the program may handle these, for example a missing file
     except Exception as error:
         raise CheckpointError(
             f"mw.load({path}): the file is damaged, or contains more than tensors and plain values. Load another file, "

@@ -44,7 +44,7 @@ def sum_over_ranks(engine: Engine, value: Number, *, grad: bool = False) -> Numb
             value if samples != 0 else 0, dtype=torch.int64 if isinstance(value, int) else torch.float64
         )
         return joined(engine, type(value)(_added(mine, "mw.sum").item()))
-    mine = value.to(engine.world.device) * 1  # zeros may be on the CPU; `* 1` turns bools into numbers
+    mine = value.to(engine.world.device) * 1  # `* 1` turns bools into numbers
     mine = mine if samples != 0 else torch.where(torch.zeros_like(mine, dtype=torch.bool), mine, 0)
     total = _added(mine, "mw.sum", grad=grad).to(mine.dtype)
     return total if grad else joined(engine, total.to(value.device))
@@ -210,6 +210,6 @@ class _Added(Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        if current().phase != "backward":  # it would be the gradient of this rank's loss alone
+        if current().phase != "backward":  # otherwise, the gradient is of this rank's loss alone
             raise UsageError(NOT_OURS.format(verb=ctx.of, ranks=collectives.world_size()))
         return through(_Added, gradient, ctx.of), None

@@ -245,7 +245,7 @@ def _target() -> _Target:
         tracking = Tracking(folder, wanted if first else (), session.tell)
         if folder is not None and first:
             if newest(folder):
-                names.keep_metrics(folder, attempt())  # old attempts keep the old file
+                names.keep_metrics(folder, attempt())  # replaces the file: an earlier attempt may still have it open
             tracking.found = len(read_lines(folder / names.METRICS))
         tracking.open(0)
         atexit.register(tracking.close)

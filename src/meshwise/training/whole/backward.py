@@ -72,7 +72,7 @@ class Backwards:
     ) -> None:
         """Add the gradients of one device to `.grad`. See `torch.autograd.backward`."""
         given = grad_tensors if grad_tensors is not None else grad_variables
-        inner = self._options is not None or in_backward()  # run by the reduction or by a recomputed block
+        inner = self._options is not None or in_backward()  # called by the reduction or a recomputed block
         if inner or (self._axis is None and create_graph):
             self._backward(tensors, given, retain_graph, create_graph, inputs=inputs)
             return
@@ -116,10 +116,10 @@ class Backwards:
             run((_local(loss),))
             return None
         if not isinstance(loss, Term):
-            value = None if self._axis is not None else loss.detach()  # no axis: a rehearsal
+            value = None if self._axis is not None else loss.detach()  # a rehearsal has no axis
             reduction.backward(loss, reduce=reduce, value=value, run=run)
             return loss.detach()
-        if not reduce or reduction.unreduced:  # gradients of several losses are averaged together
+        if not reduce or reduction.unreduced:  # sum the loss now: gradients of several losses are averaged together
             value_of(loss)
         root, size, kept = loss.known.root, loss.axis.size, list[tuple[nn.Parameter, Tensor]]()
         local, waits = plain(loss), loss.assumed and root.value is None

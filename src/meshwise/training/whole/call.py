@@ -50,7 +50,7 @@ from meshwise.transfer.splitmix import mixed
 AGAIN = 64
 """A proven call runs operator by operator at its 2nd, 4th, 8th … 64th time, and at every 64th after that."""
 OURS = ("forward", "__deepcopy__", "__getstate__")  # attributes set on a module whose calls are divided
-KINDS = 16  # how many different numbers of autograd nodes a call may have before it never runs apart
+KINDS = 16  # after this many different numbers of autograd nodes, a call no longer runs apart
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -201,7 +201,7 @@ class Call:
         found: list[str] = []
         if verdict.answers or verdict.draws:
             found += filter(None, [self._proven(args, kwargs).why])
-        if verdict.draws and not found:  # running through would draw other numbers than a resumed run
+        if verdict.draws and not found:  # operator by operator, the call would draw other numbers than a resumed run
             return self._apart(args, kwargs, verdict, part)
         written, crossing = verdict.attributes(), self.divided.axis.watched(None if verdict.answers else found)
         with crossing, self._hearing() as new:
@@ -239,7 +239,7 @@ class Call:
             if new:
                 apart.reads = None
                 why, again = self._proven_anew(args, kwargs, verdict, written, new)
-            if grad and why is None and nodes not in verdict.nodes and not is_used():  # compiling adds nodes too
+            if grad and why is None and nodes not in verdict.nodes and not is_used():  # torch.compile makes nodes too
                 why = "another number of operators" if verdict.nodes and not again else None
                 verdict.nodes |= set() if why else {nodes}
         except Otherwise as other:
@@ -273,7 +273,7 @@ class Call:
         why, repeated = look_again(new, verdict, before, again, device)
         if verdict.draws and self.divided.exact:
             why = "draws the numbers of one device"
-        if why:  # if only one rank gets here, the verb log reports it
+        if why:  # the all_reduce lets the verb log report a rank that is here alone
             verdict.dims, verdict.why = None, why
             self.divided.axis.all_reduce(torch.zeros(1, device=device))
         return why, repeated
@@ -315,7 +315,7 @@ def _own(args: Any, kwargs: Any, part: SplitPart, outside: list[bool]) -> Any:
         outside[0] |= leaf.requires_grad
         if isinstance(leaf, SplitTensor):
             rows = leaf.as_subclass(Tensor) if leaf.requires_grad else data_of(leaf)
-            return rows.clone() if leaf.requires_grad and is_used() else rows  # a copy: dynamo would see a view's base
+            return rows.clone() if leaf.requires_grad and is_used() else rows  # else, dynamo would see a view's base
         return enter(leaf, part.axis)
 
     if len(args) == 1 and not kwargs and type(args[0]) is SplitTensor:

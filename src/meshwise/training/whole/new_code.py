@@ -23,7 +23,7 @@ from meshwise.training.whole.proof import Verdict
 from meshwise.transfer.splitmix import mixed
 
 HEARS = hasattr(sys, "monitoring")
-TOOLS = (3, 4)  # tool ids that Python reserves for no particular tool
+TOOLS = (3, 4)  # tool ids of `sys.monitoring` that Python reserves for no kind of tool
 Instructions = set[tuple[CodeType, int]]
 
 
@@ -54,7 +54,7 @@ def look_again(
         found = prove(lambda own, _: next(answers, own))
     verdict.set_attributes(after)
     _known.update(new, again)
-    if found.draws and not verdict.draws:  # it drew from the loop's stream, a different amount on each rank
+    if found.draws and not verdict.draws:  # the call drew from the loop's stream, differently on each rank
         verdict.draws = True
         seed_generators(device, mixed(torch.initial_seed(), verdict.calls, 0))
     return found.why or ("returns other tensors" if found.dims != verdict.dims else None), new <= again

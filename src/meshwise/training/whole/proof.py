@@ -90,7 +90,7 @@ class _Quiet(TorchFunctionMode):
             values = dict(zip(("input", "p", "training"), args, strict=False)) | kwargs
             self.draws |= bool(values.get("training", name != "native_dropout")) and values.get("p", 0.5) != 0
             return values["input"]
-        if name == "gumbel_softmax":  # without its noise
+        if name == "gumbel_softmax":  # compute it without noise
             self.draws = True
             return args[0].softmax(kwargs.get("dim", -1))
         if (at := ATTENTIONS.get(name, 0)) and (len(args) > at or "dropout_p" in kwargs):

@@ -71,7 +71,7 @@ def watch_reads() -> None:
     """From now on, answer the reads of calls that run apart, and count what modules register."""
 
     def registers(module: nn.Module, name: str, _: Any) -> None:
-        is_new = parameters_in(module).get(name) is None  # FSDP replaces shards by gathered parameters
+        is_new = parameters_in(module).get(name) is None  # not new if FSDP swaps shards and whole parameters
         registered[0] += is_new and module in looked_at
 
     register_module_module_registration_hook(registers)
@@ -89,7 +89,7 @@ def ask_all_of_masks() -> None:
 
 def _answered(original: Callable[..., Any], name: str) -> Callable[..., Any]:
     def read(self: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if apart.reads is not None and is_asked():  # not inside `on_parts`
+        if apart.reads is not None and is_asked():  # `is_asked` is False inside `on_parts`
             return apart.reads.read(name, self, lambda: original(self, *args, **kwargs))
         return original(self, *args, **kwargs)
 

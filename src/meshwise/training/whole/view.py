@@ -102,7 +102,7 @@ class WholeView:
         _begin(engine, self.backwards, alone=False)
         self._collectives = OwnCollectives(engine, sized)
         engine.events.listen(self._collectives, only=("backward_begins",))
-        if engine.watcher is None:  # a check compares what the ranks compute, and names the module
+        if engine.watcher is None:  # a check itself compares what ranks compute, and names the module
             engine.events.listen(SameProgram(engine), only=("backward_begins",))
 
     def add_models(self, models: Iterable[nn.Module]) -> None:
