@@ -315,7 +315,7 @@ def _new(turn: Callable[[Tensor, Arguments], Tensor]) -> Draws:
         like: Tensor = given["self"] if "self" in given else torch.empty(0, device="cpu")
         values = turn(uniform(given.get("size", like.shape), torch.device(given["device"] or like.device)), given)
         dtype = given["dtype"] or like.dtype
-        return values.to(dtype if isinstance(dtype, torch.dtype) else torch.int64)  # randint's default dtype is a code
+        return values.to(dtype if isinstance(dtype, torch.dtype) else torch.int64)  # randint's default is int64's code
 
     return draw
 
