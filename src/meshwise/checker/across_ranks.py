@@ -28,7 +28,7 @@ from meshwise.transfer.collectives import gather_objects
 from meshwise.transfer.groups import everyone, get_rank
 
 Name = TypeVar("Name", str, tuple[str, str])
-LACKS = float("inf")  # stands for the difference of a rank that lacks a value
+LACKS = float("inf")  # the difference that is recorded if a rank lacks a value
 TINY = torch.finfo(torch.float64).tiny
 
 
@@ -81,7 +81,7 @@ def numbers_diverge(kind: str, named: Mapping[str, float], group: Group = None) 
     found = {}
     for name in {name for numbers in ranks for name in numbers}:
         held = [numbers.get(name, LACKS) for numbers in ranks]
-        if len({str(number) for number in held}) > 1:  # NaN on every rank counts as equal
+        if len({str(number) for number in held}) > 1:  # compared as text, so that NaN equals NaN
             found[kind, name] = max(finite(abs(other - held[0]) / max(abs(held[0]), TINY)) for other in held)
     return found
 

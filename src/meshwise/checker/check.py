@@ -175,7 +175,7 @@ def _plain(
         refuse_unjudged(script.name, records)
         try:
             (one,) = launched(Follow(records), "one", passes)
-        except WorkerFailed as failed:  # a script that fails on one device still gets a report of the counts
+        except WorkerFailed as failed:  # the ranks are judged even if the script fails on one device
             one = Record(0, refused=f"it fails with {str(failed).splitlines()[-1]}")
         assert one is not None
         once_more = partial(launched, Follow(records), "again", says(["one process again, to measure differences"]))
@@ -185,7 +185,7 @@ def _plain(
 def _in_scratch(folder: Path, call: Callable[[], Any]) -> Any:
     """Call `call`. From then until this process ends, all files that Python code writes go to `folder` instead."""
     os.environ["WANDB_MODE"] = "disabled"
-    torch.set_num_threads(1)  # both sides must add in the same order
+    torch.set_num_threads(1)  # so that one process and many add in the same order
     if can_lock():
         lock_files(free_folders())
     _kept.enter_context(scratch_files(folder))
@@ -233,7 +233,7 @@ def _traces(
     if not program.alone and places[0][0].device == "cpu" and wanted[0][1] is None:
         return [_in_this_process(program, spec, passes) for spec, _ in wanted]
     halt = Halt()
-    forks.server(os.environ)  # start it in this thread: a server ends with the thread that started it
+    forks.server(os.environ)  # started here, since the server ends with the thread that starts it
 
     def run(group: Sequence[tuple[CheckSpec, Draws | None]], slots: Sequence[WorkerSlot]) -> list[ProgramTrace]:
         listeners = Listeners(passes.begin(), hang_limit=HANG_LIMIT, idle=True)

@@ -76,7 +76,7 @@ def compare(reference: Trace, actual: Trace) -> Comparison:
         gradients = _reduced_by_hand(_over_ranks(_gradients(number, mine, other), other.rank_divergence))
         outputs = _over_ranks(compared_outputs(number, mine, other, unseen), other.rank_divergence)
         wrong = any(d.fault for d in gradients)
-        found += [d for d in contents if wrong or not d.fault]  # contents that do not change gradients do not count
+        found += [d for d in contents if wrong or not d.fault]  # different contents count only if gradients differ
         found += outputs if wrong else of_samples(outputs, unseen)
         found += gradients
         note_noise(noise, mine.gradients, other.gradients)

@@ -99,7 +99,7 @@ def compared_outputs(step: int, mine: StepTrace, other: StepTrace, unseen: list[
     layouts = {layout for *_, ways in seen for layout, far in ways if far[0] <= LIMIT}
     found = list[Difference]()
     for at, (output, part, size, ways) in enumerate(seen):
-        near = [(far, not layout.is_last) for layout, far in ways if layout in layouts]  # layouts that fit some output
+        near = [(far, not layout.is_last) for layout, far in ways if layout in layouts]  # layouts that some output fits
         summed = part is not None and part.summed
         slices, of_positions = min(near, default=(None, False))
         size = (math.inf, 0.0) if summed else slices if part and slices else size or slices
@@ -116,7 +116,7 @@ def compared_outputs(step: int, mine: StepTrace, other: StepTrace, unseen: list[
             facts |= {"parts": which} if summed or (part and near) else {}
             found.append(Difference("module outputs", step, output.module, *size, facts))
     right = not next(numbers("loss", step, {"loss": mine.loss}, {"loss": other.loss})).fault
-    for at in reversed(range(len(found))):  # partial sums are right if they are added before the next output
+    for at in reversed(range(len(found))):  # a partial sum is right if the next output (or the loss) is
         if found[at].facts.get("parts") == "a sum" and right:
             found[at] = replace(found[at], relative=0.0)
         right = not found[at].fault

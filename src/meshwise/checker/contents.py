@@ -26,7 +26,7 @@ from meshwise.spec.user_code import place_of, user_place
 from meshwise.torch_compat.tree import tensors_in
 
 GENERATORS = (numpy.random.Generator, numpy.random.RandomState, random.Random, torch.Generator)
-DEPTH, MANY = 4, 16  # limits of the search for a generator in a data set: levels, and length of a list
+DEPTH, MANY = 4, 16  # limits of the search for a generator in a data set: nesting depth, length of a list
 
 
 @dataclass(frozen=True)

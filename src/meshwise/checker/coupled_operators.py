@@ -29,11 +29,11 @@ Coupled = dict[tuple[str, str | None, int, Dims, int], str]
 dimensions of the result, number of samples in the batch)."""
 
 
-STATISTIC = -1  # stands for a statistic, in place of a dim
+STATISTIC = -1  # used in place of a dim if the operator computes a statistic
 OVER_ROWS = {"mean", "sum", "logsumexp", "linalg_vector_norm", "amax", "amin", "prod"}
 SPREAD = {"var", "std", "var_mean", "std_mean"}  # these combine rows even if they return a single number
 STATISTICS = SPREAD | {"mean", "sum"}
-CURVED = {"sqrt", "rsqrt", "log", "pow"}  # the result for a mean over samples is not itself a mean over samples
+CURVED = {"sqrt", "rsqrt", "log", "pow"}  # not linear: f(mean over samples) is not the mean of f over samples
 ALONG_ROWS = {"topk", "sort", "kthvalue", "median", "max", "min", "roll", "flip"}
 _TOGETHER = OVER_ROWS | SPREAD | CURVED | ALONG_ROWS | {"mm", "index"}
 

@@ -60,7 +60,7 @@ def _no_mean(number: Joined, known: dict[Key, Joined]) -> Cause | None:
     if number.is_mean_of_its_own:
         over, what, within = shown(rank.over for rank in number.ranks), _divisor(number), _function_of(number.place)
         say = f"mw.backward(loss, weight={what}), or let a job's loss return (loss, {what})"
-        if within:  # names inside it are not in scope at the mw.backward call
+        if within:  # variables of that function are not in scope at the mw.backward call
             say = f"let {within} return {what} with the loss, and write mw.backward(loss, weight=…) with it"
             say += f"; the loss of a job returns (loss, {what})"
         return Cause(

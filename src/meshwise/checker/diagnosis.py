@@ -133,7 +133,7 @@ def _is_of_a_share_of_the_batch(evidence: Evidence) -> str:
     even = max(counts) - min(counts) <= 1
     read = [sample for part in evidence.steps[1].samples[0] for sample in part]
     scaled = plan[0] in (one[0] // devices, -(-one[0] // devices), one[0] * devices)
-    if devices == 1 or not even or not scaled or len(set(read)) < len(read):  # with repeats, the batch is not larger
+    if devices == 1 or not even or not scaled or len(set(read)) < len(read):  # repeated samples enlarge no batch
         return ""
     return (
         f"a batch has {plan[0]} samples on {devices} devices, and {one[0]} on one. Give the loader the same batch_size "

@@ -228,7 +228,7 @@ class EngineWatcher:
     def loss_known(self, loss: Tensor, scale: float = 1.0) -> None:
         """Add a loss to the recorded loss of the current step."""
         if self.tracer is not None:
-            if self._job is not None:  # now gradients are complete, even those summed over stages
+            if self._job is not None:  # gradients are complete now, even those summed over pipeline stages
                 gradients = gradients_of(self._model)
                 self.tracer.step.gradients = {name: g / scale for name, g in gradients.items()}
             self.tracer.step.loss += float(loss)
@@ -242,7 +242,7 @@ class EngineWatcher:
         if self.tracer is None:
             return
         self._wait_for_ranks("optimizer.step")
-        if self.tracer.step.samples:  # without samples, a closure may still run forward and backward inside the step
+        if self.tracer.step.samples:  # without samples, the step's closure may still run the forward
             self._end_forward(discard=True)
         self._in_step = True
         self.complete_step()
@@ -261,7 +261,7 @@ class EngineWatcher:
         """Record that an optimizer has made its step, and begin the next step."""
         if self.tracer is None:
             return
-        if self._engine.whole is not None and not self.tracer.step.samples:  # torch.autograd.grad ran, and no backward
+        if self._engine.whole is not None and not self.tracer.step.samples:  # gradients came from torch.autograd.grad
             with self.backward(False):
                 pass
         if self.found.backwards == 0:  # no backward ran, neither before the step nor in its closure
@@ -373,7 +373,7 @@ class EngineWatcher:
                 by_hand = any(map(_is_by_hand, trace.steps))
                 trace.hints = self.hints.end(by_hand=by_hand, per_rank=self._engine.whole is None)
             for place in self._unsummed:
-                trace.evaluation[f"the loop at {place}, {UNSUMMED}"] = math.nan  # one device has no such entry
+                trace.evaluation[f"the loop at {place}, {UNSUMMED}"] = math.nan  # missing on one device, so they differ
         return self.found
 
     def _wait_for_ranks(self, where: str) -> None:

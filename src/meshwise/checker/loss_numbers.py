@@ -45,7 +45,7 @@ class NotedNumbers:
 
     def __init__(self) -> None:
         self._numbers: Numbers = {}
-        self._keys: dict[int, tuple[Key, Tensor]] = {}  # by the tensor's id; kept alive so that the id stays unique
+        self._keys: dict[int, tuple[Key, Tensor]] = {}  # tensor id -> key, and the tensor, so that its id stays unique
         self._calls: Counter[tuple[str, str]] = Counter()
 
     def noting(self) -> AbstractContextManager[Any]:

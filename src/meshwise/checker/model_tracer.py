@@ -84,7 +84,7 @@ class ModelTracer:
         self._own: Named | None = None  # this rank's own gradients in the running backward
         self._of_loss: Any = None  # the hook registered on the latest loss
         self._own_factor = 1.0  # the factor that the running backward applied to the loss
-        self._hooked = WeakIdKeyDictionary()  # parameters for which `_keep_own` is called
+        self._hooked = WeakIdKeyDictionary()  # parameters that have a hook for `_keep_own`
         self.follow(model)
 
     def follow(self, model: nn.Module) -> None:
@@ -181,8 +181,8 @@ class ModelTracer:
             yield
         self._own, self._in_backward = None, False
         if self._of_loss is not None:
-            self._of_loss.remove()  # code that inspects gradients skips tensors with hooks
-        # Calls that a recomputation repeats with the same draws are not recorded again.
+            self._of_loss.remove()  # since code that inspects gradients skips tensors with hooks
+        # A recomputation that repeats the forward's draws adds nothing to the log.
         self.step.rng_mismatch |= len(self.draws.log) > drawn
         self._norms_left = local_norms(self._model)
 
@@ -241,7 +241,7 @@ class ModelTracer:
     def keyed(self, function: Callable[..., Any], rows: Sequence[Rows]) -> Callable[..., Any]:
         """Wrap a function that evaluates a job."""
         batches = iter(enumerate(rows))
-        now: list[Any] = []  # the current batch, its number and rows; a rank with two pipeline stages calls twice
+        now: list[Any] = []  # the current batch, its number, its rows; two stages on a rank use the same batch
 
         def evaluated(*args: Any) -> Any:
             if not now or args[-1] is not now[0]:
@@ -281,7 +281,7 @@ class ModelTracer:
             output = Output(self._at[1], name, kind, number, tuple(value.shape), self._rows.count, found)
             self.step.outputs.append(output)
             first = self._at == (0, 0) and not self._whole
-            if first and type(tensor) is Tensor and tensor.grad_fn is not None:  # the program would see a tensor hook
+            if first and type(tensor) is Tensor and tensor.grad_fn is not None:  # no tensor hook: programs would see it
                 tensor.grad_fn.register_prehook(partial(self._keep_back, output, tensor.output_nr))
 
     def _keep_back(self, output: Output, number: int, gradients: tuple[Tensor | None, ...]) -> None:

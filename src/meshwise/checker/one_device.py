@@ -35,7 +35,7 @@ from meshwise.training.engine.weighing import as_weight, split_weight
 from meshwise.training.job.job import Job
 from meshwise.training.job.run import Data, open_data, read_parts
 
-STATE = 2  # tensors per parameter in an optimizer's state, as for Adam
+STATE = 2  # assumed number of state tensors per parameter, as in Adam
 
 
 @dataclass(frozen=True)

@@ -74,7 +74,7 @@ def numbers_apart(text: str, other: str, again: str) -> list[tuple[Decimal, Deci
 
 
 def _close(a: Decimal, b: Decimal) -> bool:
-    if a.as_tuple().exponent == b.as_tuple().exponent == 0:  # both numbers are counts
+    if a.as_tuple().exponent == b.as_tuple().exponent == 0:  # whole numbers are counts, which must be equal
         return a == b
     last = Decimal(1).scaleb(max(int(a.as_tuple().exponent), int(b.as_tuple().exponent)))
     return abs(a - b) <= max(last, _CLOSE * abs(a))

@@ -41,7 +41,7 @@ from meshwise.transfer.collectives import broadcast_object, gather_objects
 from meshwise.transfer.groups import everyone, get_rank, world_size
 from meshwise.workers.join import join, made_process_group
 
-RESUMED = 2  # how often to resume: the state that a resumed run saves may be incomplete
+RESUMED = 2  # resume twice, since the state that a resumed run saves may be incomplete
 
 
 def watch_script(script: Callable[[], object], spec: CheckSpec, draws: Draws | None, seed: int) -> ProgramTrace | None:
@@ -66,7 +66,7 @@ def watch_script(script: Callable[[], object], spec: CheckSpec, draws: Draws | N
             try:
                 _run(script)
             finally:
-                watcher.stop()  # ends a forward that is still open in this precision
+                watcher.stop()  # ends a forward that is still open, in the script's precision
     finally:
         engine.watcher = None
     found = watcher.end()
@@ -94,7 +94,7 @@ def _disturbed(spec: CheckSpec, seed: int) -> Iterator[list[str]]:
     with find_races(lambda finding: None) as of_streams:
         if world_size(everyone()) == 1 or not (spec.in_float64 or spec.plan.precision == "fp64"):
             yield found
-        else:  # the waits that perturbed() adds can hide races of streams
+        else:  # in the float64 pass only, as the waits that perturbed() adds can hide stream races
             with perturbed(seed, get_rank(everyone())) as disturbed:
                 yield found
             found += disturbed.races

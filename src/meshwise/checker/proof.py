@@ -122,7 +122,7 @@ def prove(
         cause_of(comparison, reference, actual, spec.plan),
         tuple(_rounding(of_rounded)),
         (
-            # a check derives dropout from keys, so these notes would be wrong
+            # Notes on random draws would be wrong, since a check derives dropout from keys.
             *(note for note in actual.notes if note not in OF_DRAWS and note not in warnings),
             *(harmless if comparison.equal else [*wrong, *harmless]),
             *([] if looked else [OTHER_STEPS if rounded else NO_ROUNDING]),

@@ -20,7 +20,7 @@ from meshwise.checker.noise import NOISE
 from meshwise.checker.sketches import pieces
 from meshwise.checker.trace import StepTrace
 
-ROUNDING = 100 * LIMIT  # relative to the target: a step may magnify a difference of 1e-13 at the start
+ROUNDING = 100 * LIMIT  # relative to the target; loose, since a step can magnify a difference of 1e-13
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ def weights_in(reference: StepTrace, actual: StepTrace, names: Iterable[str] | N
     most = NOISE * largest(reference.gradients.values())
     wanted = [n for n, g in reference.gradients.items() if largest([g]) > most] if names is None else list(names)
     held = [n for n in wanted if any(n in g for g in own.values())]
-    if not held or (names is None and len(held) < len(wanted)):  # no single rank has all of a divided parameter
+    if not held or (names is None and len(held) < len(wanted)):  # some are divided, so no rank has a whole one
         return None
     columns = list[Tensor]()
     wanted_of: tuple[list[Tensor], list[Tensor]] = [], []

@@ -9,8 +9,8 @@ passes.
 
 from __future__ import annotations
 
-EVALUATED = 3  # how many batches an evaluation reads
-AFTER = 30  # how many backwards may follow the compared steps
+EVALUATED = 3  # number of batches that an evaluation reads in a check
+AFTER = 30  # number of backwards that may follow the compared steps
 
 
 class ScriptEnds(BaseException):
@@ -40,7 +40,7 @@ class ShortLoops:
 
     def limit(self, batch_size: int) -> int | None:
         """Return the largest size that the next batch may have. 0 ends the loop, None means no limit."""
-        ends = not self._since_step or self._batches >= self._a_step  # a loop ends between steps, like a full epoch
+        ends = not self._since_step or self._batches >= self._a_step  # loops end only between steps, as an epoch does
         if (ends and self.made >= self._steps) if self._trained else (self._batches >= EVALUATED):
             return 0
         if self._trained:

@@ -209,7 +209,7 @@ def trace_to_compare(found: ProgramTrace, script: str) -> Trace:
             f"{script}: not judged. loss.backward() was never called (with view='rank': mw.backward(loss)). After "
             "torch.autograd.grad, let an optimizer make the step."
         )
-        raise UsageError("\n".join([text, *found.trace.hints]))  # followed by hints from the source
+        raise UsageError("\n".join([text, *found.trace.hints]))
     if not found.trace.steps:
         raise UsageError(
             f"{script}: no optimizer of the model made a step after {found.backwards} backwards. Give the "

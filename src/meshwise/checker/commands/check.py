@@ -49,11 +49,11 @@ def check(
     with _progress_shown(str(options.job)) as (notify, progress), closing(Forks(PRELOAD_OF_CHECK, stays=True)) as forks:
         notify(f"a check of {plural(options.steps, 'step')}")  # printed first, since importing torch takes time
         if "torch" not in sys.modules:
-            forks.server(os.environ)  # started now: the server imports torch at the same time as this process
+            forks.server(os.environ)  # started now, so that the server imports torch while this process does
         options = replace(options, arguments=context.args, notify=notify, progress=progress)
         try:
             proof = checker.check.check_options(options, forks)
-        except MeshwiseError as error:  # 2 means no verdict, as in diff; 1 and 4 are verdicts
+        except MeshwiseError as error:  # exit codes 1 and 4 are verdicts, so an error exits with 2
             error.exit_code = USAGE if error.exit_code < AGAIN else error.exit_code
             raise
     if as_json:

@@ -45,7 +45,7 @@ def reads(ranks: Sequence[Record], one: Record, agrees: bool) -> Iterator[Findin
         shared = len(passes) == len(ranks) > 1 and not has_own_data(ranks)
         if first.number == 0 and shared and not draws_again and not any(p.endless for p in passes):
             once = OF_ACCELERATE if ranks[0].accelerate else OF_DDP
-            if ranks[0].norms and not ranks[0].accelerate:  # DDP broadcasts norms, and waits for ranks that read less
+            if ranks[0].norms and not ranks[0].accelerate:  # model.module does not broadcast norms as DDP does
                 once += f"; {BROADCAST}"
             yield from _shares(passes, trained, agrees, once)
         earlier = [p for p in ranks[0].passes if p.loader == first.loader and p.number == first.number - 1]
@@ -129,7 +129,7 @@ def schedule(ranks: Sequence[Record], one: Record, pairs: Sequence[tuple[Step, S
         return  # the schedule ends at the same fraction of the training, as with max_steps
     paces = [t * _whole_steps(n, h / t) for t, n, h in zip(ticks, lengths, horizons, strict=True)]  # ticks per epoch
     epochs = [h / pace for h, pace in zip(horizons, paces, strict=True)]
-    if abs(paces[0] * one.horizon / many.horizon - paces[1]) > max(len(ranks), 0.1 * paces[1]):  # batches may be uneven
+    if abs(paces[0] * one.horizon / many.horizon - paces[1]) > max(len(ranks), 0.1 * paces[1]):  # allow uneven batches
         by_steps = ticks[0] == ticks[1] and many.horizon == one.horizon and abs(epochs[1] - round(epochs[1])) > 0.01
         evidence = f"the schedule ends after {epochs[0]:.3g} epochs on {len(ranks)} devices and after {epochs[1]:.3g} "
         evidence += f"on one ({ticks[0]:g} and {ticks[1]:g} ticks a step, {many.horizon} and {one.horizon} in all)."

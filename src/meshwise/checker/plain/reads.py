@@ -53,10 +53,10 @@ class Reads:
         self.has_cut = False
         """Whether some loop may have got fewer batches than its loader has."""
         self._steps, self._seed, self._follow, self._passes = steps, seed, follow, passes
-        self._loaders: dict[int, tuple[Any, int]] = {}  # index source id -> the source, and a loader's number
-        self._lengths: dict[int, int] = {}  # index source id -> number of batches, in loops that one process replays
+        self._loaders: dict[int, tuple[Any, int]] = {}  # sampler id -> the sampler, and the number of its loader
+        self._lengths: dict[int, int] = {}  # sampler id -> a rank's number of batches, if ranks' loops are replayed
         self._made_at: dict[int, str] = {}
-        self._loops: dict[int, _Loop] = {}  # maps the id of an iterator to its loop
+        self._loops: dict[int, _Loop] = {}  # iterator id -> its loop
         self._made = self._batches_of_step = self._batches_since = 0
         self._drawn: Any = None
         self._sees_accelerate = False
@@ -167,7 +167,7 @@ class Reads:
             def gather(*arguments: Any, **named: Any) -> Any:
                 if self.now is not None:
                     self.now.padded_away = True
-                if self._follow is not None:  # a replayed script expects batches of its own size
+                if self._follow is not None:  # accelerate would cut the last replayed batch to a wrong size
                     return arguments[1] if len(arguments) > 1 else named["input_data"]
                 return plain(*arguments, **named)
 

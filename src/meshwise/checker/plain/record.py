@@ -110,7 +110,7 @@ class Follow:
         if not passes:
             return None
         if own.samples is None:
-            return []  # none: the process reads its own batches
+            return []  # an empty list lets the process read its own batches
         if not any(p.trained for p in passes) and all(len(p.given) == len(p.batches) for p in passes):
             return [[batch] for batch in own.batches]
         own.counted = len(passes[0].batches)

@@ -26,7 +26,7 @@ def watch_ticks(record: Record) -> list[Callable[[], None]]:
         def step(scheduler: Any, *arguments: Any, **named: Any) -> Any:
             nonlocal inside
             inner, inside = inside, True
-            if not inner and (plain.__name__ == "__init__" or scheduler.last_epoch < 0):  # it is being created
+            if not inner and (plain.__name__ == "__init__" or scheduler.last_epoch < 0):  # scheduler is being created
                 made_at[id(scheduler)] = scheduler, user_place()
                 record.schedules.append(user_place())
             elif not inner:
@@ -62,7 +62,7 @@ def horizon_of(scheduler: Any) -> int | None:
         held = dict(function.keywords) if isinstance(function, functools.partial) else {}
         if inspect.isfunction(function):
             held = dict(inspect.getclosurevars(function).nonlocals)
-        numbers = [value for value in held.values() if type(value) is int and value > 1]  # the largest is the total
+        numbers = [value for value in held.values() if type(value) is int and value > 1]
         if numbers:
-            return max(numbers)
+            return max(numbers)  # assumed to be the total number of steps
     return None

@@ -30,7 +30,7 @@ def watch(
 ) -> Record | None:
     """Run the script on this rank and return a record of it."""
     if accelerate and find_spec("accelerate") is not None:
-        import_module("accelerate")  # imported before other code stores one of its methods
+        import_module("accelerate")  # imported early, to patch its methods before the script stores one
     record = watch_plain(script, steps, seed, follow, rank_context().world.rank)
     return None if has_begun() else record
 

@@ -61,7 +61,7 @@ def watch_plain(script: Callable[[], object], steps: int, seed: int, follow: Fol
             if end.code not in (None, 0):
                 raise
         except StopIteration:
-            if not watcher.reads.has_cut:  # if a loop was cut, next() in the script may raise it
+            if not watcher.reads.has_cut:  # if the check cut a loop short, next() in the script may raise StopIteration
                 raise
     return watcher.ended()
 
@@ -189,7 +189,7 @@ class _Watcher:
 
     def _before_step(self, optimizer: Optimizer, arguments: Any, named: Any) -> None:
         held = [p for group in optimizer.param_groups for p in group["params"]]
-        if self._stepping is not None or all(p.grad is None for p in held):  # inside ZeroRedundancyOptimizer's own step
+        if self._stepping is not None or all(p.grad is None for p in held):  # the inner step of ZeroRedundancyOptimizer
             return
         self._stepping = optimizer
         if any(isinstance(p, DTensor) for p in held):

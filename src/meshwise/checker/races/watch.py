@@ -174,7 +174,7 @@ class _Watcher:
             storage = tensor.untyped_storage()
             lo, hi = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
             if not any(lo < end and start < hi for start, end in self._pinned.values()):
-                self._checker.forget(lo, hi - lo)  # torch reuses pinned memory when its copies are done
+                self._checker.forget(lo, hi - lo)  # torch reuses pinned memory only when its copies are done
             self._pinned.set(tensor, (lo, hi))
         return pinned
 
