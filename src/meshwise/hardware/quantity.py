@@ -86,6 +86,6 @@ def value_text(value: object) -> str:
     """Format a value for an error message. A long text is cut."""
     try:
         text = repr(value)
-    except (ValueError, RecursionError):  # an integer with thousands of digits
+    except (ValueError, RecursionError):  # integers with thousands of digits, or lists nested too deep
         return "that value"
     return text if len(text) <= 60 else f"{text[:57]}…"

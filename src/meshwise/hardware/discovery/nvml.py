@@ -113,7 +113,7 @@ def _nvlinks(nvml: _Nvml, handle: Any, places: Mapping[str, int]) -> dict[Any, i
         remote = nvml("DeviceGetNvLinkRemotePciInfo", handle, link)
         kind = nvml("DeviceGetNvLinkRemoteDeviceType", handle, link)
         place = places.get(_address(remote)) if remote is not None else None
-        # A virtual machine may hide the other end. If it is unknown, assume a switch.
+        # A virtual machine may hide the other end. An unknown end counts as a switch.
         end: Any = place if place is not None else "elsewhere" if kind == NVLINK_TO_DEVICE else "switch"
         found[end] = found.get(end, 0) + 1
     return {key: value for key, value in found.items() if value}

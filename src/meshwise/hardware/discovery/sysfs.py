@@ -27,7 +27,7 @@ def pci_facts(sys: Path, address: str) -> PciFacts:
     """Read what /sys says about the PCI device at an address such as `0000:3b:00.0`."""
     folder = sys / "bus/pci/devices" / address.lower()
     node = read_text(folder / "numa_node")
-    numa = int(node) if node.isdecimal() else None  # -1 if the firmware does not know it
+    numa = int(node) if node.isdecimal() else None  # the file says -1 if the firmware does not know the node
     return PciFacts(numa, _link(folder, "current"), _link(folder, "max"))
 
 

@@ -37,7 +37,7 @@ def read_torch() -> Found:
             return Found(versions=versions)
         module = torch.get_device_module(kind)
         facts = [module.get_device_properties(index) for index in range(count)]
-    except RuntimeError:  # the driver fails to start
+    except RuntimeError:  # raised if the driver fails to start
         return Found(versions=versions)
     if numbers := sorted({f"{each.major}.{each.minor}" for each in facts if hasattr(each, "major")}):
         versions["compute capability"] = ", ".join(numbers)

@@ -156,7 +156,7 @@ def _of_parts(
 
     def write(number: int) -> None:
         for tensor in incoming.values():
-            tensor.zero_()  # so that bytes left by an earlier path cannot pass for this one's
+            tensor.zero_()  # so that leftover bytes cannot pass for received ones
         for pair, tensor in outgoing.items():
             fill(tensor, member.key(number, *pair))
 

@@ -82,7 +82,7 @@ def measure_copy(path: PathSpec, sizes: Sequence[int], budget: float, move: Move
 def check_copy(path: PathSpec, target: Tensor, source: Tensor, move: Move) -> str | None:
     """Copy once, and compare the bytes."""
     fill(source, 1)
-    fill(target, -1)  # so that bytes left by an earlier copy cannot pass for this one's
+    fill(target, -1)  # so that leftover bytes cannot pass for copied ones
     move(target, source, path.path)
     for tensor in (target, source):
         wait(tensor.device)

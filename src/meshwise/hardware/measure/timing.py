@@ -18,7 +18,7 @@ WARM_UP = 5  # maximum number of warm-up calls; fewer if two in a row differ by 
 STABLE = 0.1
 LEAST, MOST = 3, 200  # limits on the number of repeats
 BATCH_SECONDS, MOST_CALLS = 2e-3, 20  # short calls are batched up to these limits, as in nccl-tests
-HOST_SECONDS = 1e-5  # the host's time to enqueue a call
+HOST_SECONDS = 1e-5  # assumed time for the host to enqueue a call
 
 
 def alone(*values: float) -> list[float]:
