@@ -48,7 +48,7 @@ def shown(x: Array) -> Alias:
     if x.alias is not None and x.alias.source is not None:
         fetched(x)  # may give x memory of its own
     if x.alias is None:
-        if any(map(_repeats, x.parts)):  # repeated elements share memory
+        if any(map(_repeats, x.parts)):  # repeated elements share memory, so copy them
             x.parts = tuple(part.clone(memory_format=torch.contiguous_format) for part in x.parts)
         x.alias = Alias(ViewedMemory())
     return x.alias
@@ -106,10 +106,10 @@ def is_last(x: Array) -> bool:
     `x`."""
     alias, aliases = x.alias, 1
     while alias is not None and alias.source is not None:
-        if getrefcount(alias.source) > 2:  # one reference from the alias, and one from the call
+        if getrefcount(alias.source) > 2:  # the alias holds one reference, and getrefcount holds one
             return False
         alias, aliases = alias.source.alias, aliases + 1
-    # Read the attribute each time: Python may not count a reference that a local name holds.
+    # Read the attribute each time: Python may not count the reference of a local variable.
     return alias is None or getrefcount(alias.memory) == aliases + 1
 
 

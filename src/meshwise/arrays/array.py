@@ -51,7 +51,7 @@ class Array:
 
     @shape.setter
     def shape(self, wanted: Any) -> None:
-        before = Array.__new__(Array)  # keeps existing views of this memory valid
+        before = Array.__new__(Array)  # so that existing views of this memory stay valid
         before._become(self)
         found = before.reshape(wanted)
         if found.alias is None and before.alias is not None:
@@ -72,7 +72,7 @@ class Array:
     def __reduce__(self) -> Any:
         if self.alias is None:
             return Array, (self.parts, self.sharding, self._shape, self._dtype, self.space)
-        own = tuple(part.clone(memory_format=torch.contiguous_format) for part in self.parts)  # drops unused storage
+        own = tuple(part.clone(memory_format=torch.contiguous_format) for part in self.parts)  # without unused storage
         return (
             Array,
             (own, self.sharding, self._shape, self._dtype, self.space),

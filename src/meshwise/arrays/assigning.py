@@ -243,11 +243,11 @@ def _put(
         where = tuple(each.parts[number].to(torch.int64).expand(common).reshape(-1) for each in each_place)
         turned = view.permute(*dims, *rest)
         if isinstance(value, Number):
-            turned[where] = value  # type: ignore[assignment]  # torch takes complex numbers, too
+            turned[where] = value  # type: ignore[assignment]  # torch accepts complex numbers; its stubs do not
             continue
         part = parts[number].to(view.dtype).reshape(len(where[0]), *turned.shape[len(dims) :])
         flat = torch.zeros_like(where[0])
         for entry, length in zip(where, turned.shape, strict=False):
             flat = flat * length + torch.where(entry < 0, entry + length, entry)
         size = math.prod(turned.shape[: len(dims)])
-        turned[where] = part[last_of_each(flat.clamp(0, max(size - 1, 0)), size)]  # torch rejects indices out of bounds
+        turned[where] = part[last_of_each(flat.clamp(0, max(size - 1, 0)), size)]  # turned[where] checks the bounds

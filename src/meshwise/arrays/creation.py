@@ -82,7 +82,7 @@ def of_user(
 ) -> Array:
     """Make an array from numbers, nested lists, or an array of this or another library."""
     foreign = isinstance(obj, Tensor) or (is_array(obj) and not isinstance(obj, Array))
-    own = True if foreign and copy is None else copy  # always copy, so that one device behaves like several
+    own = True if foreign and copy is None else copy  # copy by default, so that one device behaves like several
     found = asarray(space, obj, dtype, device=device, sharding=sharding, copy=own)
     if isinstance(obj, np.ndarray | Tensor):
         strides = obj.stride() if isinstance(obj, Tensor) else tuple(each // obj.itemsize for each in obj.strides)
@@ -122,7 +122,7 @@ def _as_tensor(space: Space, obj: Any, wanted: torch.dtype | None = None) -> Ten
         return tensor.resolve_conj().resolve_neg()
     read = _read(obj)
     values = np.asarray(read)
-    if wanted is torch.uint64 and values.dtype.kind == "f":  # NumPy reads 2**63 next to 1 as floats, and rounds it
+    if wanted is torch.uint64 and values.dtype.kind == "f":  # NumPy reads [1, 2**63] as floats, which rounds 2**63
         whole = np.asarray(read, dtype=object)
         values = whole.astype(np.uint64) if all(type(each) is int for each in whole.flat) else values
     if values.dtype.kind not in "biufc":

@@ -44,7 +44,7 @@ def _cumulative(x: Array, axis: int | None, dtype: Any, include_initial: bool, n
         axis = 0
     axis = axis_of(axis, len(x.shape), name)
     kind = sum_dtype(x.dtype, dtype)
-    inner = torch.int64 if kind in UNSIGNED or kind is BOOL else kind  # int64 results have the same bits
+    inner = torch.int64 if kind in UNSIGNED or kind is BOOL else kind  # int64 gives the same bits as an unsigned dtype
     held, first = x.sharding, 1 if name == "cumulative_prod" else 0
     scan = _products if first else _sums
     parts = [part.to(inner) for part in x.parts]

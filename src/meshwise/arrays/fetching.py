@@ -237,7 +237,7 @@ def store(x: Array, views: Sequence[Tensor], asked: Asked, values: Array | compl
             size = math.prod(x.shape[dim] for dim in asked.dims)
             turned[where] = torch.cat([arrived[t, s] for t in from_parts])[last_of_each(numbers, size)]
         else:
-            turned[where] = values  # type: ignore[assignment]  # torch takes complex numbers, too
+            turned[where] = values  # type: ignore[assignment]  # torch accepts complex numbers; its stubs do not
 
 
 def _local(x: Array, asked: Asked, part: int, numbers: Tensor) -> tuple[Tensor, ...]:

@@ -207,7 +207,7 @@ def masked(x: Array, dim: int, mask: Array | Tensor) -> Array:
             if bool(mask)
             else cut(arranged(x, [None, *range(len(x.shape))]), [range(0), *map(range, x.shape)])
         )
-    assert isinstance(mask, Array)  # only masks without dims are on the host
+    assert isinstance(mask, Array)  # a mask with dims is never a host tensor
     inside = x.sharding.dim is not None and dim <= x.sharding.dim < dim + depth
     if inside and math.prod(x.shape[dim : x.sharding.dim]) != 1:
         x = reshard(x, first_divided(x.shape, x.sharding.places, dim), OPERATION)

@@ -103,7 +103,7 @@ def as_numpy(x: Array, dtype: Any = None, copy: bool | None = None) -> np.ndarra
     """Implement `np.asarray(x)`."""
     here = x.sharding.single and x.parts and x.parts[0].is_cpu and not x.space.over_ranks
     shown = here and (x.alias is None or (x.alias.source is None and not x.alias.read_only))
-    if here and not copy and not OPEN_DEVICES:  # open virtual devices are separate from the host, like a GPU
+    if here and not copy and not OPEN_DEVICES:  # open virtual devices are separate from the host, as GPUs are
         found = from_array_of(x.parts[0])
     elif copy is False:
         raise ValueError(f"np.asarray(copy=False): this array ({reading.where(x)}) must be copied. Leave copy out.")

@@ -81,7 +81,7 @@ def _read(items: list[Any], shape: Shape) -> Key:
             places.extend([at] if advanced else [])
         else:
             covered = _covered(item, shape, dim)
-            if item.dtype is torch.bool and tuple(item.shape) != tuple(covered):  # an empty mask selects nothing
+            if item.dtype is torch.bool and tuple(item.shape) != tuple(covered):  # an empty mask: it selects nothing
                 item = torch.zeros(tuple(item.shape), dtype=torch.bool)
             arrays.append((dim, item))
             cuts.extend(range(length) for length in covered)

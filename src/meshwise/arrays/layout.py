@@ -142,7 +142,7 @@ def broadcast_to(x: Array, /, shape: Shape | Sequence[int]) -> Array:
     def rule(x: Array) -> Array:
         placed = x.sharding
         if placed.dim is not None and x.shape[placed.dim] == 1 != wanted[placed.dim + more]:
-            # All data is on that device already, so nothing moves.
+            # One device already holds the single entry, so nothing moves.
             x = reshard(x, sharding((placed.places[placed.sizes.index(1)],)))
         return _repeated(x, wanted, x.sharding if x.sharding.dim is None else x.sharding.along(x.sharding.dim + more))
 

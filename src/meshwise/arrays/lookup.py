@@ -25,7 +25,7 @@ from meshwise.arrays.moves import combined, elements_moved, reshard, stacked
 from meshwise.arrays.products import added
 from meshwise.arrays.sharding import evenly, sharding
 
-Look = Callable[[Tensor, Tensor], Tensor]  # maps (values, part of the table) to the answers of this part, int64
+Look = Callable[[Tensor, Tensor], Tensor]  # (values, part of the table) -> answers for this part, as int64
 
 
 def searchsorted(x1: Array, x2: Any, /, *, side: str = "left", sorter: Array | None = None) -> Array:

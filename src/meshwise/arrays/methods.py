@@ -149,7 +149,7 @@ def no_such(x: Array, name: str) -> Any:
     if name == "parts":
         return fetched(x)
     if isinstance(own := Array.__dict__.get(name), property):
-        return own.fget(x)  # type: ignore[misc]  # the property raises its own error again
+        return own.fget(x)  # type: ignore[misc]  # run the property again to raise its own error
     raise AttributeError(missing("an array", name, (each for each in dir(Array) if each[0] != "_")))
 
 

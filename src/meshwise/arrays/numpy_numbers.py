@@ -102,7 +102,7 @@ def correlate(a: Any, v: Any, /, mode: str = "valid") -> Any:
     a = as_array("correlate", a)
     xp = a.__array_namespace__()
     v = xp.asarray(v)
-    if a.shape < v.shape:  # NumPy swaps the operands, too
+    if a.shape < v.shape:  # swap the operands, as NumPy does
         return xp.flip(xp.conj(correlate(v, a, mode)))
     return convolve(a, xp.flip(xp.conj(v)), mode)
 

@@ -128,7 +128,7 @@ def inner(x1: Any, x2: Any, /) -> Any:
     x1 = as_array("inner", x1)
     x2 = x1.__array_namespace__().asarray(x2)
     found = x1 * x2 if not x1.shape or not x2.shape else tensordot(x1, x2, axes=((-1,), (-1,)))
-    return found if found.shape else like(found, found.parts)  # a result without dims becomes a number
+    return found if found.shape else like(found, found.parts)  # a result without dims becomes a scalar, as in NumPy
 
 
 def vdot(x1: Any, x2: Any, /) -> Any:

@@ -92,7 +92,7 @@ def reduced(
     parts = [_of_part(part_reduce, part, axes, keepdims) for part in x.parts if of_empty or _has_some(part, axes)]
     placed = x.sharding
     if placed.dim not in axes:
-        if len(parts) < len(x.parts):  # empty parts, divided along a dim that is not reduced
+        if len(parts) < len(x.parts):  # empty parts were left out above
             parts = _with_empty(x, axes, keepdims, dtype, part_reduce)
         found = Array(tuple(parts), left(placed, axes, keepdims), shape, dtype, x.space)
         return in_order_left(found, x, axes, keepdims)
@@ -139,7 +139,7 @@ def total(x: Any, /, axis: Any = None, dtype: Any = None, *, keepdims: bool = Fa
     x = as_array("sum", x)
     whole = axis is None and dtype is None and not keepdims
     if whole and x.dtype in IN_ORDER and x.sharding.dim is not None and plainly(x.space):
-        added = _in_order([part.sum() for part in x.parts])  # the code below costs as much as summing 100,000 elements
+        added = _in_order([part.sum() for part in x.parts])  # faster: the code below costs as much as 100,000 additions
         return Array((added,), sharding(x.sharding.places[:1]), (), x.dtype, x.space)
     kind = sum_dtype(x.dtype, dtype)
     run = _calculated(kind)

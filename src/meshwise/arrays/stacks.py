@@ -64,7 +64,7 @@ def by_stack(x: Array, name: str, function: Function) -> Any:
     stack = len(x.shape) - 2
     x = freed(x, {stack, stack + 1}, name)
     made = [called(name, function, part) for part in x.parts]
-    if not made:  # another rank holds the whole array
+    if not made:  # no part here: another rank holds the whole array
         made = [function(torch.empty(x.shape, dtype=x.dtype, device="meta"))]
         return _arrays(made, lambda each: Array((), x.sharding, tuple(each[0].shape), each[0].dtype, x.space))
 
