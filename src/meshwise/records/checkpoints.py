@@ -295,7 +295,7 @@ def prune(folder: Path, *, keep: int, abandoned: Iterable[Path] = (), room: Path
     removed: list[Path] = []
     while queue and len(queue) + 1 > keep:
         path = queue.pop(0)
-        gone = (room or folder) / (path.name + PART)  # a half-removed folder is no longer a checkpoint
+        gone = (room or folder) / (path.name + PART)  # rename it first: half a folder must not look like a checkpoint
         with contextlib.suppress(OSError):
             path.rename(gone)
             shutil.rmtree(gone, ignore_errors=True)

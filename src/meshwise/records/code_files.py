@@ -32,7 +32,7 @@ def write_code(folder: Path, word: str) -> None:
 
     word: the program, such as `train.py` or `train.py:job`.
     """
-    write_text(folder / CODE, "{}")  # first: it marks the folder as a run folder
+    write_text(folder / CODE, "{}")  # mark the folder as a run folder first: `code_files` skips run folders
     write_text(folder / CODE, json.dumps(code_files(word), indent=1) + "\n")
 
 

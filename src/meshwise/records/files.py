@@ -63,7 +63,7 @@ def atomic_file(path: Path, room: Path | None = None) -> Iterator[BinaryIO]:
             os.fsync(file.fileno())
         beside.replace(path)
     except BaseException:
-        with contextlib.suppress(OSError):  # the first error is the one to raise
+        with contextlib.suppress(OSError):  # keep the first error
             beside.unlink(missing_ok=True)
         raise
 
@@ -103,7 +103,7 @@ def append_lines(path: Path, records: Iterable[Record], same: BinaryIO | None = 
             while len(left):
                 left = left[file.write(left) :]
         except OSError:
-            with contextlib.suppress(OSError):  # remove all of the records, so that the caller can retry
+            with contextlib.suppress(OSError):  # remove what was written, so that the caller can retry
                 file.truncate(before)
             raise
     return True

@@ -98,7 +98,7 @@ def saved_step(folder: Path) -> int | None:
     """Return the step of the newest complete checkpoint in a run folder, or None if there is none."""
     if newest := checkpoints_in(folder / CHECKPOINTS)[-1:]:
         return newest[0].step
-    latest = read_json(folder / CHECKPOINTS / "latest.json")  # older versions wrote it
+    latest = read_json(folder / CHECKPOINTS / "latest.json")  # older versions of meshwise wrote this file
     found = re.match(r"step-(\d+)\.pt", str(latest.get("file")))
     return int(found[1]) if found else None
 
@@ -163,7 +163,7 @@ def claim_session(folder: Path, number: int) -> bool:
     counts = {"checkpoints": saved, "metrics": len(lines)}
     if not claim(folder, number, {"time": time.time(), "host": socket.gethostname(), **counts}):
         return False
-    if metrics.is_file():  # replace it: other processes may have it open, and their writes must not count
+    if metrics.is_file():  # replace the file: processes that have it open must not change it any more
         write_of(folder, number, metrics, lambda file: file.write(lines))
     _own[folder] = number
     return True
@@ -259,7 +259,7 @@ def source_of(word: str) -> str:
     file = Path(word if word.endswith(".py") else word.rpartition(":")[0])
     if file.suffix == ".py" and file.is_file():
         return hashlib.sha256(file.read_bytes()).hexdigest()[:12]
-    # Read the version from the package: one that is found by PYTHONPATH alone has no metadata.
+    # Read the version from the package, since a package found only through PYTHONPATH has no metadata.
     return f"meshwise {sys.modules[__name__.partition('.')[0]].__version__}"
 
 

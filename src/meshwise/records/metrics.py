@@ -41,7 +41,7 @@ class Metrics:
 
         If the file was replaced, as when a run is resumed, all lines are read again.
         """
-        if not self._path.is_file():  # reading a pipe would never end
+        if not self._path.is_file():  # missing, or a pipe that would block the read
             self._forget(0)
             return self
         try:
@@ -134,7 +134,7 @@ def read_best(folder: Path) -> Best | None:
     Raises CheckpointError if the file is damaged.
     """
     path = folder / names.BEST
-    if not path.is_file():  # reading a pipe would never end
+    if not path.is_file():  # missing, or a pipe that would block the read
         return None
     from safetensors import safe_open  # imported here: listing runs does not need it
 
