@@ -196,7 +196,7 @@ def _throughput(timeline: Timeline, seconds: float) -> float | None:
 
 
 def _rank(facts: Rank, timeline: Timeline, table: StepTable) -> RankReport:
-    column = table.ranks == facts.rank  # selects no column for a rank without spans
+    column = table.ranks == facts.rank  # all False for a rank without spans
     total = table.seconds[table.counted][:, column].sum(axis=(0, 1))
     done = table.trained & table.present[:, column].any(axis=1)
     steps = table.seconds[done][:, column][:, :, OF_STEP].sum(axis=(1, 2))

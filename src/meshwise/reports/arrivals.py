@@ -146,7 +146,7 @@ OWNERS = np.array(
         *(KIND[kind] for kind in ("waiting", "communication")),  # a blocking collective
         *(KIND[kind] for kind in ("forward", "backward", "optimizer", "evaluate", "checkpoint", "transfer")),
         *(KIND[kind] for kind in ("waiting", "communication")),  # a collective that overlaps with computing
-        *(KIND[kind] for kind in ("backward", "data", "waiting")),  # `backward`: after its last bucket
+        *(KIND[kind] for kind in ("backward", "data", "waiting")),  # `backward`: the time after its last bucket
         OUTSIDE,
         KIND["idle"],
     ]

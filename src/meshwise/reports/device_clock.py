@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-REBASE = 1_000_000_000  # ns after which times are measured from a newer event
+REBASE = 1_000_000_000  # ns; times further from an event are measured from a newer one
 
 
 @dataclass(frozen=True, slots=True)

@@ -119,7 +119,7 @@ def one_device_seconds(table: StepTable, collectives: Sequence[CollectiveReport]
     """Return a lower and an upper estimate of the seconds that a step would take on one device."""
     seconds = table.seconds[table.steady]  # shape: (steps, ranks, kinds)
     samples, optimizer = seconds[:, :, SAMPLES].sum(axis=2), seconds[:, :, KIND["optimizer"]]
-    divided = any(c.of == "parameters" or c.name == "reduce-scatter" for c in collectives)  # the optimizer too
+    divided = any(c.of == "parameters" or c.name == "reduce-scatter" for c in collectives)  # the optimizer is sharded
     steps = optimizer.sum(axis=1) if divided else optimizer.min(axis=1)
     idle = seconds[:, :, KIND["idle"]].min(axis=1)
     most = samples.sum(axis=1) + steps + idle

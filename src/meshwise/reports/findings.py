@@ -100,7 +100,7 @@ def findings_of(
     found = [*stragglers, *_of_step(shares, stragglers), *_communication(shares, stragglers)]
     found += [*_of_run(goodput, facts.program), *_stalls(table)]
     found.sort(key=lambda finding: -finding.share)
-    late = [one for one in stragglers if one.kind == "late"]  # late ranks are no limit by themselves: list them last
+    late = [one for one in stragglers if one.kind == "late"]  # a late rank alone does not limit a run: list it last
     found = [one for one in found if one.kind != "late"]
     return [*_slower_than_one(shares), *found, _computing(shares), *late, *_memory(counters)]
 
@@ -189,7 +189,7 @@ def _of_step(shares: _Shares, stragglers: Sequence[Finding]) -> Iterator[Finding
 
 def _communication(shares: _Shares, stragglers: Sequence[Finding]) -> Iterator[Finding]:
     share, table = shares.share("communication"), shares.table
-    collectives = [c for c in shares.collectives if c.bytes and 2 * c.count >= shares.steps]  # leave out rare ones
+    collectives = [c for c in shares.collectives if c.bytes and 2 * c.count >= shares.steps]  # skip rare collectives
     if share < LEAST["communication"]:
         return
     delays = table.sync_points.delay

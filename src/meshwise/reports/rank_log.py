@@ -64,7 +64,7 @@ def fit_clock(rank: int, samples: Sequence[tuple[int, int, int]]) -> ClockFit:
         if (misfit <= half).all():
             apart = (DRIFT + abs(slope)) * np.abs(at[:, None] - at)
             error = float((half + misfit + apart).min(axis=1).max())
-            ends = np.array([at[0] - 3.6e12, at[-1] + 3.6e12])  # one hour past either end
+            ends = np.array([at[0] - 3.6e12, at[-1] + 3.6e12])  # extend the line by an hour at both ends
             return ClockFit(Clock(rank, level, slope, error, len(samples)), ends, level + slope * (ends - at[0]))
     drift = float((offset[-1] - offset[0]) / (at[-1] - at[0]))
     return ClockFit(Clock(rank, float(offset[0]), drift, float(half.max()), len(samples)), at, offset)
@@ -181,7 +181,7 @@ def read_rank_log(path: Path, last_blocks: int | None = None) -> tuple[list[Rank
     """Read the log file of a rank. Return the log of each session, and a sentence on what is unreadable."""
     logs: list[RankLog] = []
     other = ""
-    headless = True  # the following lines belong to a session with an unreadable first line: skip them
+    headless = True  # True while lines belong to a session whose first line is unreadable
     for line in read_lines(path):
         try:
             if "log" in line:

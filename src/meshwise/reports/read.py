@@ -72,7 +72,7 @@ def read_timeline(folder: Path, *, last_blocks: int | None = None, metrics: Metr
         logs += found
         missing += [unread] if unread else []
     facts |= {"program": "job" if "request" in facts else next((log.program for log in logs if log.program), "script")}
-    for text in list({log.rank: log.divided for log in logs if log.divided}.values())[:1]:  # from the newest session
+    for text in list({log.rank: log.divided for log in logs if log.divided}.values())[:1]:  # text of the newest session
         facts["divided"] = text
     entries = facts.get("sessions") or [{"began": min((log.unix for log in logs), default=0.0)}]
     began = [float(entry["began"]) for entry in entries]
@@ -86,7 +86,7 @@ def read_timeline(folder: Path, *, last_blocks: int | None = None, metrics: Metr
     sessions = _sessions(facts, entries, ranks, spans)
     missing += _missing(facts, logs, spans, ranks)
     counters = _counters(logs)
-    if all(counter.name != "loss" for counter in counters):  # in scripts, the engine records the loss itself
+    if all(counter.name != "loss" for counter in counters):  # for jobs: only scripts record losses as a counter
         counters += _losses(metrics.losses, spans)
     dtypes = {key: dtype for log in logs for key, dtype in log.dtypes.items()}
     lists = tuple(kinds), tuple(counters), tuple(ranks), tuple(clocks), tuple(sessions), tuple(missing)
@@ -256,6 +256,6 @@ def _losses(losses: Mapping[int, float], spans: Spans) -> list[Counter]:
     if not losses or not len(spans):
         return []
     first = spans[(spans["rank"] == spans["rank"][0]) & (spans["kind"] == KIND["optimizer"])]
-    ended = dict(zip(first["step"].tolist(), first["end"].tolist(), strict=True))  # of a repeated step, the last end
+    ended = dict(zip(first["step"].tolist(), first["end"].tolist(), strict=True))  # for a repeated step, its last end
     rows = [(end, step, NO_PHASE, losses[step]) for step, end in ended.items() if step in losses]
     return [_counter(int(spans["rank"][0]), "loss", rows)] if rows else []

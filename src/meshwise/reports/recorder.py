@@ -27,7 +27,7 @@ Mark = int | DeviceMark
 Count = tuple[int, int, int, str, Any]
 """One value of a counter: time (ns), step, kind of the phase that ended at that time (-1 for none), name, value."""
 BEATS, PHASE = 0, 2  # indices into a pulse's words (workers/heartbeat.py)
-CAPACITY = 200_000  # spans kept if no log drains them: about 40 MB
+CAPACITY = 200_000  # most spans to keep if no log drains them: about 40 MB
 
 
 class Recorder:
@@ -67,7 +67,7 @@ class Recorder:
         timed = functools.partial(torch.Event, device, enable_timing=True)
         self.device = DeviceClock(clock, timed) if has_streams(device) else None
         """Records marks in the device's stream. It is None if the device does not run asynchronously."""
-        self._memory_wanted, self.takes_memory = True, False  # measure the first step: a short run has no other
+        self._memory_wanted, self.takes_memory = True, False  # measure memory in the first step, maybe the only one
 
     def begin_step(self, step: int) -> None:
         """Record the following spans under this step number. If more than CAPACITY spans wait for `drain`, drop the
@@ -150,7 +150,7 @@ class Recorder:
                 self._rows.extend((code, since, end, self.step, 0, NO_COLLECTIVE))
             if self.takes_memory:
                 self.phase_ends(over)
-        if (pulse := self.pulse) is not None:  # `pulse.phase` inlined: saves a call in each phase
+        if (pulse := self.pulse) is not None:  # `pulse.phase` is inlined, which saves a call in each phase
             pulse.words[PHASE] = pulse.names.get(phase) or pulse.name(phase)
             pulse.words[BEATS] = pulse.beats = pulse.beats + 1
         self.phase = phase
@@ -278,7 +278,7 @@ class _Open:
         if self._profiled is not None:
             self._profiled.__exit__(kind, error, trace)
         if error is None:  # after an error, keep the phase for the report
-            if (pulse := recorder.pulse) is not None:  # inlined as in `turn`
+            if (pulse := recorder.pulse) is not None:  # `pulse.phase` is inlined, as in `turn`
                 pulse.words[PHASE] = pulse.names.get(self._before) or pulse.name(self._before)
                 pulse.words[BEATS] = pulse.beats = pulse.beats + 1
             recorder.phase = self._before

@@ -100,7 +100,7 @@ def pack(rows: Rows) -> str:
     """Compress spans to text."""
     code, start, end, step, size, collective = rows.T
     start, end = start // QUANTUM, end // QUANTUM
-    # A span begins about where the previous one ended; other columns hardly change from span to span.
+    # A span begins about where the previous one ended, and steps hardly change: store small differences.
     gap = start - np.concatenate([[0], end[:-1]])
     columns = [code, gap, end - start, np.diff(step, prepend=0), size, np.diff(collective, prepend=0)]
     parts = [_column(column) for column in columns]

@@ -53,7 +53,7 @@ def trace_text(report: Report, timeline: Timeline) -> Iterator[bytes]:
     steps = report.chosen_steps
     spans = timeline.spans if steps is None else timeline.of_steps(*steps)
     ranks = _ranks(timeline)
-    # A rank is a process whose id is its number. Viewers draw a thread with the id of its process as the main thread.
+    # A process id is a rank. Thread ids begin above all ranks: viewers take thread N of process N as its main thread.
     first = 10 ** len(str(max(ranks, default=0)))
     rows = {rank: _rank_rows(of_rank(spans, rank), first) for rank in ranks}
     counters = [_of_steps(counter, steps) for counter in timeline.counters]

@@ -137,7 +137,7 @@ class LiveView:
             self._thread = None
         with self._lock:
             if self._live is not None:
-                self._live.update(Text(""))  # an area higher than the terminal would leave lines behind
+                self._live.update(Text(""))  # empty: an area higher than the terminal would leave lines on the screen
                 self._live.stop()
                 self._live = None
 

@@ -76,7 +76,7 @@ def _verdict(report: Report) -> list[Text]:
     begins = report.headline.rstrip(".")
     if not begins:
         return [Text(report.verdict, "bold")]
-    if report.verdict.startswith(begins):  # the verdict already says this
+    if report.verdict.startswith(begins):  # the verdict begins with the headline: show it once
         return [Text(begins, "bold").append(report.verdict.removeprefix(begins), "not bold")]
     return [Text(report.headline, "bold"), Text(report.verdict)]
 
@@ -163,7 +163,7 @@ def _clocks(report: Report) -> list[Text]:
 
 def _gantt(report: Report, width: int, room: float) -> list[Text]:
     """Draw a step of usual length, or the few steps that the user chose."""
-    running = report.status == "running"  # for a running run, show the newest steps
+    running = report.status == "running"  # while the run is running, show its newest steps
     window = next((view for view in report.views if view.name == "last" and running), next(iter(report.views), None))
     if window is None:
         return []

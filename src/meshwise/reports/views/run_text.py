@@ -96,7 +96,7 @@ def summary_text(summary: RunSummary, width: int | None) -> RenderableType:
 def _summary_lines(s: RunSummary, screen: Screen) -> list[Text]:
     table = [*_time_table(s, screen), Text()] if _rows(s) else []
     lines = [*_head(s), Text(), *table, *_end(s)]
-    for line in lines:  # tables are never wrapped
+    for line in lines:  # wrap all lines but tables: None would mean no wrap (see Drawn)
         line.no_wrap = bool(line.no_wrap)
     return lines
 
@@ -136,7 +136,7 @@ def _end(s: RunSummary) -> list[Text]:
     lines += [Text(note) for note in s.notes]
     if not s.folder:
         return lines
-    # Printed with soft_wrap, paths are never cut, so they can be copied.
+    # These lines are printed with soft_wrap, which never cuts paths, so paths can be copied.
     lines.append(Text(f"records     {s.folder}"))
     lines.append(Text(f"more with   meshwise report {shlex.quote(s.folder)}"))
     if s.best is not None:
