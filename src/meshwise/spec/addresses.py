@@ -36,7 +36,7 @@ def address_of(error: BaseException) -> str:
     """
     if hasattr(error, "failure"):
         return getattr(error.failure, "more", "")
-    with contextlib.suppress(OSError):  # the file cannot be read if too many files are open
+    with contextlib.suppress(OSError):  # addresses.toml cannot be read if too many files are open
         for frame in reversed(traceback.extract_tb(error.__traceback__)):
             place = frame.filename.removeprefix(f"{PACKAGE}/").removesuffix(".py")
             if place != "spec/errors":  # errors.py raises on behalf of its caller

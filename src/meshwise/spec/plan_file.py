@@ -64,7 +64,7 @@ def plan_text(file: str | Path) -> str:
     try:
         text = Path(file).read_text(encoding="utf-8-sig")  # some editors write a byte order mark
         plan_values(text)
-    except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a null character in the name
+    except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a null character in the file name
         why = error.strerror if isinstance(error, OSError) else "it is not text"
         raise PlanError(f"{file}: no plan can be read ({why}). Name a plan file, such as a run's plan.toml.") from None
     except PlanError as error:
