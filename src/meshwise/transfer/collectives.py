@@ -113,7 +113,7 @@ def _begin_sum(tensor: Tensor, of: str, *, mean: bool) -> Future[Tensor]:
     def ended(done: Future[object]) -> Tensor:
         recorder.end_collective(*begun, tensor)
         leave(beat)
-        done.value()  # raises the backend's error
+        done.value()  # raises the backend's error, if there is one
         return tensor
 
     if COUNTERS or OPEN or tensor.dtype not in backend.PLAIN or not tensor.is_contiguous():
@@ -193,7 +193,7 @@ def begin_send(tensor: Tensor, target: int, group: Group = None) -> Callable[[],
         await_sent = backend.begin_send(tensor, target, group or dividing())
 
     def wait() -> None:
-        beat = _enter(group, "send", ends=(get_rank(group), target))  # so that a waiting rank is not blamed for a hang
+        beat = _enter(group, "send", ends=(get_rank(group), target))  # else this rank could be blamed for a hang
         await_sent()
         leave(beat)
 

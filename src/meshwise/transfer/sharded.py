@@ -71,7 +71,7 @@ def _gathered(tensors: Sequence[DTensor]) -> Iterator[Tensor]:
         return
     mesh, axis = tensors[0].device_mesh, _sharded_axis(tensors[0])
     assert axis is not None
-    rows = [-(-len(tensor) // mesh.size(axis)) for tensor in tensors]  # divided as by torch.chunk
+    rows = [-(-len(tensor) // mesh.size(axis)) for tensor in tensors]  # rounded up, as in torch.chunk
     parts = []
     for tensor, most in zip(tensors, rows, strict=True):
         local = tensor.to_local().detach().to(mesh.device_type)
@@ -112,7 +112,7 @@ def _cut(whole: tuple[int, int], sections: int) -> list[tuple[int, int]]:
 
 def _nth(piece: tuple[int, int], own: int, size: int) -> tuple[int, int]:
     begin, end = piece
-    step = -(-(end - begin) // size)  # divided as by torch.chunk
+    step = -(-(end - begin) // size)  # rounded up, as in torch.chunk
     first = min(end, begin + own * step)
     return first, min(end, first + step)
 

@@ -34,7 +34,7 @@ from meshwise.torch_compat.tree import tensors_in
 from meshwise.transfer.copy import moved_to
 from meshwise.transfer.devices import OPEN_DEVICES, UNDECIDED, VirtualDevices, as_device, device_of, name_of
 
-MOST = 1024  # guards against typos
+MOST = 1024  # most devices to make, as a guard against typos
 
 
 @contextmanager
