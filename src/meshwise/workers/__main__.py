@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from meshwise.workers import fast_exit
 
-fast_exit.prepare()  # before the imports below
+fast_exit.prepare()  # before the imports, so that its exit function runs last
 
 from meshwise.workers import fork_server, worker  # noqa: E402
 
@@ -21,7 +21,7 @@ from meshwise.workers import fork_server, worker  # noqa: E402
 def _serve(descriptor: int, modules: Sequence[str]) -> int:
     interrupted = signal.signal(signal.SIGINT, signal.SIG_IGN)  # ignore Ctrl-C even during the imports
     worker.die_with_parent()
-    gc.disable()  # imports create little garbage
+    gc.disable()  # no collections, since imports create little garbage
     for module in modules:
         importlib.import_module(module)
     gc.enable()

@@ -42,7 +42,7 @@ class WorkerChannel:
         self._line.send(json.dumps({"kind": kind, **facts}, default=str).encode())
 
     def _listen(self) -> None:
-        # A launcher that was killed may leave a reset connection or half a message instead of an end.
+        # If the launcher was killed, the connection may be reset or end within a message.
         with contextlib.suppress(OSError, ValueError):
             while received := self._line.receive():
                 message = json.loads(received)

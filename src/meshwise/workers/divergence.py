@@ -30,7 +30,7 @@ from meshwise.workers.scratch import made_folder, own
 from meshwise.workers.verb_log import BATCH, VerbTrail, read_trail
 
 INTERVAL = 0.25  # seconds between checks
-GRACE = 1.0  # seconds for a rank to report an error, which is shown if it is why the rank diverged
+GRACE = 1.0  # seconds for a rank to report an error, which may be why the rank diverged
 ADVICE = (
     "Every rank must make the same calls in the same order. Look for code that depends on the rank, on the rank's "
     "own batches, loss or metric, or on time."

@@ -27,7 +27,7 @@ CULPRIT_TIMEOUT, VICTIMS_TIMEOUT = 1.0, 10.0
 _CONNECTION_WORDS = ("connection closed by peer", "connection reset by peer", "broken pipe", "connection timed out")
 _COMMUNICATION_WORDS = ("gloo", "nccl", "socket timeout", "tcpstore", *_CONNECTION_WORDS)
 
-LOADER_TIMEOUT = 10.0  # longest time in seconds until the end of a disconnected loader worker is known
+LOADER_TIMEOUT = 10.0  # seconds to wait for torch to report the end of a disconnected loader worker
 # Read in torch 2.11, 2.13 and 2.15: `_utils.py` (ExceptionWrapper), `utils/data/dataloader.py`, `csrc/DataLoader.cpp`.
 _LOADER_ENDED = re.compile(
     r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\) (?:is killed by signal: ([^.]*)|exited unexpectedly)"
@@ -192,7 +192,7 @@ def of_command(error: BaseException) -> MeshwiseError:
 
 
 def _kind_of(rank: int, error: BaseException) -> str:
-    if isinstance(error, ReplicaError):  # ranks with the right values raise it, too
+    if isinstance(error, ReplicaError):  # ranks with the right values raise this error too
         return "corrupt" if rank in error.ranks else "victim"
     if isinstance(error, SpoiledError):
         return "spoiled" if rank == error.ranks[0] else "victim"

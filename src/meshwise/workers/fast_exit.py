@@ -44,7 +44,7 @@ def exit_now(code: int) -> NoReturn:
 def _end() -> None:
     if not _codes:
         return
-    threading.excepthook = lambda _: None  # a daemon thread may use an emptied module
+    threading.excepthook = lambda _: None  # hide errors of daemon threads that use an emptied module
     sys.setswitchinterval(60)  # keep other threads from creating objects during the listing
     _flush(*[each for each in gc.get_objects() if type(each) in WRITERS])
     for module in list(sys.modules.values()):
@@ -52,7 +52,7 @@ def _end() -> None:
             vars(module).clear()
     gc.collect()
     _flush(sys.stdout, sys.stderr)
-    ctypes.PyDLL(None).exit(_codes[0])  # runs C's exit functions while no thread runs Python
+    ctypes.PyDLL(None).exit(_codes[0])  # PyDLL holds the GIL: no thread runs Python during C's exit functions
 
 
 def _flush(*files: Any) -> None:

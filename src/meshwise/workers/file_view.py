@@ -173,7 +173,7 @@ class FileView:
                 self.copy(os.path.join(path, name), inside=True)
         elif not os.path.lexists(mine):
             shutil.copy2(place, mine, follow_symlinks=False)
-            if self.original(path) != place:  # it was changed while it was copied
+            if self.original(path) != place:  # `place` was changed while it was copied
                 os.unlink(mine)
                 self.copy(path)
 

@@ -36,7 +36,7 @@ LIMIT = "MESHWISE_DEADLINE"
 """The environment variable that holds the time at which `--time-limit` ends the run, in seconds since 1970."""
 LOOK, ASK = 0.5, 60.0  # seconds between checks of the clock, and between calls of squeue
 ANSWER = 20.0  # timeout of squeue in seconds
-SAVES = 3  # leave time for this many saves: one may wait for an unfinished one, and all ranks and jobs write last
+SAVES = 3  # saves to leave time for: the last may wait for an earlier one, and ranks and jobs all write together
 UNKNOWN, SHARE = 20.0, 0.1
 """Before a save is measured, it is assumed to take UNKNOWN seconds, but SAVES saves at most SHARE of the time left."""
 LEAVES = 5.0  # seconds for a job's processes to exit after the last save
@@ -97,7 +97,7 @@ class StepGate:
     def begin(self) -> bool:
         """Begin the next step and return True. If the agreed last step is over, return False. If the run was asked to
         stop, first wait until the ranks have agreed on the last step."""
-        with self._lock:  # the lock of `_changed`, entered without a Python call
+        with self._lock:  # the lock of `_changed`; entering it needs no Python call
             while self._frozen and self._last is None:
                 self._changed.wait()
             if self._last is not None and self._begun >= self._last:
@@ -221,7 +221,7 @@ def watch_time(
             end = end if told is None else time.time() + told
         guess, leaves = guess or _guessed(end - now), leaves or _leaving(end - now)
         limits = [("the time limit", float(environment.get(LIMIT, "inf")), 0.0)]
-        limits += [(f"job {job}", end - leaves, guess)] if gate.saves else []  # without saves, run until the end
+        limits += [(f"job {job}", end - leaves, guess)] if gate.saves else []  # without saves, run until the job's end
         for of, at, unknown in limits:
             left, need = at - time.time(), seconds_needed(gate, unknown)
             if left < need + LOOK:

@@ -30,11 +30,11 @@ from meshwise.workers.stuck import STATES, Idleness, standing, state_of, stuck_c
 
 INTERVAL = 0.25  # seconds between checks
 LOST = 0.5  # maximum seconds to count between two checks: a launcher that was stopped itself has missed reports
-LEAST = 2.0  # shorter silences, in seconds, are ignored
-OF_STOPPED = 5.0  # the limit for a stopped process: no step, compiling or writing explains its silence
+LEAST = 2.0  # seconds: a shorter silence is ignored
+OF_STOPPED = 5.0  # seconds for a stopped process, whose silence no step, compiling or writing explains
 FEW = 5  # steps needed to know how long a step takes
 HANG_LIMIT = 60.0
-OF_PLAIN = 600.0  # seconds in a plain program, like NCCL's timeout: rank 0 may evaluate or write for minutes
+OF_PLAIN = 600.0  # seconds for a program that does not call meshwise, like NCCL's timeout: rank 0 may write for minutes
 ASKED = "collectives"
 """A message of this kind asks a rank which collectives its device waits for. The launcher sends it (worker.py)."""
 NOBODY: Mapping[int, RemoteBeat] = {}
@@ -94,7 +94,7 @@ def find_stall(beats: Mapping[int, Beat], silent: Collection[int]) -> Stall | No
     if roots:  # the ranks that the others wait for make progress
         return None
     ours, everyone = all(beat.ours for beat in beats.values()), len(silent) == len(beats)
-    stuck = {rank: wait for rank, wait in waiting.items() if not late[rank]}  # wait though all ranks have entered
+    stuck = {rank: wait for rank, wait in waiting.items() if not late[rank]}  # in a collective that all ranks entered
     if stuck and (any(late.values()) or (everyone and (ours or len(waiting) == len(beats)))):
         first = min(stuck.values(), key=lambda wait: wait.at)
         return Stall(sorted(rank for rank in stuck if stuck[rank].group == first.group), waiting, first, inside=True)

@@ -132,7 +132,7 @@ class Heartbeat:
             self.words = memoryview(mmap.mmap(file.fileno(), 8 * WORDS)).cast("Q")
         self.words[OVERLAPS] = overlaps
         self.names: dict[str, int] = {}
-        self._groups: dict[str, int] = {}  # where the words of each group begin
+        self._groups: dict[str, int] = {}  # the index of each group's first word
         self._lock = threading.Lock()  # an overlapped collective ends in another thread
         self.beats = self._recent = self._step = self._began = self._timed = 0
 

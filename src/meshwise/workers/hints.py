@@ -44,7 +44,7 @@ explainers: list[Callable[[BaseException], None]] = []
 def add_hint(error: BaseException) -> None:
     """Add notes that explain an error to the user. They come from the functions in `explainers` and from `hint`."""
     for explain in explainers:
-        with contextlib.suppress(Exception):  # keep the original error
+        with contextlib.suppress(Exception):  # an error in `explain` must not hide the original error
             explain(error)
     if text := hint(error):
         error.add_note(text)

@@ -149,8 +149,8 @@ def _take_device(world: World) -> World:
 
 
 def _see_one_gpu(local_rank: int) -> None:
-    count = torch.cuda.device_count()  # with NVML, this does not touch the driver
-    if count < 2:  # there is no GPU, or the parent process has chosen one
+    count = torch.cuda.device_count()  # with NVML, this does not initialize CUDA
+    if count < 2:  # no GPU is visible, or only one, as when the parent process has chosen it
         return
     if local_rank >= count:
         raise UsageError(f"torch finds only {count} GPUs, so local rank {local_rank} has none. Start fewer processes.")
@@ -162,7 +162,7 @@ def enter_process_group(world: World, store: Any = None) -> None:
     """Make the process group, with gloo for CPU tensors and, if there is CUDA, nccl for CUDA tensors."""
     global _made_group
     _refuse_without_rank_0(world)
-    alone = world.local_size == world.size  # all ranks are on this machine, whose name may not resolve
+    alone = world.local_size == world.size  # use `lo` if all ranks are on this machine: its name may not resolve
     interface = "lo" if alone else interface_towards(os.environ["MASTER_ADDR"])
     if interface is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
@@ -199,7 +199,7 @@ def store_of_ranks() -> Any:
     agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun serves the store
     serves = world.rank == 0 and not agents
     store = dist.TCPStore(*address, None, serves, wait_for_workers=False, multi_tenant=serves)  # type: ignore[attr-defined]
-    if serves and _store is None:  # keep the store, which serves until this process ends
+    if serves and _store is None:  # keep the store alive: it serves until this process ends
         _store = store
     start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return dist.PrefixStore(f"meshwise/start-{start}", store)  # type: ignore[attr-defined]

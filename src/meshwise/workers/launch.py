@@ -46,7 +46,7 @@ FOLLOW_TIMEOUT = 3.0  # seconds for the other ranks to leave after one has left 
 END_TIMEOUT = 10.0  # seconds for a finished worker to exit
 HALT_INTERVAL = 0.3  # seconds between two requests to halt, if a worker does not answer
 HALT_TIMEOUT = 60.0  # seconds for a halted run to finish its step
-OTHERS_TIMEOUT = SILENCE + 2.0  # seconds to wait for news from the other machines after a victim's report
+OTHERS_TIMEOUT = SILENCE + 2.0  # seconds to wait for other machines to report why a rank here lost its connection
 
 
 def launch(

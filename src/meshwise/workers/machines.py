@@ -110,7 +110,7 @@ class Machines:
 
     def _follow(self, moved: Mapping[str, Any], asked: Mapping[str, Any]) -> None:
         """Join the run at its new leader."""
-        if moved["node"] == self.me.node:  # an old entry of this machine
+        if moved["node"] == self.me.node:  # an entry that this machine left before it was restarted
             return
         try:
             link = self._link((moved["host"], moved["port"]))
@@ -155,7 +155,7 @@ class Machines:
                 link.exchange(self.me.name, {"moved": moved}, 0)
             time.sleep(CALL_EVERY)
 
-    # Between two attempts.
+    # The methods below run between two attempts.
 
     def report(self, facts: Mapping[str, Any]) -> None:
         """Report to the leader that the workers of this machine have ended.

@@ -72,7 +72,7 @@ def joined(address: tuple[str, int], node: int, nnodes: int, local_size: int) ->
         while node != 0:
             try:
                 return Link(address, secret.value, REACH_TIMEOUT)
-            except OSError as error:  # the machine or its name does not exist yet
+            except OSError as error:  # machine 0 or its host name may not exist yet
                 if time.monotonic() - began > (STRANGERS if isinstance(error, Unproven) else limit):
                     raise
                 time.sleep(0.2)

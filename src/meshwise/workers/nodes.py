@@ -117,7 +117,7 @@ class Nodes:
     def lost(self) -> Failure | None:
         """Return the failure of a machine that no longer answers. None if there is no such machine."""
         for member in self.others:
-            done = member is not self.members[0] and self.try_get(f"done/{member.node}")  # a done machine may leave
+            done = member is not self.members[0] and self.try_get(f"done/{member.node}")  # a finished machine may leave
             if not done and (why := self._why_lost(member)):
                 first = sum(m.size for m in self.members[: self.members.index(member)])
                 ranks = ranks_text(range(first, first + member.size))

@@ -34,8 +34,8 @@ from meshwise.workers.handshake import Doorkeeper, Line, Unproven, enter
 from meshwise.workers.place import Place
 from meshwise.workers.secret import SET_ONE, Secret, secret_of
 
-TIMEOUT = 600.0  # seconds for rank 0 to open its door (see above)
-PORTS = 8  # number of ports that are derived from the key
+TIMEOUT = 600.0  # seconds for rank 0 to begin to listen
+PORTS = 8  # number of ports to try, derived from job, step and attempt
 PATIENCE = 20.0  # seconds after which a rank says what it waits for
 STRANGERS = 60.0  # seconds to keep trying while the listener does not know the secret
 REACH, ANSWER = 2.0, 5.0  # seconds for a connection, and for a proof or a message
@@ -126,7 +126,7 @@ def open_door(place: Place, port: int, folder: Path) -> Secret:
         return True
 
     server = _listening(place)
-    with contextlib.suppress(OSError):  # an unwritable file: ranks still try the ports derived from the key
+    with contextlib.suppress(OSError):  # if the file is unwritable, ranks still try the derived ports
         secret.tell(port=server.getsockname()[1], addresses=_addresses(place))
     atexit.register(secret.remove)
     Doorkeeper(server, secret.value, PURPOSE, answer)
@@ -187,7 +187,7 @@ def _ask(address: str, port: int, secret: bytes, question: bytes) -> dict[str, A
             connection.settimeout(ANSWER)
             line.send(question)
             answer = json.loads(line.receive() or b"{}")
-            line.send(b"heard")  # only then does rank 0 stop waiting for this rank
+            line.send(b"heard")  # rank 0 waits for this rank until this message comes
             return answer if isinstance(answer, dict) else {}
     except Unproven:
         raise

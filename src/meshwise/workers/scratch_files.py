@@ -62,7 +62,7 @@ NEEDED = ("safetensors", "tokenizers")
 PATHS = ("f", "file", "filename", "path", "database", "source", "where", "dst")  # possible names of the path argument
 NOT_FOLLOWED = ("lstat", "readlink", "mkdir", "symlink")
 CHANGES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
-LISTS = vars(glob).values()  # since Python 3.13, a class in glob holds pathlib's scandir
+LISTS = vars(glob).values()  # since Python 3.13, pathlib calls scandir through a class in glob
 CLASSES = {owner for owner in (*LISTS, subprocess.Popen) if isinstance(owner, type)}
 """Classes whose functions are replaced, besides those of FUNCTIONS."""
 
@@ -201,7 +201,7 @@ class FileFunctions(FileView):
         if not os.path.lexists(mine):
             Path(mine).touch()  # so that the system raises its usual errors; folders were copied before
         if original.__name__ == "rmdir":
-            self.copy(logical, inside=True)  # rmdir removes only empty folders
+            self.copy(logical, inside=True)  # copy the contents: rmdir must fail unless the folder is empty
         original(mine, *rest, **named)
         self.hide(logical)
 

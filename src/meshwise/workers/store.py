@@ -25,8 +25,8 @@ from meshwise.workers.handshake import Doorkeeper, Line, enter
 
 PURPOSE = "machines"
 ROUND = 0.25  # seconds between exchanges
-SILENCE = 5.0  # seconds of silence after which a machine is lost
-PROOF_TIMEOUT = 5.0  # seconds for a launcher, which may be busy, to prove the secret
+SILENCE = 5.0  # seconds of silence after which a machine counts as lost
+PROOF_TIMEOUT = 5.0  # seconds for a launcher, which may be busy, to prove that it knows the secret
 
 
 @dataclass(frozen=True)

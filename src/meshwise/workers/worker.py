@@ -125,7 +125,7 @@ def keep_sockets_in(scratch: Path) -> None:
     if len(str(scratch)) > SOCKET_ROOM:
         return
     before, tempfile.tempdir = tempfile.tempdir, str(scratch)
-    get_temp_dir()  # makes the folder, once for this process and its children
+    get_temp_dir()  # makes a folder in `scratch`, once for this process and its children
     tempfile.tempdir = before
 
 
