@@ -46,7 +46,7 @@ def rounding_warnings(rounded: Sequence[Comparison], dtypes: Dtypes) -> Iterator
     for kind in FIRST_STEP:
         found = ([d.relative for d in side.differences if d.kind == kind and d.step == 1] for side in rounded)
         one, plan = (max(each, default=0.0) for each in found)
-        if plan > TIMES * max(one, least) and not (math.isinf(plan) and dtypes.scaled):  # a scaler skips such a step
+        if plan > TIMES * max(one, least) and not (math.isinf(plan) and dtypes.scaled):  # loss scalers skip such steps
             yield (
                 f"rounding of the {kind} in step 1 is {plan:.1e} under the plan and {one:.1e} on one device, in the "
                 "same precision: something is cast to a lower precision under the plan alone, or overflows there."
