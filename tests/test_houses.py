@@ -115,6 +115,6 @@ def test_the_core_does_without_all_of_them(part: str, tmp_path: Path, processes:
     settings, tests = without(HOUSES, tmp_path), Path(__file__).parent
     left_out = [f"--ignore={tests / name}" for name in (*OF_HOUSES, *USE_A_HOUSE)]
     command = [sys.executable, "-m", "pytest", "-q", "-n", "2", "--dist", "loadfile", "-p", "no:cacheprovider"]
-    command += ["-m", f"({part}) and not slow", *left_out, str(tests)]
+    command += ["-m", f"({part}) and not slow and not night", *left_out, str(tests)]
     done = subprocess.run(command, env=settings, cwd=tests.parent, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]

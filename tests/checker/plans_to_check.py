@@ -146,16 +146,17 @@ class Case:
         return f"{self.model}-{self.label}"
 
 
-def cases() -> list[Case]:
-    """Every model under every plan. `quick` is each plan once, on the models in turn, but none on eight devices, whose
-    workers take long to start."""
+def cases(each: int = 1) -> list[Case]:
+    """Every model under every technique and combination; each: check a combination on one model of so many. `quick` is
+    each plan once, on the models in turn, but none on eight devices, whose workers take long to start."""
     found = []
-    for name in NAMES:
+    for n, name in enumerate(NAMES):
         for p, (label, plan) in enumerate({**TECHNIQUES, **COMBINATIONS}.items()):
             if isinstance(plan.recompute, tuple):
                 plan = replace(plan, recompute=(BLOCKS[name],))
             quick = name == QUICK_ON.get(label, IN_TURN[p % len(IN_TURN)]) and plan.devices < 8
-            found.append(Case(name, label, plan, quick))
+            if quick or label in TECHNIQUES or (n + p) % each == 0:
+                found.append(Case(name, label, plan, quick))
         if name in WITH_POSITIONS:
             found += [Case(name, label, plan, (name, label) == ("llama", "context")) for label, plan in CONTEXT.items()]
         stages = PIPELINES | (PIPELINES_OF_POSITIONS if name in WITH_POSITIONS else {})

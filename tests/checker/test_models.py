@@ -1,6 +1,7 @@
 """Models that nobody wrote for us, under every plan: what one device computes, and what the plan is for.
 
-`make test` runs each plan on one model, `make suite` all; `bench/equivalence.py` writes the figures of all.
+`make test` runs each plan on one model, `make suite` each technique on all and each combination on a third of them;
+`bench/equivalence.py` writes the figures of all.
 
 Tests parallel/tensor.py too.
 """
@@ -63,7 +64,7 @@ def test_a_check_leaves_the_compiler_out_and_reports_it() -> None:
 
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(c, id=str(c), marks=[] if c.quick else pytest.mark.slow) for c in cases() if not c.plan.compile],
+    [pytest.param(c, id=str(c), marks=[] if c.quick else pytest.mark.slow) for c in cases(3) if not c.plan.compile],
 )
 def test_a_plan_computes_what_one_device_computes(case: Case, pool: Any) -> None:
     if case.refused:
