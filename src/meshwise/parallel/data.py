@@ -45,10 +45,10 @@ from meshwise.transfer import collectives
 from meshwise.transfer.reading import agree
 
 _skipped = WeakIdKeyDictionary()  # parameters that a rank may skip
-_made = itertools.count()  # numbers the reductions, which all ranks make in the same order
+_made = itertools.count()  # numbers the `DataParallel` objects, which all ranks make in the same order
 _GRADIENT = operator.attrgetter("grad")
 _IS_TRAINED = operator.attrgetter("requires_grad")
-ALONE = 2  # references to memory that the program does not hold any more: the bucket's, and that of the question
+ALONE = 2  # references to memory that only the bucket uses: its tensor, and the storage object made to count
 LATE_GRACE = 30.0  # seconds for all ranks to reach a parameter that is new to the reduction
 
 
@@ -77,7 +77,7 @@ class DataParallel:
         self._parameters = [p for _, p in self._named]
         self._loss_carrier = _loss_carrier(named[0][1]) if piggyback_loss and dtype is None and named else None
         self._groups, self._trained = list[_Group](), list[bool]()
-        self._grouped = set[int]()  # ids of the groups' parameters
+        self._grouped = set[int]()  # ids of the parameters in `_groups`
         self._calls = self._buckets = 0  # buckets of this backward: reduced so far, and in total
         self._key = f"meshwise/data/{collectives.group_key()}/{next(_made)}"
         self._backwards = 0
@@ -101,13 +101,13 @@ class DataParallel:
         self._backwards, run = self._backwards + 1, run or torch.autograd.backward
         before = dict[int, tuple[Tensor, int]]()
         trained = list(map(_IS_TRAINED, self._parameters))
-        if trained != self._trained:  # parameters were frozen or unfrozen, on every rank: start over
+        if trained != self._trained:  # parameters were frozen or unfrozen, on every rank: forget the groups
             self._trained, self._groups, self._grouped = trained, [], set()
         if any(map(operator.is_not, map(_GRADIENT, self._parameters), itertools.repeat(None))):
             before = {id(p): (p.grad, reducer.version(p.grad)) for p in self._parameters if p.grad is not None}
         if factor is not None and not whole:
             self._kept = {key: gradient for key, (gradient, _) in before.items()}
-            for p in self._parameters:  # this backward's gradients are multiplied by a loss weight
+            for p in self._parameters:  # the loss weight must multiply only this backward's gradients
                 p.grad = None
         groups, self._buckets = self._groups if reduce else [], 0
         if len(groups) > 1:
@@ -296,11 +296,11 @@ class DataParallel:
             self._check_trained(trained)
             fresh = list(dict.fromkeys(index for reached in everyone for index in reached))  # in the order of rank 0
         fresh, frozen = [i for i in fresh if self._trained[i]], [i for i in fresh if not self._trained[i]]
-        for p in (self._parameters[i] for i in frozen if self.unreduced):  # no backward reaches them
+        for p in (self._parameters[i] for i in frozen if self.unreduced):  # no backward will reduce frozen parameters
             p.grad = collectives.all_reduce_mean(torch.zeros_like(p) if p.grad is None else p.grad, of="gradients")
         self._grouped |= {id(self._parameters[i]) for i in frozen}
         later = [i for i, (_, p) in enumerate(self._named) if p.requires_grad and p in _skipped and i not in fresh]
-        later = later if fresh and not self._groups else []  # a single rank may reach them later
+        later = later if fresh and not self._groups else []  # later backwards may reach them on some ranks only
         if fresh:
             self._groups.append(self._make_group([*fresh, *later]))
             self._grouped |= {id(self._named[i][1]) for i in (*fresh, *later)}

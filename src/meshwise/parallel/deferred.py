@@ -34,7 +34,7 @@ from meshwise.torch_compat.tree import map_tensors, tensors_in
 from meshwise.transfer import collectives, stages
 from meshwise.transfer.sharded import local_part
 
-LARGE = 8 << 20  # after a storage of this many bytes, the heap is trimmed: holes of this size would add up
+LARGE = 8 << 20  # trim the heap after filling a storage of this many bytes: such holes would add up
 
 
 @contextlib.contextmanager
@@ -170,7 +170,7 @@ class _Skeleton:
             end = record.rewind()
             replay(record.entries, wanted, filling.finished)
             end()
-        else:  # everything was loaded, so nothing is drawn
+        else:  # all values were loaded, so no random numbers are drawn
             record.undraw()
         for (name, attribute), value in self.attributes.items():
             known = map_tensors(lambda t: filling.values.get(id(t), t), value)
@@ -207,7 +207,7 @@ class _Filling:
         """Set all parameters, buffers and other tensors whose values are in this storage."""
         if storage.nbytes() >= LARGE:
             trim_heap()
-        whole = functools.cache(lambda view: view.of(storage))  # shared tensors stay shared
+        whole = functools.cache(lambda view: view.of(storage))  # cached, so that shared tensors stay shared
         for slot in self.slots.get(number, ()):
             self.put(slot, functools.partial(_part, whole(slot.view)))
         for t, view in self.others.get(number, ()):

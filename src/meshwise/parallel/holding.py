@@ -244,7 +244,7 @@ def let_go(optimizer: Optimizer) -> None:
             optimizer.state.pop(p, None)
 
 
-LOOKS = 2  # in how many first forwards of a rank's stages the parameters' values are checked
+LOOKS = 2  # number of first forwards on each rank in which parameters are checked for writes
 
 
 class StageWrites:

@@ -28,7 +28,7 @@ from meshwise.torch_compat.fake import failing_quietly
 from meshwise.torch_compat.modules import parameters_in, twin_with
 from meshwise.torch_compat.torch_function import called, on_parts
 
-UNEVEN = 8  # dims shorter than this times the ranks are split evenly or not at all
+UNEVEN = 8  # dims shorter than UNEVEN * ranks are split evenly or not at all
 
 
 @dataclass(frozen=True)
@@ -241,7 +241,7 @@ def sections_of(model: nn.Module, name: str, layer: nn.Module, takes: int, gives
             type(parent).forward(twin, *given[: sum(n not in ("args", "kwargs") for n in names)])
     except _Taken as taken:
         sections = taken.args[0]
-    except Exception:  # a module may raise anything for a mask of None
+    except Exception:  # the forward may raise anything if other arguments are None
         pass
     if not sections and len(slices) > 1 and len({end - begin for begin, end in slices}) == 1:
         sections = len(slices)

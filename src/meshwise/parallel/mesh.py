@@ -75,7 +75,7 @@ def divide_work(plan: Plan, world: World) -> World:
 
 def _join_pipe(plan: Plan, world: World) -> None:
     """Make three process groups for each pipeline, and use the groups of this rank's pipeline."""
-    apart = plan.within_samples // plan.pipeline  # the distance between neighbors on this axis
+    apart = plan.within_samples // plan.pipeline  # the distance between neighbors on the pipeline axis
     own = world.rank // apart % plan.pipeline
     for first in range(world.size):
         if first // apart % plan.pipeline == 0:

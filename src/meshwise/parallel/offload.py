@@ -32,7 +32,7 @@ from meshwise.torch_compat.fake import is_plain
 from meshwise.torch_compat.modules import put_forward
 from meshwise.torch_compat.reducer import base_of, version
 
-SMALLEST = 1024  # bytes: smaller copies cost more than they free
+SMALLEST = 1024  # bytes: smaller tensors are not worth a copy
 WINDOW = 256 << 20  # bytes to fetch ahead of use
 
 

@@ -153,7 +153,7 @@ def replay(entries: Sequence[Entry], keep: Iterable[int], finished: Finished) ->
                     storage = storages.pop(number, None)
                     if number in keep and last[number] == step.index and storage is not None:
                         finished(number, storage)
-                    del storage  # free it before the next one is made
+                    del storage  # free this storage before the next one is made
     finally:
         torch.set_default_dtype(before)
 
@@ -161,7 +161,7 @@ def replay(entries: Sequence[Entry], keep: Iterable[int], finished: Finished) ->
 def _run(call: RecordedOp, storages: dict[int, torch.UntypedStorage], rng_only: bool) -> None:
     def real(value: Any) -> Any:
         if isinstance(value, Tensor):
-            return value.clone()  # keep outside tensors unchanged
+            return value.clone()  # the replay must not write into tensors from outside
         if value.storage not in storages:
             storages[value.storage] = torch.UntypedStorage(value.nbytes, device=value.device)
         return value.of(storages[value.storage])

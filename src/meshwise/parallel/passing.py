@@ -95,7 +95,7 @@ class Pass:
         if not self.is_last:
             self.forms[number] = form_of(result)
         if number == self.hi - 1:
-            # Send a copy, because later code may write into the block's output, and will do so again on the next stage.
+            # Send a copy: code after the block may write into the output, and the next stage runs that code again.
             self.output = result if self.is_last else map_tensors(torch.clone, result)
             self.carried = stages.take_along()
             if not self.is_last:
@@ -171,7 +171,7 @@ class Passing:
         following = action.stage + (1 if action.forward else -1)
         return self._rank(following) if 0 <= following < self._stages else None
 
-    # Forwards.
+    # Methods for forwards.
 
     def send_forward(self, now: Pass) -> None:
         target = self._target(now.action)
@@ -192,11 +192,11 @@ class Passing:
         )
         now.received = map_kind(Form, lambda form: next(parts), hidden.form)
 
-    # Backwards.
+    # Methods for backwards.
 
     def begin_backward(self, now: Pass) -> None:
         """Free what the previous microbatch's backward has sent."""
-        if self._stages == self._pipe.size:  # with more stages, the receiver may need other messages first
+        if self._stages == self._pipe.size:  # with several stages per rank, the receiver may need other messages first
             self._free_sent(Action(False, now.action.stage, now.action.microbatch - 1))
 
     def receive_backward(self, now: Pass) -> Tensor:
@@ -223,11 +223,11 @@ class Passing:
             self._send(action, target, None, found)
         now.let_go()
 
-    # Both directions.
+    # Methods for both directions.
 
     def _send(self, action: Action, target: int, hidden: Hidden | None, tensors: Sequence[Tensor]) -> None:
         group = self._pipe.towards(self._pipe.rank, target)
-        sends = self._sends.setdefault(action, [])  # after a failed step, the list still has its sends
+        sends = self._sends.setdefault(action, [])  # after a failed step, the list still has the sends of that step
         if hidden is not None:
             key = action.stage, self._keys[action.microbatch]
             known = self._known.get(key)

@@ -24,7 +24,7 @@ from meshwise.torch_compat.driver import computes_bf16
 from meshwise.torch_compat.modules import put_forward, store_model, stored_in
 from meshwise.torch_compat.tree import map_tensors
 
-LACKS = ("not implemented for", "could not create a primitive", "does not support")  # in errors on missing operators
+LACKS = ("not implemented for", "could not create a primitive", "does not support")  # texts of missing-operator errors
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 CAST = (nn.Linear, *CONVOLUTIONS, nn.LSTM, nn.MultiheadAttention)  # autocast casts their weights
 
@@ -133,7 +133,7 @@ def _apply(setup: Setup) -> None:
     dtypes = setup.plan.dtypes
     store_parameters(setup.model, dtypes)
     gathered = TORCH[dtypes.computed] if dtypes.computed != dtypes.stored else None
-    if gathered or reduced_in(dtypes):  # autocast casts the inputs, not FSDP
+    if gathered or reduced_in(dtypes):  # autocast, not FSDP, casts the inputs
         setup.gather_dtypes = MixedPrecisionPolicy(gathered, TORCH[dtypes.reduced], cast_forward_inputs=False)
     setup.gathered_narrow = gathered_narrow(setup.model)
 

@@ -85,7 +85,7 @@ def _stepped(optimizer: optim.Optimizer, dtype: torch.dtype, place: Place, every
     clone, small = _copied(optimizer, draw)
     if hasattr(clone, "train"):  # this is a schedule-free optimizer
         clone.train()
-    # Some optimizers change their step after a number of steps, which is one of their settings (25 in Shampoo).
+    # Some optimizers behave differently after n steps (n is a setting, 25 in Shampoo): run more than n steps.
     waits = [v for held in (vars(optimizer), *optimizer.param_groups) for v in held.values() if type(v) is int]
     for number in range(max([STEPS, *(wait + 2 for wait in waits if wait + 2 <= MOST_STEPS)])):
         for index, (p, stands_for) in enumerate(small.items()):
@@ -97,7 +97,6 @@ def _stepped(optimizer: optim.Optimizer, dtype: torch.dtype, place: Place, every
 
 def _copied(optimizer: optim.Optimizer, draw: Callable[[Tensor], Tensor]) -> tuple[Any, dict[nn.Parameter, Tensor]]:
     """Return a copy without state, and a dict from its test parameters to the parameters that they represent."""
-    # For speed, two parameters represent all similar ones.
     clone: Any = object.__new__(type(optimizer))
     memo: dict[int, Any] = {id(optimizer): clone, id(optimizer.state): defaultdict(dict)}
     memo |= {id(hooks): {} for name, hooks in vars(optimizer).items() if is_hooks(name)}
@@ -106,7 +105,7 @@ def _copied(optimizer: optim.Optimizer, draw: Callable[[Tensor], Tensor]) -> tup
         told, memo[id(group["params"])] = tuple(v for v in group.values() if isinstance(v, bool | str)), []
         for p in group["params"]:
             alike = kinds.setdefault((told, _small_shape(p), p.requires_grad), {})
-            if len(alike) < 2:
+            if len(alike) < 2:  # for speed, two parameters represent all similar ones
                 alike[test := nn.Parameter(draw(p), p.requires_grad)] = p
                 memo[id(group["params"])].append(test)
             memo[id(p)] = next(reversed(alike))

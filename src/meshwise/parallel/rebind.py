@@ -61,7 +61,7 @@ def _shard_parameters(module: nn.Module, state: dict[str, Any], prefix: str, *un
             state[prefix + name] = shard_like(value, p)
 
 
-COUNTERS = ("step", "eta", "mu")  # plain numbers in the state of torch's optimizers, even for a scalar parameter
+COUNTERS = ("step", "eta", "mu")  # numbers in optimizers' state that are never sharded, even for a scalar parameter
 
 
 def register_optimizer_load_hook(optimizer: Optimizer) -> None:

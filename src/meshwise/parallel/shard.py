@@ -81,7 +81,7 @@ class Sharded:
         absent = stages.absent_parameters(model)
         self.whole_mesh = mesh_of_stage(setup.plan, setup.world)
         """The mesh of all ranks of this pipeline stage. It may have axes that `mesh` lacks, such as `tensor`."""
-        self._own_numbers = list[SingleNumbers]()  # at most one
+        self._own_numbers = list[SingleNumbers]()  # has at most one entry
         if not (self._staged or setup.parts_on_host):
             absent = absent | self._take_numbers(SingleNumbers(model, self.whole_mesh, absent), setup)
         for root in roots_of(model):
@@ -248,7 +248,7 @@ class Sharded:
         self._backwards += 1
         self._so_far, self._passed, self._asked, self._reached, self._filled = 0, 0, 0, set(), {}
         self._reached_past_blocks.clear()
-        for name, p in self._parameters():  # not done earlier: parameters may be replaced or unfrozen
+        for name, p in self._parameters():  # not in `__init__`: parameters may be replaced or unfrozen later
             if p.requires_grad and name not in self._noticed:
                 self._noticed.add(name)
                 p.register_hook(functools.partial(self._note_reached, name, getattr(p, "placements", None)))
@@ -327,7 +327,7 @@ class Sharded:
             self._idle = nowhere - self._skipped
         elif unreached:
             if torch.accelerator.is_available():
-                torch.accelerator.synchronize()  # now all ranks have counted: they do so before their reductions
+                torch.accelerator.synchronize()  # each rank counts before its reductions, so all have counted now
             size = collectives.world_size()
             nowhere = {name for name, keys in unreached.items() if all(default_store().add(k, 0) == size for k in keys)}
         else:
@@ -352,7 +352,7 @@ def _apply(setup: Setup) -> None:
     generates_together(setup.model)
     setup.notes += make_contiguous(setup.model)
     sharded = setup.reduction = Sharded(setup)
-    setup.coupled_gradients |= plan.reduce_each  # gradients reduced before all weights are known need one scale
+    setup.coupled_gradients |= plan.reduce_each  # gradients reduced before all loss weights are known need one scale
     of_model = weakref.ref(sharded)
     setup.let_go = lambda names: [] if (held := of_model()) is None else held.let_go(names)
     register_model_load_hooks(setup.model)

@@ -57,7 +57,7 @@ def add_advice(error: BaseException) -> None:
         )
     if not isinstance(error, RuntimeError) or "DTensor" not in text:
         return
-    if "torch/optim/" in through.replace("torch/optim/swa_utils.py", ""):  # swa_utils is no optimizer
+    if "torch/optim/" in through.replace("torch/optim/swa_utils.py", ""):  # swa_utils has no optimizers
         error.add_note(
             "This optimizer cannot step parameters of which each rank has only a part. Use another optimizer, or data "
             "alone, such as --set zero1=true."

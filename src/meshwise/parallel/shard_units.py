@@ -19,7 +19,7 @@ from meshwise.torch_compat.sharding import Group, groups_of, leave_forward, plac
 from meshwise.torch_compat.tree import tensors_in
 from meshwise.transfer import stages
 
-OFTEN = 8  # forwards between two checks for writes, because a check asks autograd about every parameter
+OFTEN = 8  # forwards between two checks for writes: a check is slow, as it asks autograd about every parameter
 SMALL = 4096  # elements: for smaller layers, a collective costs more than keeping parameters gathered
 
 

@@ -31,7 +31,7 @@ class SingleNumbers:
     def __init__(self, model: nn.Module, mesh: DeviceMesh, absent: Collection[nn.Parameter]) -> None:
         self.places: dict[str, tuple[nn.Module, str]] = {}
         self._mesh = mesh
-        self._leaves: dict[str, tuple[Tensor, Tensor]] = {}  # name -> (the shared value, the leaf)
+        self._leaves: dict[str, tuple[Tensor, Tensor]] = {}  # name -> (parameter, leaf used in its place)
         known: dict[nn.Parameter, tuple[str, nn.Parameter]] = {}
         for full, module in list(model.named_modules()):
             inside = {}
@@ -53,7 +53,7 @@ class SingleNumbers:
     def _around_method(
         self, module: nn.Module, inside: Any, output: list[Any]
     ) -> contextlib.AbstractContextManager[None] | None:
-        own: dict[str, Any] = parameters_in(module)  # during a forward, it holds leaves or split tensors
+        own: dict[str, Any] = parameters_in(module)  # during a forward, this dict holds leaves or split tensors
         held = any(isinstance(own[name], DTensor) and own[name].device_mesh == self._mesh for name in inside)
         return self._with_leaves(module, inside) if held else None
 

@@ -51,8 +51,8 @@ class Order(enum.IntEnum):
     WATCH = 2  # sees all parameters' gradients before the step, and the parameters of all ranks after it
     DRAWS = 3  # makes the optimizer draw random numbers for parameters, not for a rank's samples
     PHASE = 4  # before the techniques, so that their cost belongs to the optimizer's span
-    ZERO1 = 5  # before OFFLOAD, so that it gets state only for parameters that this rank steps
-    OFFLOAD = 6  # last, because it steps all buckets but the last by itself
+    ZERO1 = 5  # before OFFLOAD, so that only the state of parameters that this rank steps is offloaded
+    OFFLOAD = 6  # last, because offloading itself steps all buckets except the last one
 
 
 @dataclass(eq=False)
@@ -177,7 +177,7 @@ _stepping: set[int] = set()
 """The ids of the optimizers whose step has begun and has not ended normally. If an optimizer has state and its id is
 not here, its step cannot be inside another step. The slow search of the call stack (`_is_inner`) is then left out."""
 _need_closures: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()
-_hooks_of: dict[int, weakref.ref[_OneOptimizer]] = {}  # by id; a WeakValueDictionary is slower, being written in Python
+_hooks_of: dict[int, weakref.ref[_OneOptimizer]] = {}  # by id; a WeakValueDictionary would be slower
 
 
 @functools.cache

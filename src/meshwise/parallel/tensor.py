@@ -212,7 +212,7 @@ def _part_of(p: DTensor, axis: Axis) -> Tensor:
     divided, local = division(p.placements[-1]), p.to_local()
     local = local.view_as(local) if local.is_leaf else local
     if divided is None:
-        if local.requires_grad:  # two added parameters could share one gradient, and both change it
+        if local.requires_grad:  # two parameters that are added may get the same tensor as gradient
             local.register_hook(Tensor.clone)
         return local
     dim, sections = divided

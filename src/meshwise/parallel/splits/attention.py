@@ -145,7 +145,7 @@ class _Ring(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        saved = ctx.saved_tensors  # reading them may recompute a block
+        saved = ctx.saved_tensors  # outside of `on_parts`, because reading them may recompute a block
         with on_parts():
             return (*_ring_backward(saved, ctx.asked, ctx.columns, gradient), None, None, None)
 

@@ -97,7 +97,7 @@ def _refuse_memory(func: Func, args: Args, kwargs: Kwargs) -> Any:
     frame = sys._getframe(1)
     while frame.f_code.co_filename.startswith(OURS) and frame.f_back is not None:
         frame = frame.f_back
-    if f"{os.sep}torch{os.sep}" in frame.f_code.co_filename:  # such as torch.compile, which checks for shared memory
+    if f"{os.sep}torch{os.sep}" in frame.f_code.co_filename:  # called by torch: torch.compile checks for shared memory
         return NotImplemented
     raise UsageError(
         f"{user_place()}: x.{called(func)}() would give the memory of this rank's rows alone. Code that reads memory "
@@ -114,4 +114,4 @@ def begin() -> None:
     dispatch_with(_dispatch)
     change_arguments(wholes)
     check_parts_by_default()
-    changed.add("BackwardHookFunction")  # the program's hooks get gradients of the whole batch
+    changed.add("BackwardHookFunction")  # so that the program's hooks get gradients of the whole batch

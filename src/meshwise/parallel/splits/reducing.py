@@ -67,7 +67,7 @@ def _norm(func: Func, args: Args, kwargs: Kwargs) -> Any:
     p = 2 if p in ("fro", None) else p if isinstance(p, int | float) and p > 0 else refuse()
     if p == math.inf:
         return _amax(torch.amax, (split(x.abs(), x.part), dims, keep), {})
-    # Rounded once, as on one device.
+    # Round half precision only once, as on one device.
     found = torch.linalg.vector_norm(filled(x, x.part), p, dims, True, dtype=torch.float32 if x.dtype in HALF else None)
     return torch.linalg.vector_norm(_of_all(found, x.part, x.part.dim), p, dims, keep).to(x.dtype)
 

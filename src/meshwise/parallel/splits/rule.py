@@ -28,7 +28,7 @@ def ones_of_whole(x: SplitTensor) -> Tensor:
     with on_parts():
         order = sorted(range(x.dim()), key=x.stride, reverse=True)
     held = [x.part.held(rank) for rank in range(x.part.axis.size)]
-    if x.dim() > 3 and min(held) < 2 and not x.part.axis.proves:  # one row alone may show another stride order
+    if x.dim() > 3 and min(held) < 2 and not x.part.axis.proves:  # strides of a single row may suggest another order
         orders = x.part.axis.all_gather(torch.tensor(order, device=x.device))
         order = orders[held.index(max(held))].tolist()
     shape = whole_shape(x)

@@ -106,7 +106,7 @@ def _on_the_whole(name: str, func: Callable[..., Any], args: Sequence[Any], kwar
         if not is_split(thing):
             return thing
         if id(thing) not in whole:
-            if name in READS:  # a rank that reads alone would wait forever
+            if name in READS:  # `gather` would wait forever if only some ranks read
                 thing.part.axis.meet(name)
             found = gather(thing)
             whole[id(thing)] = found.clone() if thing is written else found

@@ -24,7 +24,7 @@ from meshwise.parallel.splits.term import Known, Term, backward, resolved, settl
 from meshwise.torch_compat.torch_function import Args, Func, Kwargs, called, on_parts
 from meshwise.torch_compat.tree import map_kind
 
-_numpy = Tensor.numpy  # before the whole view replaces it
+_numpy = Tensor.numpy  # the original, which the whole view replaces
 
 
 def _parts(x: SplitTensor) -> AbstractContextManager[None]:
@@ -101,7 +101,7 @@ def _gradient(func: Func, args: Args, kwargs: Kwargs) -> Any:
     if found is None:
         return None
     made = own_gradient(found, args[0])
-    made.__dict__["of_gradient"] = True  # a copy: dispatch.py refuses to write into it
+    made.__dict__["of_gradient"] = True  # `made` is a copy, so dispatch.py refuses writes into it
     return made
 
 

@@ -35,7 +35,7 @@ PLAIN = """dim ndimension numel nelement size __len__ is_floating_point is_compl
 storage_offset is_contiguous __hash__ requires_grad_ .shape .dtype .device .requires_grad .grad_fn .is_leaf .ndim
 .layout .itemsize .is_cuda .is_cpu .is_meta .is_sparse .is_quantized .names .output_nr ._version .is_nested"""
 _PLAIN = {*PLAIN.split()}
-_as_subclass, _item, _tolist = Tensor.as_subclass, Tensor.item, Tensor.tolist  # before the whole view replaces them
+_as_subclass, _item, _tolist = Tensor.as_subclass, Tensor.item, Tensor.tolist  # originals that the whole view replaces
 NUMBERS: dict[torch.dtype, Callable[[float], Any]] = {torch.float32: numpy.float32, torch.float64: float}
 
 heard: list[Callable[[str, Args, Kwargs], None]] = []
@@ -79,7 +79,7 @@ class Known:
         if self.local.device.type != "cpu" or type(self.local) is not Tensor:
             count = torch.as_tensor(self.count, dtype=wide, device=self.local.device)
             return torch.stack([self.local.to(wide), count])
-        numbers = numpy.zeros(room, "f4" if wide is torch.float32 else "f8")  # faster than a stack
+        numbers = numpy.zeros(room, "f4" if wide is torch.float32 else "f8")  # faster than `torch.stack`
         numbers[:2] = _item(self.local), self.count if isinstance(self.count, int) else _item(self.count)
         return torch.from_numpy(numbers)
 
@@ -259,7 +259,7 @@ def _detached(func: Func, args: Args, kwargs: Kwargs) -> Any:
 def _scale(value: Term) -> Tensor | float:
     """Return how many times the gradient of a part is that of the sum. Collective if its count is not known."""
     if value.assumed:
-        value_of(value)  # so that a backward divides by the count, not by the assumed one
+        value_of(value)  # so that a backward divides by the real count, not by the assumed count
     return value.axis.gradient_scale / (_count(value) if value.assumed else 1)
 
 
@@ -321,13 +321,13 @@ def _written(func: Func, args: Args, kwargs: Kwargs) -> Term:
     """Run an in-place operator on a term, and return that term. Only addition and subtraction keep it unsummed."""
     target: Term = args[0]
     made: Any = _added(_ADD[called(func)], args, kwargs) if called(func) in _ADD else NotImplemented
-    if made is NotImplemented or not torch.can_cast(made.dtype, target.dtype):  # torch refuses it below
+    if made is NotImplemented or not torch.can_cast(made.dtype, target.dtype):  # torch refuses an invalid cast below
         written, *others = _sums(args)
         func(written, *others, **_sums(kwargs))
         made = term(_part(written, target.axis) + 0, target.axis)
     root = target.known.root
     with on_parts():
-        root.local = None if root.local is None else root.local.clone()  # earlier results still need it
+        root.local = None if root.local is None else root.local.clone()  # earlier results still need the old value
         target.copy_(made)
     target.known, target.assumed = made.known, 0
     return target
