@@ -161,11 +161,11 @@ class _Ends:
 
     def expect(self, work: Any, call: Call, ended: Ended) -> None:
         """Arrange that `ended()` is called when a collective has ended. work: the handle of the collective."""
-        if work is None:  # nccl's blocking calls run in the current stream; a barrier has ended
+        if work is None:  # a blocking nccl call, which runs in the current stream, or a barrier that has ended
             ended()
         elif has_streams(call.device):
             future = work.get_future()
-            if future.done():  # with nccl, work that is enqueued later runs after the collective
+            if future.done():  # nccl: work that `ended` enqueues runs after the collective
                 future.then(lambda done: ended())
         elif call.blocking and call.in_python:
             self._blocking.ended = ended

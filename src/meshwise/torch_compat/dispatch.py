@@ -39,7 +39,7 @@ def _handled(self: _Through, func: Any, types: Any, args: Any = (), kwargs: Any 
         return self.handler(func, args, kwargs or {})
 
 
-# Set outside of the class body, where torch would wrap it for torch.compile, whose import takes 4 s.
+# Set after the class body: inside, torch would wrap it for torch.compile, whose import takes 4 s.
 _Through.__torch_dispatch__ = _handled  # type: ignore[assignment]
 
 

@@ -64,7 +64,7 @@ class FakeTensors(FakeTensorMode):
         self.usual = {*self.plain, "_is_param"}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FakeTensors:
-        return self  # copying a fake tensor copies its attributes too, such as the mode
+        return self  # a deep copy of a fake tensor has the same mode
 
     def batches(self, pairs: Iterator[tuple[Any, Any]]) -> Iterator[tuple[Any, Any]]:
         """Yield the pairs with a fake copy of each batch, which is read from the data set as real tensors."""
@@ -129,7 +129,7 @@ def _handled(self: FakeTensors, func: Any, types: Any, args: Any = (), kwargs: A
     if self.stands_for_real and func.namespace == "profiler":  # these operators take span names, not tensors
         return func(*args, **(kwargs or {}))
     call = Call(self, func, types, args, kwargs or {})
-    if self.inside:  # a nested operator, such as the `nonzero` of an index by a mask
+    if self.inside:  # a nested operator, such as `nonzero` in an index by a mask
         return call._valued() if operator_name(func) == "nonzero" else call._run()
     self.inside = True
     self.calls += 1
@@ -169,7 +169,7 @@ def _with_wide_statistics(func: Any, args: tuple[Any, ...], out: Any) -> Any:
     return (out[0], *(torch.empty_like(each, dtype=torch.float32) for each in out[1:3]), *out[3:])
 
 
-# Set outside of the class body, where torch would wrap it for torch.compile, whose import takes 4 s.
+# Set after the class body: inside, torch would wrap it for torch.compile, whose import takes 4 s.
 FakeTensors.__torch_dispatch__ = _handled  # type: ignore[assignment,method-assign]
 
 

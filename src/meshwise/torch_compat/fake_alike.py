@@ -83,7 +83,7 @@ def _add(key: list[Any], args: Iterable[Any], tensors: list[Any]) -> bool:
             size = arg.untyped_storage().nbytes()
             key += (arg.shape, arg.stride(), arg.storage_offset(), arg.dtype, arg.fake_device, size)
         elif kind in _PLAIN:
-            key += (kind, arg)  # with the type, since 1 == 1.0 but the results differ in dtype
+            key += (kind, arg)  # include the type, since 1 == 1.0 but the results differ in dtype
         elif kind is list or kind is tuple:
             key += (kind, len(arg))
             if not _add(key, arg, tensors):

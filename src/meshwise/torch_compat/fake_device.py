@@ -28,7 +28,7 @@ _users = [0]  # number of rehearsals that use the device now
 _stream: list[Stream] = []
 _pending: dict[str, set[int]] = {}
 _last: dict[str, int] = {}
-_records = [0]  # number of the current record; launches are counted from its beginning
+_records = [0]  # number of the current record of launches (see `begin_record`)
 
 
 class _Done:
@@ -187,7 +187,7 @@ def fake_device(main: str) -> Iterator[str]:
         with (
             patch.object(torch.autograd, "_engine_run_backward", _backward_that_tells(real)),
             patch.multiple(torch, tensor=_made_on_host(torch.tensor), as_tensor=_made_on_host(torch.as_tensor)),
-            patch.object(torch.accelerator, "current_stream", lambda *device: _stream[-1]),  # unknown in C++
+            patch.object(torch.accelerator, "current_stream", lambda *device: _stream[-1]),  # C++ has no such stream
         ):
             yield NAME
     finally:

@@ -156,10 +156,10 @@ def with_values(
     except needs:
         ran = False
     try:
-        if any(tensor.numel() > MOST for tensor in tensors_in(out)):  # large result of small inputs, such as a mask
+        if any(tensor.numel() > MOST for tensor in tensors_in(out)):  # a large result of small inputs, such as a mask
             raise OverflowError
         real = _computed(func, args, kwargs)
-    except Exception:  # the CPU cannot compute it, so it has no value
+    except Exception:  # the result is too large, or the CPU cannot compute it: no value
         lose(written_arguments(func, args, kwargs))
         return out if ran else run()
     if not ran:

@@ -135,7 +135,7 @@ class _Exchange:
                     self._owner.note(f"{self.name}: its buffer was written before the exchange ended")
                 tensor.detach().copy_(result)
                 _spoil(result)
-            for tensor, before in zip(self._reads, _tensors(self.sent), strict=False):  # written ones are checked above
+            for tensor, before in zip(self._reads, _tensors(self.sent), strict=False):  # `_writes` are checked above
                 if not torch.equal(as_bytes(tensor), as_bytes(before)):
                     self._owner.note(f"{self.name}: its data was changed before the exchange ended")
 

@@ -39,7 +39,7 @@ _VERSION = operator.attrgetter("_version")
 Hook = Callable[[Any], torch.futures.Future[Tensor]]
 
 
-ALONE = 2  # references to memory that only one tensor uses: that tensor's, and the one made to count
+ALONE = 2  # references to memory that only one tensor uses: that tensor, and the storage object made to count
 LARGE = 8192  # mean parameter size above which one call per parameter beats a second pass over the bucket
 
 
@@ -136,7 +136,7 @@ def make_reducer(
         return PlainReducer(parameters[::-1], bucket_mb, hook)
     holder = nn.Module()
     holder.held = nn.ParameterList(parameters)
-    # No sync: the ranks hold equal values, and a write to a parameter could break a pending backward.
+    # No init_sync: the ranks hold equal values, and a write to a parameter could break a pending backward.
     ddp = DistributedDataParallel(holder, bucket_cap_mb=bucket_mb, init_sync=False, process_group=group)
     ddp.register_comm_hook(None, lambda state, bucket: hook(bucket))
     return ddp

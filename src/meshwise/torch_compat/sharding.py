@@ -63,7 +63,7 @@ class Group:
             ("_all_gather_comm", "all-gather of parameters", "output_tensor"),
             ("_reduce_scatter_comm", "reduce-scatter of gradients", "input_tensor"),
         ):
-            if hasattr(self._group, name):  # without the attribute, its collectives run unwrapped
+            if hasattr(self._group, name):  # if torch lacks the attribute, the collectives run unwrapped
                 setattr(self._group, name, _Surrounded(getattr(self._group, name), kind, of, around))
 
     def before_reducing(self, call: Before) -> None:
@@ -101,7 +101,7 @@ class Group:
         for part in self._group.fsdp_params:
             own, wholes = part._sharded_param_data, part.all_gather_outputs
             if part.fsdp_placement.dim != 0 or len(wholes) != 1 or wholes[0].untyped_storage().size() == 0:
-                continue  # not comparable: sharded on dim 1, an FSDP extension, or not gathered now
+                continue  # not comparable: sharded on dim 1, with an `fsdp_pre_all_gather`, or not gathered
             there = wholes[0].narrow(0, rank * own.numel(), own.numel())
             if not torch.equal(there.view(torch.uint8), own.to(there).view(torch.uint8)):
                 found: nn.Parameter = part._unsharded_param
@@ -199,7 +199,7 @@ def around_method(
 
 @contextlib.contextmanager
 def _gathered(root: FSDPModule, state: Any, ran: Callable[[FSDPModule], None], output: list[Any]) -> Iterator[None]:
-    state._pre_forward(root, (None,), {})  # torch 2.11 cannot move an empty argument list to a GPU
+    state._pre_forward(root, (None,), {})  # None, because torch 2.11 cannot move an empty argument list to a GPU
     try:
         yield
     except BaseException:
