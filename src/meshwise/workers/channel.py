@@ -54,7 +54,7 @@ class WorkerChannel:
 
 def end_own_process_group() -> None:
     """Kill this worker and every process that it started, such as loader workers."""
-    if os.getpgid(0) == os.getpid():  # a worker leads its own group; never kill another
+    if os.getpgid(0) == os.getpid():  # true for a worker, which leads its group; never kill another group
         os.killpg(0, signal.SIGKILL)
     os._exit(1)
 

@@ -60,7 +60,7 @@ class FileView:
     def __init__(self, folder: str, free: Iterable[str] = ()) -> None:
         """free: files and folders, besides `free_folders`, that the program uses as they are."""
         self.files, self._gone, self.temporary = (f"{folder}/{name}" for name in ("files", "gone", "tmp"))
-        for each in (self.files, self._gone, self.temporary):  # `temporary` also holds sockets: bind is not redirected
+        for each in (self.files, self._gone, self.temporary):  # `temporary` must exist, since bind is not redirected
             os.makedirs(each, exist_ok=True)
         self._free = tuple(each + os.sep for each in (*free_folders(), *map(os.path.realpath, free), folder))
 

@@ -195,7 +195,7 @@ def serve(line: socket.socket, work: Callable[[], int], interrupted: Any = signa
     """Run the fork server: for each request, fork a process that calls `work`."""
     for ignored in (*WARNINGS, signal.SIGINT):
         signal.signal(ignored, signal.SIG_IGN)
-    gc.freeze()  # workers then never scan imported objects, whose memory pages stay shared
+    gc.freeze()  # a worker's garbage collector skips imported objects, so their memory pages stay shared
     children: dict[int, int] = {}
     wakes, wake = os.pipe()
     os.set_blocking(wake, False)
@@ -274,7 +274,7 @@ def _tell(line: socket.socket, **told: int) -> None:
 
 def _become(files: list[int]) -> None:
     """Turn this forked process into the worker: set its session, open files, environment and folder."""
-    os.setsid()  # Ctrl-C reaches only the launcher, which stops all ranks after one step
+    os.setsid()  # Ctrl-C then reaches only the launcher, which stops all ranks after the same step
     with os.fdopen(files[0], "rb") as file:
         file.seek(0)
         request: dict[str, Any] = json.load(file)

@@ -29,7 +29,7 @@ from meshwise.workers.nodes import RemoteBeat
 from meshwise.workers.stuck import STATES, Idleness, standing, state_of, stuck_child
 
 INTERVAL = 0.25  # seconds between checks
-LOST = 0.5  # maximum seconds to count between two checks: a launcher that was stopped itself has missed reports
+LOST = 0.5  # count at most this many seconds between two checks: a launcher that was stopped has missed reports
 LEAST = 2.0  # seconds: a shorter silence is ignored
 OF_STOPPED = 5.0  # seconds for a stopped process, whose silence no step, compiling or writing explains
 FEW = 5  # steps needed to know how long a step takes

@@ -288,7 +288,7 @@ class _Launcher:
         now = time.monotonic()
         self._halted_at = self._halted_at or now
         waiting = [w for w in self.workers if w.state is State.RUNNING and w.rank not in self._halting]
-        if waiting and now - self._asked > HALT_INTERVAL:  # ask again: a starting worker has missed the request
+        if waiting and now - self._asked > HALT_INTERVAL:  # ask again: a starting worker may have missed the request
             self._asked = now
             for entry in waiting:
                 self._channel.send(entry.rank, "halt")
