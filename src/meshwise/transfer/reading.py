@@ -147,7 +147,7 @@ def _look_out() -> None:
         while dist.is_initialized() and not over.wait(TICK):
             now = dict(collectives.entered)
             if now == before and not said:
-                where = user_place(sys._current_frames().get(main or 0))  # keep no frame: it would keep models alive
+                where = user_place(sys._current_frames().get(main or 0))  # a stored frame would keep models alive
                 store.set(f"{KEY}/at/{rank}", json.dumps([where, now]))
             said, before = now == before, now
 

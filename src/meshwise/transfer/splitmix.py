@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-GOLDEN = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio, odd: multiplying by it spreads consecutive integers
+GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio, made odd: multiplying by it spreads consecutive integers
 _FIRST, _SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 
