@@ -43,7 +43,7 @@ def make_folder(folder: Path) -> None:
     if lost := next(filter(is_lost, places), None):
         raise FileNotFoundError(errno.ENOENT, "the run folder was removed or moved", str(lost))
     below = itertools.takewhile(lambda place: place.absolute() not in _places, places)
-    for each in reversed([place for place in below if not place.exists()]):  # never remakes a `stay_in` folder
+    for each in reversed([place for place in below if not place.exists()]):  # excludes folders passed to `stay_in`
         each.mkdir(exist_ok=True)
 
 
