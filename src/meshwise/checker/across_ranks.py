@@ -1,4 +1,4 @@
-"""Bring what all ranks did to rank 0, and compare ranks.
+"""Gather the ranks' records on rank 0, and compare them.
 
 Values that should be equal on every rank are compared between the ranks, because rank 0 alone would not show what
 another rank got wrong. Tensors are sent as NumPy arrays, which pickle serializes a hundred times faster.
@@ -111,7 +111,7 @@ def cannot_train(divergence: Divergence) -> bool:
 
 
 def low_precision_on_any(parameters: Named) -> dict[str, str]:
-    """Return the parameters whose values are all representable in float16 or bfloat16 on some rank, with that dtype."""
+    """Return {name: dtype} of the parameters whose values on some rank all fit into float16 or bfloat16."""
     ranks = gather_objects({name: precision_of(p) for name, p in parameters.items()})
     return {name: dtype for found in ranks for name, dtype in found.items() if dtype.endswith("16")}
 
@@ -129,7 +129,7 @@ def slices_of_ranks(slices: Sequence[BatchSlice], world: World) -> tuple[list[li
 
 
 def collect_step(step: StepTrace, model: nn.Module, optimizer: Optimizer | None, *, divided: bool) -> None:
-    """Complete the trace of a step that several ranks have made."""
+    """Complete the trace of a step with the values of all ranks. Collective."""
     step.outputs, step.peers, differ = _outputs_of_ranks(step.outputs)
     step.contents = _contents_of_ranks(step.contents)
     own = to_rank_0((get_rank(everyone()), step.own_gradients, step.own_boxes), _alike())
@@ -165,7 +165,8 @@ def collect_step(step: StepTrace, model: nn.Module, optimizer: Optimizer | None,
 
 
 def _outputs_of_ranks(own: list[Output]) -> tuple[list[Output], list[list[list[Output]]], Divergence]:
-    """Gather the recorded module outputs of all ranks on rank 0."""
+    """Gather the ranks' module outputs on rank 0: one copy of each, all copies if there are several, and how far the
+    copies differ."""
     found: dict[int, list[list[Output]]] = {}
     differ: Divergence = {}
     for rank, outputs in to_rank_0((get_rank(), own), _alike()):
@@ -223,7 +224,7 @@ def _join_stages(step: StepTrace) -> None:
 
 
 def collect_run(trace: Trace) -> None:
-    """Complete the trace of a run on several ranks."""
+    """Complete the trace of a run with the values of all ranks. Collective."""
     trace.unkeyed = set().union(*gather_objects(trace.unkeyed))
     trace.random_modules = set().union(*gather_objects(trace.random_modules))
     trace.rank_divergence |= numbers_diverge("evaluation", trace.evaluation, _alike())

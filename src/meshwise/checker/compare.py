@@ -97,7 +97,7 @@ def _compared(kind: str, differences: Sequence[Difference]) -> Compared:
 
 
 def _over_ranks(differences: Iterable[Difference], divergence: Divergence) -> list[Difference]:
-    """Return the differences. Where ranks differ from each other by more, increase a difference to that."""
+    """Return the differences, each at least as large as the difference between ranks in the same value."""
     found = []
     for d in differences:
         ranks = divergence.get((d.kind, d.name), 0.0)

@@ -85,7 +85,7 @@ _Seen = tuple[Output, Parts | None, tuple[float, float] | None, Ways]
 
 
 def compared_outputs(step: int, mine: StepTrace, other: StepTrace, unseen: list[Unseen]) -> list[Difference]:
-    """Compare the module outputs of a step."""
+    """Compare the module outputs of a step. Add the outputs that cannot be compared to `unseen`."""
     theirs: dict[Any, list[Output]] = defaultdict(list)
     for output in other.outputs:
         theirs[output.key].append(output)

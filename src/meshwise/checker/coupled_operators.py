@@ -23,7 +23,7 @@ from meshwise.spec.user_code import user_place
 from meshwise.torch_compat.dispatch import intercept_operators, named_arguments, operator_name
 
 Dims = tuple[tuple[int, float], ...]
-"""Coupled (dimension, factor): this dimension of a tensor is `factor` times as long as the batch has samples."""
+"""Pairs (dimension, factor): this dimension of a tensor is `factor` times as long as the batch."""
 Coupled = dict[tuple[str, str | None, int, Dims, int], str]
 """Maps a call to its source line. The key is (operator, module or None outside of the model, number of the call,
 dimensions of the result, number of samples in the batch)."""

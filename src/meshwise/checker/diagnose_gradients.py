@@ -86,8 +86,8 @@ def _one_factor(evidence: Evidence) -> Cause | None:
 
 
 def _begins_with_a_factor(evidence: Evidence) -> str:
-    """Return a sentence if the first wrong gradient is N times, or 1/N of, that of one device, where N is a number of
-    ranks. Later gradients may be wrong in other ways, because the backward computes them from the first."""
+    """Return a sentence if the first wrong gradient is N or 1/N times the gradient on one device, where N is a number
+    of ranks. Later gradients may be wrong in other ways, because the backward computes them from the first."""
     factor, plan = evidence.first.factor, evidence.plan
     sizes = {plan.devices, plan.data, plan.shard, plan.tensor, plan.context} - {1}
     if factor is None or not any(near(factor, size) or near(factor, 1 / size) for size in sizes):

@@ -1,6 +1,6 @@
-"""Diagnose causes that one kind of state shows by itself.
+"""Diagnose causes that one kind of value shows by itself.
 
-Such state is the contents of a batch, the buffers of a module, a value that is not finite, or a metric.
+These values are the contents of a batch, the buffers of a module, values that are not finite, and metrics.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ COUNTED = (
     "to mw.distribute (write loader = mw.distribute(loader) before it), or mw.sum or mw.mean has returned the value."
 )
 UNSUMMED = "without mw.sum"
-"""The label of an evaluation loop in a script that computes its metrics from the samples of one rank only."""
+"""The label of an evaluation loop whose metrics cover the samples of one rank only."""
 
 
 def _is_not_summed(evidence: Evidence) -> bool:

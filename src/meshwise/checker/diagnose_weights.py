@@ -1,6 +1,6 @@
 """Diagnose wrong loss weights by arithmetic.
 
-It uses the scalars that a loss is computed from, and the gradients of each rank.
+The arithmetic uses the scalars that a loss is computed from, and the gradients of each rank.
 """
 
 from __future__ import annotations

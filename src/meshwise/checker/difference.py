@@ -1,6 +1,6 @@
-"""Measure differences between both sides, and decide which are faults.
+"""Measure how far one device and the plan differ.
 
-What is compared is a number or a tensor with a name.
+Numbers and tensors are compared by name. A relative difference above `LIMIT` is a fault.
 """
 
 from __future__ import annotations
