@@ -1,8 +1,8 @@
 """Compare module outputs, and list what a comparison leaves out.
 
-Outputs are rows of samples, slices, or partial sums.
+A rank's output is the rows of its samples, a slice, or a partial sum.
 
-Slices are parts of the output along the sequence dimension (positions) or along the last dimension (features).
+A slice is a part along the sequence dimension (positions) or along the last dimension (features).
 """
 
 from __future__ import annotations

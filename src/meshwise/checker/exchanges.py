@@ -1,4 +1,4 @@
-"""Record a program's own collectives, and values read before they end.
+"""Record a program's own collectives, and reads of unfinished buffers.
 
 Collectives that meshwise itself calls while the program runs do not count. In a perturbed check, the buffer that a
 collective or a point-to-point transfer writes holds NaN until it has ended.
@@ -107,7 +107,7 @@ UNREAD = ("fill_", "empty", "new_empty", "empty_like", "empty_strided", "copy_")
 
 
 def noting_nan(found: list[str], perturbed: bool) -> AbstractContextManager[Any]:
-    """Look inside the with block for operators that read a buffer before a collective or a transfer has written it."""
+    """Add to `found` the first operator inside the with block that reads a buffer before an exchange has written it."""
 
     def note(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result, name = operator(*args, **kwargs), operator_name(operator)

@@ -1,6 +1,6 @@
-"""Find mistakes that affect one device too, with their lines.
+"""Find likely mistakes in a script, with their source lines.
 
-A comparison of one device with a plan does not show them. They are found while a script runs on one device.
+They affect one device and the plan alike, so comparing the two does not show them. They are found on one device.
 
 A hint is a warning, since what it reports may be intended. It is given only if it holds for every step, or every loop,
 that was seen.
@@ -154,7 +154,7 @@ class Hints:
 
     @contextlib.contextmanager
     def noting(self) -> Iterator[None]:
-        """Watch for three kinds of calls inside the with block."""
+        """Watch zero_grad, scheduler steps and unused autograd Functions inside the with block."""
 
         def zeroed(thing: Any) -> None:
             if self._window.backwards:

@@ -1,6 +1,6 @@
 """Trace the numbers that a loss is made of, with source lines.
 
-It tells which of them is a mean over samples and which a sum.
+The trace tells which of them are means over samples, and which are sums.
 
 On one device such a number covers the whole batch, on a rank it covers only the rank's samples. The number on one
 device may be the mean of the ranks' numbers weighted by samples, their sum, or equal to each of them. At the first

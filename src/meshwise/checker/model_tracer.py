@@ -1,6 +1,6 @@
 """Trace a model as it trains: outputs, draws, gradients.
 
-It records what each module returned, which random draws it made, and when gradients were ready.
+The trace holds what each module returned, which random draws it made, and when gradients were ready.
 
 A module's output is kept as random projections of each sample's row, called sketches (see sketches.py). The ranks send
 only sketches. The sketches of all ranks together equal the sketches of one device.
@@ -98,7 +98,7 @@ class ModelTracer:
                 p.register_post_accumulate_grad_hook(partial(self._ready, clean(name)))
 
     def begin(self, step: int) -> StepTrace:
-        """Begin step number `step`, counted from 0."""
+        """Begin step number `step`, counted from 0, and return its trace."""
         self._at, self.step, self._norms_left, self._begun = (step, -1), StepTrace(), None, self._forwards
         return self.step
 
@@ -142,7 +142,7 @@ class ModelTracer:
 
     @contextlib.contextmanager
     def on_trial(self) -> Iterator[None]:
-        """Record nothing inside the with block, in which a model runs whose results the program does not get."""
+        """Record nothing inside the with block, where a model runs on trial: the program does not get its results."""
         traced, redraw = self.in_forward, self.draws.attempt()
         self.in_forward = False
         try:
@@ -152,7 +152,8 @@ class ModelTracer:
             redraw()
 
     def attempt(self, part: SplitPart) -> Callable[[], None]:
-        """Let modules draw for this part of a split tensor. Return a function that undoes what is recorded since."""
+        """Let modules draw random numbers for this part of a split tensor. Return a function that discards what is
+        recorded from now on."""
         if self._reference is not None:
             self.draws.draw_for(part, self._reference.get(self._forwards - 1, ()))
         redraw, outputs, calls = self.draws.attempt(), len(self.step.outputs), dict(self._calls)
@@ -239,7 +240,7 @@ class ModelTracer:
             self.step.modified_between_backwards.append((0, self._at[1] - 1, before, after, alike))
 
     def keyed(self, function: Callable[..., Any], rows: Sequence[Rows]) -> Callable[..., Any]:
-        """Wrap a function that evaluates a job."""
+        """Wrap a job's loss or metric function, so that its random draws do not depend on the number of ranks."""
         batches = iter(enumerate(rows))
         now: list[Any] = []  # the current batch, its number, its rows; two stages on a rank use the same batch
 
@@ -296,7 +297,7 @@ class ModelTracer:
         return len(self.draws.log) + len(self.draws.unkeyed)
 
     def _close_call(self, name: str) -> None:
-        """End a module's call."""
+        """End a module's call, and record whether the module drew random numbers."""
         if not self._open_calls:
             return
         self._running.pop()

@@ -33,7 +33,7 @@ def note_noise(noise: Named, mine: Named, others: Named) -> None:
 
 
 def noise_of(reference: Trace, actual: Trace) -> list[Noise]:
-    """Find the elements of parameters whose gradients are only rounding noise."""
+    """Return, for each step, the parameter elements whose gradients are only rounding, with the plan's values."""
     noise: dict[str, Tensor] = {}
     found = list[Noise]()
     for mine, other in zip(reference.steps, actual.steps, strict=False):

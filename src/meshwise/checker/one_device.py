@@ -1,9 +1,9 @@
 """Train on one device without a plan, as the reference.
 
-It is a plain loop, with the microbatches of the plan.
+The training is a plain loop, with the microbatches of the plan.
 
-It shares only the order of the data with the rest of meshwise. So a check also finds mistakes of meshwise's own
-training step, on any number of devices.
+It shares only the order of the data with the rest of meshwise, so a check also finds mistakes in meshwise's own
+training step.
 """
 
 from __future__ import annotations

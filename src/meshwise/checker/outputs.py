@@ -19,7 +19,8 @@ from meshwise.checker.trace import Output, StepTrace
 
 
 def output_difference(one: Output, ranks: Sequence[Output]) -> tuple[float, float] | None:
-    """Return the relative and the absolute difference between a call's output on one device and on the ranks."""
+    """Return the relative and the absolute difference between a call's output on one device and on the ranks. Return
+    None if it is unknown whether the output's rows are samples."""
     for layout, dim in (("0", 0), ("1", 1)):
         parts = [rank.sketches[layout] for rank in ranks if layout in rank.sketches]
         if layout in one.sketches and len(parts) == len(ranks) and _fits(one, ranks, dim):
@@ -68,7 +69,7 @@ def divided_outputs(one: Output, ranks: Sequence[Output]) -> Iterator[tuple[Layo
 
 
 def divided_rows(one: Output, ranks: Sequence[Output]) -> Iterator[tuple[Layout, Tensor, Tensor]]:
-    """Yield (layout, mine, theirs) for each layout in which the ranks may divide a module output."""
+    """Yield (layout, one device's sketches, the ranks' sketches) for each layout in which ranks may divide an output."""
     if len(ranks) < 2:
         return
     last = len(one.shape) - 1
@@ -94,7 +95,7 @@ def is_sum_of(one: Output, ranks: Sequence[Output]) -> bool:
 
 
 def has_rows_of_samples(one: Output, ranks: Sequence[Output]) -> bool:
-    """Return True if the shapes of a module output allow that it has one row for each sample."""
+    """Return True if the shapes of a module output are consistent with one row per sample."""
     return any(f"{dim}" in one.sketches and _fits(one, ranks, dim) for dim in (0, 1))
 
 
@@ -111,7 +112,7 @@ def _all_equal(sizes: Sequence[tuple[float, float]]) -> bool:
 
 
 def _fits(one: Output, ranks: Sequence[Output], dim: int, padded: bool = False) -> bool:
-    """Return whether the shapes allow that the ranks divide a module output by samples along `dim`."""
+    """Return whether the shapes are consistent with ranks that divide the output by samples along `dim`."""
     return all(
         len(one.shape) == len(rank.shape) > max(dim, int(padded))
         and one.shape[dim] * rank.rows == rank.shape[dim] * one.rows
@@ -159,7 +160,7 @@ class Parts:
 
 
 def peers_in(step: StepTrace) -> dict[Any, Groups]:
-    """Return the module outputs of ranks that have the same samples."""
+    """Return the outputs of each module call, in one group for each set of ranks that have the same samples."""
     sides = [[{output.key: output for output in rank} for rank in ranks] for ranks in step.peers]
     first = sides[0][0] if sides else {}
     return {
@@ -170,7 +171,7 @@ def peers_in(step: StepTrace) -> dict[Any, Groups]:
 
 
 def parts_of(one: Output, groups: Groups) -> Parts | None:
-    """Look for explanations why ranks with the same samples have different outputs of a module call."""
+    """Explain why ranks with the same samples have different outputs of a call. Return None if they are equal."""
     if all(_alike(ranks[0], other) for ranks in groups for other in ranks[1:]):
         return None
     firsts = [ranks[0] for ranks in groups]

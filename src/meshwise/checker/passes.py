@@ -22,7 +22,7 @@ class Passes:
         self._begun = 0
 
     def begin(self) -> Callable[[int, Message], None]:
-        """Report that the next run of the checked program begins."""
+        """Report that the next pass begins. Return a function that receives the workers' messages."""
         now = self._next()
 
         def received(rank: int, message: Message) -> None:

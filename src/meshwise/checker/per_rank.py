@@ -1,7 +1,7 @@
-"""Find mistakes of the per-rank view in a program's source.
+"""Find mistakes in the source of programs with the per-rank view.
 
-For `meshwise check`. Such mistakes are sums and averages over this rank's samples that the program takes for whole sums
-and averages. Values that are returned, or passed to other functions of the file, are skipped: they may be summed there.
+Such a program sees only its rank's samples, and may take a sum or a mean over them for one over all samples. Values
+that are returned, or passed to other functions of the file, are skipped: they may be summed there.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def _joins(source: Source, node: ast.AST) -> bool:
 
 
 def _may_be_joined(source: Source, name: str, behind: tuple[str, ...] = ()) -> bool:
-    """Return whether the user's function may reduce a value over the ranks, or passes it on."""
+    """Return whether the user's function may reduce a value over the ranks, or pass it on."""
     for node in (node for node in inside(source.scope) if not isinstance(node, ast.For) or reads(node.iter, name)):
         if isinstance(node, ast.Global | ast.Nonlocal) and name in node.names:
             return True
@@ -162,8 +162,8 @@ def _is_size(node: ast.expr) -> bool:
 
 
 def divided_evaluations(places: Iterable[tuple[str, int]], count: int) -> Iterator[str]:
-    """Yield a warning for each evaluation that divides its loss as the training does, which adds up the gradients of
-    `count` backwards. places: the lines of the loops that evaluate."""
+    """Yield a warning for each evaluation that divides its loss by `count`, the number of backwards in a training step.
+    places: the lines of the loops that evaluate."""
     for file, line in places if count > 1 else ():
         sources = sources_in(file)
         names = [name for source in sources for name in _divisors(source)]

@@ -1,11 +1,10 @@
-"""Report figures that a plan's proof in float64 leaves uncompared.
+"""Warn of what a proof in float64 cannot show.
 
 A cast to a lower precision that only one side makes has no effect in float64. In the plan's own precision it shows as
-larger rounding. Numbers that a script computes itself are in no trace. After a loss that is not finite, nothing is
-proven.
+larger rounding. After a value that is not finite, nothing is proven.
 
-If only the plan keeps parameters or moments in a lower dtype, this shows because the dtype can represent all of their
-values.
+If only the plan keeps parameters or moments in a lower dtype, this shows because that dtype holds all their values
+exactly.
 """
 
 from __future__ import annotations
@@ -39,7 +38,8 @@ OTHER_STEPS = (
 
 
 def rounding_warnings(rounded: Sequence[Comparison], dtypes: Dtypes) -> Iterator[str]:
-    """Yield a sentence if the loss in step 1 has a much larger rounding error under the plan than on one device."""
+    """Yield a sentence if the loss or gradients of step 1 have a much larger rounding error under the plan than on one
+    device."""
     if not rounded:
         return
     least = max(torch.finfo(EPS[name]).eps for name in dtypes.by_field.values())
@@ -54,8 +54,8 @@ def rounding_warnings(rounded: Sequence[Comparison], dtypes: Dtypes) -> Iterator
 
 
 def kept_coarser(rounded: Sequence[Trace]) -> Iterator[str]:
-    """Yield a sentence if the plan seems to keep parameters in bfloat16 or float16 between steps, but one device does
-    not."""
+    """Yield a sentence if the plan seems to keep parameters or optimizer state in bfloat16 or float16 between steps,
+    but one device does not."""
     kinds = {"parameters are": "parameters", "the optimizer's state is": "optimizer_state"}
     noise = _of_rounding(rounded[0].steps[0]) if rounded else set()
     for what, kind in kinds.items() if len(rounded) == 2 else ():

@@ -32,7 +32,8 @@ ALONE = "This counts the samples of one rank only: use mw.sum(total) / mw.sum(co
 
 
 def printed_otherwise(one: Printed, many: Printed, devices: str, again: Printed = ()) -> tuple[list[str], list[str]]:
-    """Find the source lines of a script that print different numbers on `devices` than on one device."""
+    """Return sentences about lines of a script that print other numbers on `devices` than on one device: first the
+    wrong ones, then the harmless ones, such as a time."""
     wrong, harmless = list[str](), list[str]()
     ours, theirs, once_more = map(_by_line, (one, many, again))
     for line in sorted(ours.keys() & theirs.keys()):

@@ -2,7 +2,7 @@
 
 A job runs under a plan, a script on any number of devices.
 
-Nothing in this file trains. It calls the same code that applies a plan, makes a step and evaluates in an ordinary run.
+This file has no training code: it calls the code that applies a plan, makes a step and evaluates in an ordinary run.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ RESUMED = 2  # resume twice, since the state that a resumed run saves may be inc
 
 
 def watch_script(script: Callable[[], object], spec: CheckSpec, draws: Draws | None, seed: int) -> ProgramTrace | None:
-    """Run `script` in this process as `python script.py` would, until it has made the steps that `spec` asks for."""
+    """Run `script` in this process as `python script.py` would, until it has made the steps that `spec` asks for. Rank
+    0 returns the trace."""
     engine = default_engine()
     watcher = EngineWatcher(engine, spec, seed, draws)
     seed_all(seed)
@@ -86,7 +87,7 @@ def _leave_own(leave: Callable[..., None]) -> Callable[..., None]:
 
 @contextlib.contextmanager
 def _disturbed(spec: CheckSpec, seed: int) -> Iterator[list[str]]:
-    """Look for races inside the with block if `spec.perturb` is True."""
+    """Yield a list that receives the races found inside the with block, if `spec.perturb` is True."""
     found: list[str] = []
     if not spec.perturb:
         yield found
@@ -126,7 +127,7 @@ class _Run:
     state: RunState
 
     def begin(self) -> None:
-        """Prepare the engine and the model for training. The watcher that records the run is attached to the engine."""
+        """Attach the watcher to the engine, and set the model to training mode."""
         self.engine.watch(self.watcher)
         if self.state.scheduler is not None:
             self.engine.given.schedulers.add(self.state.scheduler)
@@ -134,7 +135,7 @@ class _Run:
 
 
 def watch_job(job: Job, spec: CheckSpec, draws: Draws) -> ProgramTrace | None:
-    """Train `job` under the plan of `spec`, and evaluate it."""
+    """Train `job` under the plan of `spec`, and evaluate it. Rank 0 returns the trace."""
     engine = make_engine(join(), spec.plan)
     watcher = EngineWatcher(engine, spec, job.seed, draws, job=job)
     run: _Run | None = None

@@ -57,5 +57,5 @@ class DevicesLeft:
         return len(self._left)
 
     def use(self, count: int) -> None:
-        """Use the first `count` of the devices that `left` has counted in its last call."""
+        """Use the first `count` of the devices that the last call of `left` counted."""
         self._used = self._left[:count]

@@ -1,4 +1,4 @@
-"""Run in processes that torchrun, srun or mpirun started."""
+"""Run a program in processes that torchrun, srun or mpirun started."""
 
 from __future__ import annotations
 

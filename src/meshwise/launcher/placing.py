@@ -39,7 +39,8 @@ ASKED = "asked"
 
 
 def placed(options: RunOptions, environment: Mapping[str, str] = os.environ) -> tuple[RunOptions, bool]:
-    """Return the options, and whether this process is a rank that another launcher, such as srun, has started."""
+    """Fill in the machines that a launcher such as srun has set up. Return the options, and whether this process is a
+    rank."""
     place = place_in(environment)
     if place.size == 1:
         return options, False
@@ -55,7 +56,8 @@ def placed(options: RunOptions, environment: Mapping[str, str] = os.environ) -> 
 
 
 def ask_for_kind(devices: str | None, place: Place) -> None:
-    """Choose the CPU as this rank's device if the option `--devices` asks for CPU workers."""
+    """Use the CPU for this rank if `--devices` asks for it. Raises UsageError if it names others than the first
+    devices."""
     request = parse_devices(devices or "all")
     if request.indices not in (None, tuple(range(place.tasks_here))):
         raise UsageError(
@@ -140,7 +142,8 @@ def refuse_running(options: RunOptions) -> None:
 
 
 def run_in(folder: Path, program: object) -> dict[str, Any]:
-    """Return the record of the run in a folder."""
+    """Return the record of the run in a folder, or {} if there is none. Raises MeshwiseError if the run must not
+    continue."""
     if not (folder / names.RUN).exists():
         return {}
     facts = names.read_run(folder)

@@ -1,4 +1,4 @@
-"""Predict: start the workers, join what they return, summarize it."""
+"""Predict: start the workers, then join and summarize their results."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ shown_by(Predictions, lambda found, width: summary(found))
 
 
 def _check_out(options: PredictOptions) -> None:
-    """Raise UsageError, before any worker starts, if the output file exists."""
+    """Raise UsageError, before any worker starts, if the output exists and must not be overwritten."""
     if options.out is not None:
         out = Path(options.out)
         if out.exists() and (not options.overwrite or not out.is_file()):
@@ -91,7 +91,7 @@ def _check_out(options: PredictOptions) -> None:
 
 
 def _job_of(options: PredictOptions) -> Job:
-    """Return the job to predict."""
+    """Return the job that the options describe."""
     given, data, args = options.job, options.data, [*options.args]
     if isinstance(data, str | Path):
         file, _, name = str(data).rpartition(":")

@@ -81,7 +81,7 @@ def run(options: RunOptions) -> RunSummary:
     """Train a job on the devices, show its progress, and keep its records in a new run folder.
 
     The job is a Job, or a word as on the command line (`mnist-mlp`, `train.py:job`). The plan is a Plan or a plan file.
-    Raises UsageError if it cannot be run, WorkerFailed if a worker fails.
+    Raises UsageError if the job cannot be run, WorkerFailed if a worker fails.
     """
     return start_job(options, Console())[0]
 
@@ -92,7 +92,8 @@ def start_job(
     began: float | None = None,
     starts: Callable[[RunOptions], object] = lambda options: None,
 ) -> tuple[RunSummary, int]:
-    """Run the job of the options in workers, or in this process if another launcher (torchrun) started it."""
+    """Run a job in workers, or in this process if torchrun or the like started it. Return the summary and the exit
+    code."""
     if options.resume is not None:
         options = options.resumed(names.read_run(run_and_checkpoint(Path(options.resume))[0]))
     if options.folder is not None:
@@ -151,7 +152,7 @@ def _job_program(job: Named, options: RunOptions, world: World) -> LaunchedProgr
 
 
 def predicted_of_run(options: RunOptions, job: Named, plan: Plan) -> dict[str, Any]:
-    """Return an entry for run.json about the prediction in the plan file."""
+    """Return run.json's entry about the prediction in the plan file, or {} if the file has none."""
     predicted = prediction_in(options.plan.text) if isinstance(options.plan, PlanText) else None
     if predicted is None or not isinstance(options.plan, PlanText):
         return {}

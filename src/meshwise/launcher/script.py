@@ -40,7 +40,7 @@ def start_script(
     began: float | None = None,
     starts: Callable[[RunOptions], object] = lambda options: None,
 ) -> int:
-    """Run a script on all devices, with one process for each device."""
+    """Run a script on all devices, with one process for each device. Return the exit code."""
     script = Path(str(options.job))
     if options.resume is not None:
         raise UsageError(

@@ -3,8 +3,8 @@
 On several machines, the leader decides, and the other machines follow.
 
 If machines share the run's folder, the one that claims the next attempt there continues the run (records/claims.py).
-Otherwise machine 0 continues it, as it has the saved states. So the two halves of a split network never both continue.
-"""
+Otherwise machine 0, which has the saved states, continues the run. So the two halves of a split network never both
+continue. """
 
 from __future__ import annotations
 
@@ -35,8 +35,7 @@ Reports = dict[Member, dict[str, Any]]
 
 @dataclass
 class Alone:
-    """The machine of a run on a single machine. The launcher uses it in the same way as `Several`, which stands for
-    several machines."""
+    """The machine of a run on a single machine. It has the same methods as `Several`."""
 
     size: int
     lock: FolderLock | None = None
@@ -61,7 +60,8 @@ class Alone:
         return False
 
     def go_on(self, restarts: Restarts, error: WorkerFailed, size: int, halt: Halt) -> tuple[WorkerFailed, str]:
-        """Begin the next attempt of the run."""
+        """Begin the next attempt. Return the error that ended the last one and a sentence, or raise the error to give
+        up."""
         if (last := error if halt.ends else restarts.after(error)) is not None:
             raise last
         try:
@@ -141,7 +141,8 @@ class Several:
         return more > 0 and restarts.could_use(self.nodes.size + more) > self.nodes.size
 
     def go_on(self, restarts: Restarts, error: WorkerFailed, size: int, halt: Halt) -> tuple[WorkerFailed, str]:
-        """Agree with the other machines on the next attempt of the run, after the workers of an attempt have ended."""
+        """Agree with the other machines on the next attempt, after an attempt has ended. Return what `Alone.go_on`
+        does."""
         before, look = self.nodes, partial(_look, halt)
         self.machines.report({**_facts(error), "size": size, "stopped": halt.ends})
         told = self.machines.next(look)
@@ -155,7 +156,8 @@ class Several:
         return _as_seen(news["error"], before), str(news["sentence"])
 
     def _decide(self, restarts: Restarts, look: Look) -> Nodes | dict[str, Any]:
-        """Decide whether the run continues, with which machines and plan, or how it ends."""
+        """Decide whether the run continues. Return the machines of the next attempt, or the facts of the error that
+        ends it."""
         reports = self.machines.reports(look)
         error = _error_of(reports)
         joined = all(report["code"] == JOINED for report in reports.values())
@@ -198,7 +200,7 @@ class Several:
         return members
 
     def _claim(self, restarts: Restarts, reports: Reports, look: Look) -> None:
-        """Claim the next attempt for this machine."""
+        """Claim the next attempt for this machine. Raises _NotHere if this machine may not continue the run."""
         first, before, here = self.machines.me.node == 0, len(self.nodes.members), len(reports)
         if not (first or self.shares):
             raise _NotHere("Machine 0, which has the saved states, is lost: start the run again on all machines.")
@@ -239,7 +241,7 @@ def _facts(error: WorkerFailed) -> dict[str, Any]:
 
 
 def _as_seen(told: Mapping[str, Any], nodes: Nodes) -> WorkerFailed:
-    """Convert a failure that a machine reported to the error that this machine shows."""
+    """Return the error that this machine shows for a failure that some machine has reported."""
     failure = None if told["failure"] is None else Failure(**told["failure"])
     here = range(nodes.first_rank, nodes.first_rank + nodes.me.size)
     own = failure is None or failure.rank in here or failure.kind == "lost"

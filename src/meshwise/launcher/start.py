@@ -66,7 +66,7 @@ def start(make: Callable[[World], LaunchedProgram], options: RunOptions, began: 
 
 
 def worker_slots(options: RunOptions) -> list[WorkerSlot]:
-    """Return the worker slots for the devices that `--devices` names."""
+    """Return the worker slots for the devices that `--devices` names, or for as many as the plan needs."""
     every = find_devices(parse_devices("all" if options.devices is None else options.devices))
     if options.devices is not None or options.nnodes > 1 or not options.gives_plan:
         return every
@@ -158,8 +158,7 @@ def _recorded(started: Started, options: RunOptions, began: float, *, begins: bo
 
 
 def _earlier_start_holds(run: Mapping[str, Any]) -> bool:
-    """Return whether the scheduler has started this job again, and the run's last attempt was made by an earlier
-    start."""
+    """Return whether an earlier start of this scheduler job made the run's last attempt."""
     here = place_in(os.environ).record()
     sessions = run.get("sessions") if here else None
     last = sessions[-1] if sessions else {}
@@ -169,7 +168,7 @@ def _earlier_start_holds(run: Mapping[str, Any]) -> bool:
 def supervised(
     started: Started, console: Console, limit: float | None = None, forks: Forks | None = None
 ) -> tuple[list[Any], int]:
-    """Announce and run a program."""
+    """Announce and run a program. Return the workers' results and the exit code."""
     program, slots = started.program, started.slots
     plan = "" if program.plan is None else f"{program.plan}  "
     machines, nodes = started.machines, started.machines.nodes

@@ -64,7 +64,7 @@ class SubmitOptions:
 def prepare(
     options: SubmitOptions, run: RunOptions, typed: Mapping[str, Any], arguments: Sequence[str], sbatch: Sequence[str]
 ) -> BatchJob:
-    """Return the facts for the batch script of a new run."""
+    """Check the options of a new run. Return the job from which its batch script is written."""
     if run.job is None:
         raise UsageError(
             "meshwise submit needs a job such as train.py:job, or the folder of a run that was submitted before."
@@ -94,7 +94,7 @@ def prepare(
 
 
 def send(job: BatchJob, word: str, arguments: Sequence[str]) -> tuple[Path, str | None]:
-    """Make the run folder and submit the batch script."""
+    """Make the run folder, and submit the batch script. Return its path and the job number (None without sbatch)."""
     _refuse_missing(job.site.secrets, job.site.file)
     try:
         job.run.mkdir(parents=True)
@@ -123,7 +123,7 @@ def send(job: BatchJob, word: str, arguments: Sequence[str]) -> tuple[Path, str 
 
 
 def send_again(run: Path, options: SubmitOptions, sbatch: Sequence[str]) -> tuple[Path, str | None]:
-    """Submit a run's batch script again, with the current program."""
+    """Submit a run's batch script again, with the current program. Return what `send` does."""
     facts, (sent, task) = names.read_run(run), array_of(run)
     if not (sent / SCRIPT).is_file():
         raise UsageError(f"{run} was not started by meshwise submit. Use meshwise run --resume {run}")
@@ -196,7 +196,7 @@ def _sent(run: Path, words: Sequence[str] = ()) -> str | None:
 
 
 def is_run(word: str) -> bool:
-    """Return whether a word is the name of a run in `runs`, or its folder."""
+    """Return whether a word is the name of a run in `runs`, or a run's folder."""
     return bool(word) and any((folder / names.RUN).is_file() for folder in (Path("runs", word), Path(word)))
 
 

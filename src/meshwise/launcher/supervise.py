@@ -189,7 +189,7 @@ def supervise(
     limit: float | None = None,
     forks: Forks | None = None,
 ) -> tuple[list[Any], int]:
-    """Launch workers on the slots, show the run, and restart it as its `restarts` allow."""
+    """Launch workers, show the run, and restart it while `restarts` allows. Return the results and the exit code."""
     restarts, machines, slots = started.restarts, started.machines, started.slots
     halt, forks = Halt(), forks or Forks(PRELOAD, stays=True)
     with LiveView(console) as view, forwarded_signals(halt, view), halt.after(limit):

@@ -1,6 +1,6 @@
 """Import what a rank needs to train.
 
-It is imported on first use, because the launcher of a job can often do without it.
+This module is imported on first use, because the launcher of a job can often do without it.
 """
 
 from meshwise.training.job.loop import run_job as run_job

@@ -1,6 +1,6 @@
 """Predict a run: trace on fake tensors, price, simulate, search.
 
-The real step is traced, and priced on a machine.
+The program's real step is traced, and its operators are priced for a machine.
 """
 
 from meshwise.spec.lazy import files_of

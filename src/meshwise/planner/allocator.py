@@ -1,7 +1,7 @@
-"""Replay torch's caching allocator: reserved memory, and whether a cap holds.
+"""Replay allocations in a model of torch's caching allocator.
 
-The rules of c10/cuda/CUDACachingAllocator.cpp (pytorch@001074d2; defaults of c10/core/AllocatorConfig.h), as long as no
-PYTORCH_ALLOC_CONF changes them: `round_size`, `get_allocation_size`, `get_free_block`, `should_split`,
+The model has the rules of c10/cuda/CUDACachingAllocator.cpp (pytorch@001074d2; defaults of c10/core/AllocatorConfig.h),
+unless PYTORCH_ALLOC_CONF changes them: `round_size`, `get_allocation_size`, `get_free_block`, `should_split`,
 `try_merge_blocks`, `release_cached_blocks`. Not modeled: blocks that `record_stream` keeps longer, and expandable
 segments, which reserve less.
 """
@@ -171,7 +171,7 @@ def replay(works: Sequence[Work], cap: int | None = None, first: Sequence[int] =
 def _events(works: Sequence[Work], first: Sequence[int]) -> Iterator[Allocate | Free]:
     for number, size in enumerate(first):
         yield Allocate(-1 - number, size, "temporary")
-    for work in works:  # `replay` skips storages of an earlier work
+    for work in works:  # `replay` skips held storages that it knows
         yield from work.held
         yield from (event for event in work.events if not isinstance(event, Launch))
 
@@ -190,7 +190,7 @@ class Total:
 
 
 def reserved_on(works: Sequence[Work], name: str, capacity: int | None = None) -> int:
-    """Return the peak of the bytes that the caching allocator reserves in the steps `works`."""
+    """Return the peak bytes that the caching allocator reserves in the steps `works`, within `capacity` if possible."""
     known = part(name)
     first = [workspace(known.architecture if known else "")]
     reserved = replay(works, first=first).reserved

@@ -65,7 +65,7 @@ def candidates(space: Space) -> list[Plan]:
 
 
 def _edits() -> list[dict[str, Any]]:
-    """Return the plan options to try with a mesh, with and without each option that a technique names."""
+    """Return all combinations of the options that techniques propose to try with a mesh."""
     edits: list[dict[str, Any]] = [{}]
     for field in fields(Plan):
         edits += [edit | {field.name: value} for edit in edits for value in field.metadata.get("tries", ())]
@@ -92,7 +92,8 @@ def savers(plan: Plan, space: Space) -> list[Plan]:
 
 
 def _made(settings: Sequence[str], values: Mapping[str, Any], start: Plan) -> Plan | None:
-    """Return the plan `start` with the fields `values` replaced, and then changed by `settings`."""
+    """Return the plan `start` with the fields `values` replaced, then changed by `settings`, or None if it is
+    invalid."""
     try:
         return plan_from_settings(settings, replace(start, **values))
     except PlanError:

@@ -175,7 +175,7 @@ class ClosedForm:
         return turns * (forward + back + send) + reduce + alone
 
     def _step(self, plan: Plan, part: float) -> float:
-        """Return the seconds of the optimizer step, including the broadcast where replicas divide the state."""
+        """Return the seconds of the optimizer step, with the broadcast if replicas divide the optimizer state."""
         divided = part / (plan.shard * plan.state_parts)
         sent = self._one("broadcast", part, plan.state_parts, plan.within_samples * plan.shard)
         return (self._model.stepped or STEPPED) * divided / self._memory_rate + sent

@@ -41,7 +41,8 @@ class Group:
 
 
 def collective_seconds(collective: CollectiveOperation, machine: Machine) -> Priced | None:
-    """Estimate how long a collective takes after its last rank has begun it."""
+    """Estimate how long a collective takes once all ranks have begun it. Return None if the speed of a link is
+    unknown."""
     if max(collective.ranks, default=0) >= len(machine.devices):
         raise ValueError(f"{machine.name} has {len(machine.devices)} devices, but no rank {max(collective.ranks)}")
     if collective.size == 0 or len(set(collective.ranks)) < 2:
@@ -68,7 +69,7 @@ def group_of(ranks: Sequence[int], machine: Machine) -> Group:
 
 
 def _measured(collective: CollectiveOperation, machine: Machine, group: Group, backend: str) -> Priced | None:
-    """Estimate the time of a collective from the machine's measurements of this kind of collective."""
+    """Estimate the time of a collective from the machine's measurements of this kind. Return None if none applies."""
     tables = [c for c in machine.collectives if c.kind == collective.kind and c.backend == backend]
     if not tables:
         return None
@@ -91,7 +92,8 @@ def _of_table(table: Timings, size: int, network: bool) -> Priced:
 
 
 def _scaled(table: MeasuredCollective, ranks: int, size: int) -> float:
-    """Scale a ring's latency by its steps, and the rest by the bytes on the busiest link."""
+    """Scale a measured time to `ranks` ranks: the latency by a ring's steps, the rest by the bytes on the busiest
+    link."""
     timings = in_step(table.timings)
     whole = seconds_at(timings, size)
     latency = min(seconds_at(timings, 1), whole)

@@ -2,8 +2,8 @@
 
 The error (spread) of a constant says how far the true value may lie from it.
 
-Figures of a device model or a link are in hardware/catalog.toml. Constants with a source that says so were fitted to
-published runs by bench/fit.py, and do not change until it is run again. No constant is specific to a model, a data set
+Figures of a device model or a link are in hardware/catalog.toml. Some constants were fitted to published runs by
+bench/fit.py, as their source says. They change only if it is run again. No constant is specific to a model, a data set
 or a published run. `digest()` identifies this table in a scoreboard.
 """
 

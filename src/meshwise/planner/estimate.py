@@ -99,7 +99,7 @@ class Edit:
 
 
 def edits(of: Estimate, others: Sequence[Estimate]) -> list[Edit]:
-    """Return small changes of a plan that save memory or time, the fastest first."""
+    """Return the small changes that turn `of` into one of `others` and save memory or time, the fastest first."""
     found: list[Edit] = []
     for other in others:
         changes = _changes(of.plan, other.plan)

@@ -11,7 +11,7 @@ import torch
 import torchmetrics
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, get_worker_info
 
-from tests.training.whole.shared import Distribute
+from tests.training.whole.shared import Distribute, step, usual
 
 
 def _batches(distribute: Distribute, rows: int = 13) -> Any:
@@ -164,3 +164,14 @@ def rows_of_a_batch_as_data(distribute: Distribute) -> list[float]:
         x, answers = next((x, model(x)) for x in loader)
     taught = distribute(DataLoader(TensorDataset(x, answers), 4, shuffle=True))
     return [number for a, b in taught for number in (a.sum().item(), b.square().sum().item())]
+
+
+def a_loss_beyond_float32(distribute: Distribute) -> list[float]:
+    """A loss is read after its backward, also multiplied to more than its dtype can hold."""
+    model, optimizer, loader = usual(distribute)
+    left: list[float] = []
+    for x, y in loader:
+        loss = torch.nn.functional.cross_entropy(model(x), y)
+        left += [step(loss, optimizer), (loss / 3).item(), float((loss.float() * 1e39).isinf())]
+        left += [float((loss.float() * 1e39).item() > 1e300)]
+    return left

@@ -1,4 +1,4 @@
-"""Judge what ranks read, tick and print: batches, samples, schedules, metrics.
+"""Judge how ranks read samples, step schedulers and print metrics.
 
 A tick is one step of a learning rate scheduler. Tested in tests/checker/test_plain_scripts.py.
 """
@@ -90,7 +90,7 @@ def _shares(passes: Sequence[Pass], trained: bool, agrees: bool, once: str) -> I
 
 
 def _whole(passes: Sequence[Pass], size: int, trained: bool) -> Iterator[Finding]:
-    """Yield a finding if a script trains and each rank reads all samples."""
+    """Yield a finding for a loop in which each rank reads all samples, if it trains or joins the ranks' results."""
     first, ranks = passes[0], len(passes)
     if trained:
         evidence = f"each of {ranks} ranks reads all {size} samples of an epoch."
@@ -152,7 +152,7 @@ def _steps_of_pass(record: Record) -> float:
 
 
 def _whole_steps(steps: float, horizon: float) -> float:
-    """Round the number of optimizer steps in an epoch."""
+    """Round the number of optimizer steps in an epoch so that it divides the schedule's length, if it can."""
     whole = (each for each in (math.floor(steps), math.ceil(steps)) if each and horizon % each == 0)
     return next(whole, steps)
 

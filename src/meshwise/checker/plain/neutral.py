@@ -1,7 +1,7 @@
 """Take dropout, compiled code and GPUs out of a plain script.
 
-On the ranks, batch norm normalizes the samples of each rank separately. One process repeats this with parts of its
-batch. `.to(rank)`, `.cuda()`, `device_ids=[rank]` and nccl mean the CPU and gloo, unless torch finds a GPU.
+Batch norm runs separately on each rank's samples, so the one process runs it on the same parts of its batch. Without a
+GPU, `.to(rank)`, `.cuda()` and `device_ids=[rank]` mean the CPU, and nccl means gloo.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ class _Moving(TorchFunctionMode):
 
 
 def _cpu_for(device: Any) -> Any:
-    """Return "cpu" if the argument names a GPU, because the check runs the script on CPUs."""
+    """Return "cpu" for an argument that names a GPU, and any other argument unchanged."""
     is_number = isinstance(device, int) and not isinstance(device, bool)
     named = isinstance(device, str) and device.startswith(GPU)
     return "cpu" if is_number or named or (isinstance(device, torch.device) and device.type == GPU) else device

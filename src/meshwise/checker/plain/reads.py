@@ -143,7 +143,7 @@ class Reads:
         return loop
 
     def _enough(self, loop: _Loop) -> bool:
-        """Return True if the loop should go on with its last batches."""
+        """Return True if the loop has read enough batches, and should skip to its last ones."""
         made, now = self._made - loop.made_before, loop.read
         wanted = self._steps if now.number == 0 else min(self._steps, LATER_STEPS)
         return made >= wanted - 1 if now.trained else len(now.given) >= EVALUATED and len(loop.batches) > WHOLE

@@ -28,7 +28,7 @@ def names_accelerate(script: Path) -> bool:
 def watch(
     script: Callable[[], object], steps: int, seed: int, follow: Follow | None, accelerate: bool
 ) -> Record | None:
-    """Run the script on this rank and return a record of it."""
+    """Run the script on this rank and return a record of it. Return None if the script calls meshwise."""
     if accelerate and find_spec("accelerate") is not None:
         import_module("accelerate")  # imported early, to patch its methods before the script stores one
     record = watch_plain(script, steps, seed, follow, rank_context().world.rank)

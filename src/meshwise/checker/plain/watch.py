@@ -1,4 +1,4 @@
-"""Watch what one rank of a plain script computes, steps and prints."""
+"""Watch the computation, optimizer steps and output of a plain script."""
 
 from __future__ import annotations
 

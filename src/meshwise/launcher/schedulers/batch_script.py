@@ -39,7 +39,7 @@ class BatchJob:
 
 
 def nodes_of(text: str) -> tuple[int, int]:
-    """Parse a number of nodes such as `4` or `2-8`."""
+    """Return the smallest and the largest number of nodes that `4` or `2-8` stands for."""
     if not _NODES.fullmatch(text):
         raise UsageError(f"--nodes must be a number such as 4, or a range such as 2-8, but it is {text}.")
     low, _, high = text.partition("-")

@@ -56,7 +56,7 @@ def queue(jobs: Iterable[str]) -> dict[str, Queued]:
 
 
 def queued(job: str) -> Queued | None:
-    """Return the queue entry of a job as `queue` does. Return None if the job is not in the queue."""
+    """Return the queue entry of a job, or None if the job is not in the queue."""
     return queue([job]).get(job)
 
 
@@ -73,7 +73,7 @@ def _queue() -> str:
 
 
 def newest(jobs: Sequence[str]) -> Queued | None:
-    """Return the queue entry of a run's newest job."""
+    """Return the queue entry of the last of a run's jobs, or None if it is not in the queue."""
     return queued(jobs[-1]) if jobs else None
 
 

@@ -36,7 +36,7 @@ storage_offset is_contiguous __hash__ requires_grad_ .shape .dtype .device .requ
 .layout .itemsize .is_cuda .is_cpu .is_meta .is_sparse .is_quantized .names .output_nr ._version .is_nested"""
 _PLAIN = {*PLAIN.split()}
 _as_subclass, _item, _tolist = Tensor.as_subclass, Tensor.item, Tensor.tolist  # originals that the whole view replaces
-NUMBERS: dict[torch.dtype, Callable[[float], Any]] = {torch.float32: numpy.float32, torch.float64: float}
+NUMBERS: dict[torch.dtype, Any] = {torch.float32: numpy.float32, torch.float64: numpy.float64}
 
 heard: list[Callable[[str, Args, Kwargs], None]] = []
 """Called with each operator on batches and terms while a step is observed (training/guards/same_program.py)."""
@@ -145,7 +145,9 @@ class Term(Tensor):
         """See `torch.Tensor.item`."""
         with on_parts():
             found, number = self.known.get(reduce=True), NUMBERS.get(self.dtype)
-            return float(number(found)) if number and isinstance(found, float) else _item(value_of(self))
+            if number is not None and isinstance(found, float) and abs(found) < 1e38:  # numpy warns about an overflow
+                return number(found).item()
+            return _item(value_of(self))
 
 
 def term(local: Tensor, axis: Axis, known: Known | None = None, assumed: int = 0) -> Term:
@@ -168,7 +170,7 @@ def value_of(value: Term) -> Tensor:
         found = value.known.get(reduce=True)
         assert found is not None
         if not isinstance(found, Tensor):
-            found = value.known.value = torch.full(value.shape, found, dtype=value.dtype)
+            found = value.known.value = torch.full(value.shape, found, dtype=torch.float64).to(value.dtype)
         found = found if found.shape == value.shape else found.reshape(value.shape)
         return found if found.dtype == value.dtype else found.to(value.dtype)
 
