@@ -69,7 +69,7 @@ def divided_outputs(one: Output, ranks: Sequence[Output]) -> Iterator[tuple[Layo
 
 
 def divided_rows(one: Output, ranks: Sequence[Output]) -> Iterator[tuple[Layout, Tensor, Tensor]]:
-    """Yield (layout, one device's sketches, the ranks' sketches) for each layout in which ranks may divide an output."""
+    """Yield (layout, one device's sketches, ranks' sketches) for each layout in which ranks may divide an output."""
     if len(ranks) < 2:
         return
     last = len(one.shape) - 1

@@ -25,8 +25,8 @@ ROUNDING = 100 * LIMIT  # relative to the target; loose, since a step can magnif
 
 @dataclass(frozen=True)
 class RankWeights:
-    """The weights with which the ranks' own gradients add up to the gradient of the loss. A rank has one gradient of
-    its own for each microbatch."""
+    """The weights with which the ranks' own gradients add up to the gradient of one device, and to that of the plan. A
+    rank has one gradient of its own for each microbatch."""
 
     columns: list[tuple[int, int]]
     one: list[float] | None
@@ -40,7 +40,7 @@ class RankWeights:
 
 
 def weights_in(reference: StepTrace, actual: StepTrace, names: Iterable[str] | None = None) -> RankWeights | None:
-    """Find weights with which the ranks' own gradients add up to the gradient of one device."""
+    """Find weights with which the ranks' own gradients add up to the gradients of one device and of the plan."""
     own = {column: g for column, g in sorted(actual.own_gradients.items()) if g}
     most = NOISE * largest(reference.gradients.values())
     wanted = [n for n, g in reference.gradients.items() if largest([g]) > most] if names is None else list(names)

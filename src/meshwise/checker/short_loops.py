@@ -1,6 +1,6 @@
 """Cut a script's loops short, and make their last batch ragged.
 
-This keeps a check short.
+A ragged batch is one that the ranks cannot divide evenly.
 
 A training loop ends after the wanted steps, an evaluation loop after three batches. Each later epoch has the batches of
 one step, so that the check sees an evaluation after the training. A script is ended after `AFTER` further backward

@@ -154,7 +154,7 @@ class Batches:
     spec: CheckSpec
 
     def of_step(self, step: int, epoch: int, index: int) -> tuple[int, int, Tensor]:
-        """Return (epoch, position, indices) for a step."""
+        """Return (epoch, position after the step, sample indices) of a step that begins at `epoch` and `index`."""
         last = 0 < step == self.spec.steps - 1
         if index >= self.samples or (last and index):
             epoch, index = epoch + 1, 0

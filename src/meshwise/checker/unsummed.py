@@ -1,6 +1,6 @@
 """Find evaluation loops that never reduce across ranks.
 
-Each rank of a per-rank program then has results for its own samples only, unlike one device.
+After such a loop, each rank of a per-rank program has results for its own samples only.
 
 An evaluation is a loop over a distributed loader that has no backward and runs a distributed model in its first batch.
 A `mw.sum`, `mw.mean` or `mw.gather_samples` may still come after the loop, so the loop is reported only when the next

@@ -1,4 +1,4 @@
-"""Turn casts to low precision inside a model into float64.
+"""Turn a model's casts to low precision into casts to float64.
 
 Casts to float32 and below become casts to float64. Casts to complex64 become casts to complex128.
 

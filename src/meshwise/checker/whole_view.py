@@ -56,7 +56,7 @@ class RowDraws(KeyedDraws):
 
 
 def own_rows(engine: Engine, part: BatchSlice, batch: Any) -> tuple[BatchSlice, Any]:
-    """Return this rank's slice of a batch, and its tensors."""
+    """Return this rank's slice of a batch, and the batch with this rank's rows only."""
     count, world = len(part.indices), engine.world
     if engine.whole is None or count < part.micro or world.size == 1:
         return part, batch

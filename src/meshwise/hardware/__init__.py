@@ -1,6 +1,6 @@
 """Find, describe, measure and judge devices and links.
 
-It also decides which worker gets which device and cores.
+This package also decides which worker gets which device and cores.
 """
 
 from meshwise.spec.lazy import files_of

@@ -75,7 +75,7 @@ def memory_limit(root: Path = ROOT, own: Path = OWN) -> int | None:
 
 
 def memory_left(root: Path = ROOT, own: Path = OWN) -> int | None:
-    """Return how many bytes remain below the memory limit."""
+    """Return how many bytes remain below the memory limit. Returns None if there is no limit."""
     return min((max(limit - used, 0) for limit, used in _memory(root, own)), default=None)
 
 

@@ -125,7 +125,7 @@ def default_devices() -> str:
 
 
 def sizes_for(slots: Sequence[WorkerSlot], words: str | None) -> tuple[int, ...]:
-    """Return the message sizes that `words` names."""
+    """Return the message sizes that `words` names and that fit into memory."""
     sizes, asked, host = read_sizes(words or DEFAULT), words is not None, free_bytes(torch.device("cpu"))
     if slots[0].device == "cpu":
         return fitting(sizes, host // len(slots), BUFFERS, asked)
@@ -160,7 +160,7 @@ def bench_hosts(
     seconds: float | None = None,
     progress: Progress = SILENT,
 ) -> Bench | None:
-    """Measure the paths between hosts, check every byte, and judge the results."""
+    """Measure the paths between hosts, check every byte, and judge the results. Only rank 0 returns them."""
     # There is one worker per host, on the first accelerator or on all cores.
     kind, _ = accelerators()
     slot = find_devices(parse_devices(f"{kind}:0" if has_streams(kind) else "1xcpu"))[0]

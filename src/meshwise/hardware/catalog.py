@@ -1,4 +1,4 @@
-"""Look up known parts and links: nominal figures, and shares reached.
+"""Look up nominal and reached rates of known devices and links.
 
 The figures are read from `catalog.toml`, which gives the source of each. A part that is not in this file stays unknown.
 A name that merely looks similar is not accepted.
@@ -279,7 +279,7 @@ def expected_collective(machine: Machine, kind: str, ranks: int) -> tuple[float 
 
 
 def _ring(machine: Machine, link: Link, ranks: int) -> tuple[float | None, int | None]:
-    """Return (bytes/s, generation) of a ring over such links. In a mesh, several rings run at once."""
+    """Return (bytes/s, generation) of a ring over links like `link`. In a mesh, several rings run at once."""
     rate, generation = nominal_of(link)
     names = {device.part for device in machine.devices if link.source in (device.name, DEVICE)}
     end = part(names.pop()) if len(names) == 1 else None

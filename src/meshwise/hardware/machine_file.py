@@ -93,7 +93,7 @@ def _toml(text: str, where: str) -> dict[str, Any]:
 def _each(
     file: Table, key: str, known: Known, where: str, required: Mapping[str, str] | None = None
 ) -> Iterator[tuple[dict[str, Any], str]]:
-    """Read each table of a list. Yields it with a text on its place in the file, such as `m.toml, [[device]] 2`."""
+    """Yield each table of a list, and a text that names its place in the file, such as `m.toml, [[device]] 2`."""
     for at, table in enumerate(file.get(key, ()), 1):
         place = f"{where}, [[{key}]] {at}"
         yield read_table(table, known, place, required), place

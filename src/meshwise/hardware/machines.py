@@ -1,4 +1,4 @@
-"""Find a machine: this one, one described in words, or a file.
+"""Describe this machine, or one given in words or a file.
 
 Importing torch takes time, so a caller that does not need torch's facts can leave them out.
 """

@@ -1,9 +1,9 @@
 """Find races between CUDA streams of a program as it runs.
 
-It sees every operator, and every call that orders streams.
+The watcher sees every operator, and every call that orders streams.
 
 An operator belongs to the current stream of its device. If a stream waits for an event during the operator, as NCCL's
-stream or the stream of a copy between two devices does, the operator belongs to this stream. Compiled functions run
+stream or the stream of a copy between two devices does, the operator belongs to that stream. Compiled functions run
 uncompiled. Not seen: kernels that no operator of torch launches (Triton, other libraries), replays of a CUDA graph,
 `torch.Event.query`, and what NumPy does with pinned memory after `.numpy()`, which counts as a read where it is called.
 """
@@ -233,8 +233,7 @@ class _Watcher:
 
 
 class _HostReads(TorchFunctionMode):
-    """Notices when the host reads a tensor by a call that runs no operator, such as `.numpy()`, and reports it by
-    `read`."""
+    """Calls `read` when the host reads a tensor by a call that runs no operator, such as `.numpy()`."""
 
     def __init__(self, read: Callable[[torch.Tensor, str], None]) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
 """Measure the machine: `meshwise bench`.
 
-It checks every path, and saves the result.
+The command checks every path, and can save the result.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Show devices of this machine, a description or a file: `meshwise devices`."""
+"""Show the devices of this machine or a described one: `meshwise devices`."""
 
 from __future__ import annotations
 

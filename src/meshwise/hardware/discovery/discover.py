@@ -1,6 +1,6 @@
 """Discover the machine from NVML, /sys and /proc in milliseconds.
 
-It needs no torch and writes nothing.
+This works without torch, and writes nothing.
 
 What cannot be found stays unknown, with a warning that says what would be needed; a missing file or library is not an
 error.

@@ -1,6 +1,6 @@
 """Read the host's processor, cores, memory and limits.
 
-It reports what the host has and what this process may use of it, without any library.
+The facts are what the host has, and what this process may use of it.
 
 A container that may use 2 of 64 cores has 2 cores. Its memory is what its control group may use.
 """

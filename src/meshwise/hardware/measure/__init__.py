@@ -1,1 +1,1 @@
-"""Measure copies, collectives and products, and verify the bytes delivered."""
+"""Measure copies, collectives and matrix products, and check every byte."""
