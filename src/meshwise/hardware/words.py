@@ -77,7 +77,7 @@ def class_links(device_parts: list[CatalogPart], several_on_a_host: bool) -> tup
 
 
 def _slowest_link(device_parts: list[CatalogPart], apart: bool, warnings: list[str]) -> list[CatalogPart]:
-    """Return the model with the slowest link, and warn. Different models on a host copy through the host."""
+    """Return the model with the slowest link, and add a warning. Different models on a host copy through the host."""
     if len({part.name for part in device_parts}) == 1:
         return device_parts
 

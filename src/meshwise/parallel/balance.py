@@ -1,6 +1,6 @@
 """Compute a mixture of experts' balance loss over the global batch.
 
-The loss then equals that of one device.
+The loss then equals the loss on one device.
 
 Such a loss is a product of two means over tokens (Switch Transformer, arXiv:2101.03961), so the mean over ranks of each
 rank's loss is another number. Models of transformers call a module-level function for it; during their forward, that
@@ -112,7 +112,7 @@ def _balance(original: Callable[..., Any], /, *given: Any, **named: Any) -> Any:
 
 
 def of_all_ranks(rows: Tensor, counts: bool) -> Tensor:
-    """Gather the rows of all ranks, in rank order."""
+    """Gather the rows of all ranks for which `counts` is True, in rank order."""
     own = rows if counts else rows[:0]
     lengths = collectives.all_gather(torch.tensor([len(own)], device=rows.device), of="the balance loss").flatten()
     return through(_Rows, own, tuple(lengths.tolist()))

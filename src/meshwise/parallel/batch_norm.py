@@ -40,7 +40,7 @@ _AS_TORCH = ("input", "weight", "bias", "running_mean", "running_var", "training
 
 
 def join_batch_norms(model: nn.Module, samples: Samples = lambda: None) -> list[str]:
-    """Make the batch norms of `model` use the statistics of all ranks."""
+    """Make the batch norms of `model` use the statistics of all ranks. Return their names."""
     joined = []
     found: list[tuple[str, Any]] = [(name, m) for name, m in model.named_modules() if normalises(m)]
     for name, module in found:

@@ -31,7 +31,7 @@ BACKEND = "inductor"
 
 
 def compile_blocks(model: nn.Module, backend: str | None = None) -> list[str]:
-    """Make torch compile the forward of each block of `model` at its first call."""
+    """Make torch compile the forward of each block of `model` at its first call. Return the blocks' names."""
     blocks = repeated_blocks(model) or blocks_of(model) or [("", model)]
     for _, block in blocks:
         for part in block.modules():

@@ -229,7 +229,7 @@ class DataParallel:
         return True
 
     def _weigh(self, bucket: GradBucket | FlatBucket) -> None:
-        """Multiply the gradients in a bucket by the loss weight of the current backward (`_factor`)."""
+        """Multiply a bucket's gradients by this backward's loss weight, and add earlier gradients that were kept."""
         if self._factor is not None:
             bucket.buffer().mul_(self._factor().to(bucket.buffer().dtype))
         for gradient, p in zip(bucket.gradients(), bucket.parameters(), strict=True):
@@ -300,7 +300,7 @@ class DataParallel:
             p.grad = collectives.all_reduce_mean(torch.zeros_like(p) if p.grad is None else p.grad, of="gradients")
         self._grouped |= {id(self._parameters[i]) for i in frozen}
         later = [i for i, (_, p) in enumerate(self._named) if p.requires_grad and p in _skipped and i not in fresh]
-        later = later if fresh and not self._groups else []  # later backwards may reach them on some ranks only
+        later = later if fresh and not self._groups else []  # the first group takes those that ranks may skip
         if fresh:
             self._groups.append(self._make_group([*fresh, *later]))
             self._grouped |= {id(self._named[i][1]) for i in (*fresh, *later)}
@@ -348,7 +348,7 @@ class DataParallel:
             self._reduce(group.reducer)
 
     def _agree(self, what: str, names: Iterable[str]) -> None:
-        """Compare names of parameters between the ranks, before a collective on these parameters."""
+        """Raise PlanError if the ranks name different parameters, before a collective on these parameters."""
         text = ", ".join(names)
         key = f"{self._key}/{what}/{self._backwards}"
         other = agree(key, text, collectives.world_size(), LATE_GRACE)

@@ -170,7 +170,7 @@ class _Skeleton:
             end = record.rewind()
             replay(record.entries, wanted, filling.finished)
             end()
-        else:  # all values were loaded, so no random numbers are drawn
+        else:  # all values were loaded: undo the recorded random draws
             record.undraw()
         for (name, attribute), value in self.attributes.items():
             known = map_tensors(lambda t: filling.values.get(id(t), t), value)
@@ -233,7 +233,7 @@ def _agree(record: OpRecord) -> None:
 
 
 def _part(whole: Tensor, like: Tensor, device: torch.device | str) -> Tensor:
-    """Convert `whole` to the dtype of `like`, on `device`."""
+    """Return `whole`, or this rank's part of it if `like` is a DTensor, in the dtype of `like` on `device`."""
     whole = whole.to(like.dtype)
     if not isinstance(like, DTensor):
         return whole.to(device)

@@ -4,7 +4,7 @@ Each rank of the axis holds some of the experts, and works on different samples.
 
 The experts are one module with stacked parameters, each of shape (experts, ...). Its forward takes hidden states, the
 experts of each token and their routing weights, as in transformers; or it takes rows that are already sorted by expert.
-The parameters become DTensors on the mesh axis `expert`, of which each rank holds consecutive experts. There is one row
+The parameters become DTensors on the mesh axis `expert`, and each rank holds consecutive experts. There is one row
 of hidden states for each token and expert. It is sent to the rank that has the expert, where the module's forward runs
 on it, and the result is sent back and summed (GShard, arXiv:2006.16668). No line of the model changes. Experts that
 are modules of a list are refused.
@@ -135,7 +135,7 @@ def _list_of_experts(model: nn.Module) -> str:
 
 
 def _layout(module: nn.Module) -> str:
-    """Return what kind of arguments the forward of a module of stacked experts takes."""
+    """Return what the forward of stacked experts takes: "weights" of routing, "sizes", or "even" rows. Else ""."""
     names = list(inspect.signature(module.forward).parameters)
     if len(names) > 2 and ("ind" in names[1] or "expert" in names[1]) and "weight" in names[2]:
         return "weights"
@@ -244,7 +244,7 @@ def _with_parts(experts: Experts, forward: Callable[..., Any], *given: Any) -> T
 def route(
     experts: Experts, run: Callable[[Tensor, Tensor, Tensor], Tensor], hidden: Tensor, index: Tensor, weights: Tensor
 ) -> Tensor:
-    """Run all experts, each on the rank that holds it, and return the summed results."""
+    """Run all experts, each on the rank that holds it, and return the sum of each token's results."""
     axis, flat = experts.axis, index.reshape(-1)
     if flat.numel() and not 0 <= int(flat.min()) <= int(flat.max()) < experts.count:
         raise PlanError(

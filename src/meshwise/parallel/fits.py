@@ -1,4 +1,4 @@
-"""Check whether a run can have a plan, before torch starts.
+"""Check whether a run can use a plan, before torch starts.
 
 The check uses what the launcher knows, and imports torch only if needed.
 """

@@ -86,7 +86,7 @@ class OffloadedState:
         self._gradients, self._last = {}, []
 
     def _begin(self, optimizer: Optimizer, bucket: Sequence[Tensor]) -> None:
-        """Prepare a step of the parameters in `bucket`."""
+        """Give the parameters in `bucket` their gradients, and fetch their state to the device."""
         for p in bucket:
             p.grad = self._gradients[p]
             entry = optimizer.state.get(p, {})

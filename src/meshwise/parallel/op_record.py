@@ -169,7 +169,8 @@ class OpRecord:
         return digest.hexdigest()
 
     def drawn_from(self) -> tuple[Any, ...]:
-        """Return the arguments of `draw_from`: the start state, and where the program set which generator to what."""
+        """Return the arguments of `draw_from`: the start state, and for each entry that sets a generator, the generator
+        and its new state."""
         numbers = {generator: number for number, generator in enumerate(self._last)}
         places = enumerate(self.entries)
         return self.start, {n: (numbers[e.generator], e.to) for n, e in places if isinstance(e, SetGenerator)}

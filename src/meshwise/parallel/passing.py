@@ -1,7 +1,7 @@
 """Pass hidden states forwards and gradients backwards between pipeline stages.
 
-Sends do not wait. A forward's output is kept until its gradients arrive, and sent gradients until the next send. A
-rank receives in the order in which the other rank sends, known from the schedule, and keeps what it does not need yet.
+Sends do not wait. A stage keeps a forward's output until its gradients arrive, and sent gradients until its next
+backward. From the schedule, a rank knows the order in which others send. It keeps what it does not need yet.
 Shapes and structure are sent once for each kind of batch. For a split tensor, each rank sends its part to the rank at
 the same position in the other stage, which holds the same part there.
 """
@@ -244,7 +244,7 @@ class Passing:
             sends += [collectives.begin_send(tensor, target, group) for tensor in tensors]
 
     def _receive(self, wanted: Action) -> tuple[Hidden, list[Tensor]]:
-        """Receive the result of an action of another stage."""
+        """Return the result of another stage's action, received now or kept from before."""
         source = self._rank(wanted.stage)
         while wanted not in self._kept:
             action = self._coming[source].popleft()

@@ -1,8 +1,8 @@
-"""Set the dtypes of parameters and computation, and loss scaling.
+"""Set the dtypes of parameters and of computation.
 
-Parameters are the master weights. If the compute dtype is narrower, autocast casts the inputs of matrix products. Under
-shard, parameters that autocast would cast are gathered in the narrow dtype already: the numbers are bitwise the same,
-in half the bytes. All functions take the dtypes of a plan.
+Parameters are the master weights. If the compute dtype is narrower, autocast casts the inputs of matrix products. With
+shard, parameters that autocast would cast are already gathered in the narrow dtype, which gives bitwise the same
+numbers with half the bytes.
 """
 
 from __future__ import annotations

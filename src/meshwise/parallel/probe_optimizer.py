@@ -35,12 +35,12 @@ Place = Callable[[Tensor, Any], Tensor]
 
 
 def unlike_by_parameters(optimizer: optim.Optimizer) -> str:
-    """Return why steps may differ if each rank steps only some of the parameters."""
+    """Return why steps may differ if each rank steps only some of the parameters, or "" if they do not."""
     return "" if is_by_numbers(optimizer) else _unlike(optimizer, _whole, every=2)
 
 
 def unlike_on_parts(optimizer: optim.Optimizer) -> str:
-    """Return why the optimizer may step parameter shards differently from whole parameters."""
+    """Return why the optimizer may step shards differently from whole parameters, or "" if it does not."""
     return "" if is_by_numbers(optimizer) else _unlike(optimizer, _first_rows if rehearsing() else _divided)
 
 
@@ -59,7 +59,7 @@ def _divided(value: Tensor, stands_for: Any) -> Tensor:
 
 
 def _unlike(optimizer: optim.Optimizer, place: Place, every: int = 1) -> str:
-    """Return why steps may differ from usual ones if `place` divides tensors or only each `every`-th is stepped."""
+    """Return why steps may differ if `place` divides tensors, or if only each `every`-th parameter is stepped."""
     why = ""
     for dtype, tolerance in TOLERANCE.items():
         try:

@@ -1,6 +1,6 @@
-"""Point optimizers and checkpoints at the parameters a plan replaced.
+"""Point optimizers and checkpoints at the parameters that a plan made.
 
-The plan replaces parameters with this rank's parts.
+The plan replaces a model's parameters with this rank's parts.
 
 An optimizer that was made before would step the old parameters, without an error and without effect. When it is
 re-bound, it stays the same object, with the same groups, settings and state. Schedulers that refer to it need no

@@ -38,11 +38,13 @@ COMPUTE_INTENSIVE_OPS = ("mm", "addmm", "bmm", "baddbmm", "linear", "convolution
 
 Contexts = tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]]
 Written = tuple[nn.Module, str, Tensor | None]
-"""A buffer that a forward has written, and its value before. None for a batch norm, which does not read the buffer."""
+"""A buffer that a forward has written (module, name), and its value before. The value is None for a batch norm, which
+does not read the buffer."""
 
 
 def recompute_blocks(model: nn.Module, recompute: str | Sequence[str]) -> list[str]:
-    """Make blocks of `model` run again in the backward, so that their activations need not be kept."""
+    """Make blocks of `model` run again in the backward, so that their activations need not be kept. Return the blocks'
+    names."""
     if recompute == "none":
         return []
     if isinstance(recompute, str):

@@ -290,7 +290,7 @@ class Sharded:
         self._passed += 1
 
     def _agree(self, what: str) -> None:
-        """Compare the text `what` between the ranks, before a collective."""
+        """Raise PlanError if the text `what` differs between the ranks, before a collective."""
         self._asked += 1
         key, grace = f"{self._key}/{self._backwards}/{self._asked}", GRACE if self._met else FIRST
         other = agree(key, what, collectives.world_size(), grace, someone_is_past)

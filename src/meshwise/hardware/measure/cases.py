@@ -1,9 +1,9 @@
-"""Define what one path at one size runs, and verifies.
+"""Define how a rank measures one path at one size.
 
-A case runs inside a rank: what to call repeatedly, and how to see that every byte arrived.
+A case says what the rank calls repeatedly, and how it sees that every byte arrived.
 
 The data depend on the round, the rank and the part of the tensor (transfer/checksum.py), so that permuted,
-swapped, stale, missing and zeroed parts all differ. Sums are of small whole numbers, exact in float32.
+swapped, stale, missing and zeroed parts are all noticed. Sums are of small whole numbers, exact in float32.
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ def measure_copy(path: PathSpec, sizes: Sequence[int], budget: float, move: Move
 
 
 def check_copy(path: PathSpec, target: Tensor, source: Tensor, move: Move) -> str | None:
-    """Copy once, and compare the bytes."""
+    """Copy once, and compare the bytes. Return a sentence if some differ."""
     fill(source, 1)
     fill(target, -1)  # so that leftover bytes cannot pass for copied ones
     move(target, source, path.path)

@@ -149,7 +149,7 @@ def bench_of(
     seconds: float,
     stopped: Stop | None = None,
 ) -> Bench:
-    """Add measurements to a machine."""
+    """Return a `Bench`: the machine with these measurements added."""
     rates = {one.device: {key: _rounded(vars(one)[key]) for key in RATES} for one in computed}
     links = {(link.source, link.target): link for link in machine.links}
     collectives = []
@@ -231,7 +231,7 @@ _WRITE = "Write --sizes 1K:1G, one size (64M), or 1K:1G:2 to double from size to
 
 
 def read_sizes(words: str) -> tuple[int, ...]:
-    """Parse a range of sizes."""
+    """Parse a range of sizes such as `1K:1G`, and return its sizes in bytes."""
     found = _RANGE.fullmatch(words.strip())
     if found is None:
         raise UsageError(f"--sizes {words} is not a range of sizes. {_WRITE}")
@@ -247,7 +247,7 @@ def read_sizes(words: str) -> tuple[int, ...]:
 
 
 def fitting(sizes: tuple[int, ...], free: int, buffers: int, asked: bool) -> tuple[int, ...]:
-    """Return the message sizes for which there is enough memory."""
+    """Return the sizes for which there is enough memory. Raises UsageError if the user asked for a larger one."""
     most = int(free * SHARE_OF_MEMORY) // buffers
     small = tuple(size for size in sizes if size <= most)
     if asked and len(small) < len(sizes):

@@ -34,7 +34,8 @@ def repeat(
     agree: Callable[..., list[float]] = alone,
     clock: Callable[[], float] = time.perf_counter,
 ) -> tuple[list[float], float]:
-    """Repeat a call for about `budget` seconds, at least LEAST and at most MOST times."""
+    """Repeat a call for about `budget` seconds, at least LEAST and at most MOST times. Return the seconds of each
+    repeat, and the time spent after the first LEAST repeats."""
     began, last, spent = clock(), 0.0, 0.0
     for number in range(WARM_UP):
         once, spent = agree(timed(1), clock() - began)

@@ -1,4 +1,4 @@
-"""Time one path by size, in agreement among a group's ranks.
+"""Time a path at growing sizes, with all ranks in agreement.
 
 All ranks make every decision from the same numbers.
 
@@ -74,7 +74,7 @@ def measure_path(
 
 
 def check_path(path: RanksSpec, member: Member, case: Case, number: int) -> str | None:
-    """Communicate once with the data of round `number`, and check what arrived."""
+    """Communicate once with the data of round `number`. Return a sentence if wrong bytes arrived."""
     case.fill(number)
     case.call()
     found = case.wrong(number)
@@ -108,7 +108,7 @@ def _in_step(timed: Callable[[int], float], computes: bool, member: Member, shar
 
 
 def _timed(case: Case, member: Member, latency: float, batch: int) -> float:
-    """Return the mean seconds of `batch` calls, without the latency of the answer. Return 0 if they do not count."""
+    """Return the mean seconds of `batch` calls, without the answer's latency. Return 0 if this rank's do not count."""
     seconds = stream_seconds if has_streams(member.device) else host_seconds
     took = seconds(case.call, member.device, batch)
     return max(took - latency, took / 2) if case.counts else 0.0

@@ -1,6 +1,6 @@
 """Show a bench in a terminal, and as plain data for --json.
 
-It shows what each device, path and collective reached, and what is wrong.
+The text shows what each device, path and collective reached, and what is wrong.
 
 Rates are for the largest measured size unless a size is given above them. No number is ever cut: columns that do
 not fit are left out, the last first.

@@ -1,6 +1,6 @@
 """Show a machine on one screen: host, devices, links, limits.
 
-It also shows versions, limits that will hurt, and what is unknown.
+The text also shows versions, limits that will hurt, and what is unknown.
 
 Equal devices share a row, and a uniform matrix is one line, so that 128 devices fit as well.
 """
