@@ -19,8 +19,7 @@ def _those(words: Iterable[str], begun: str) -> list[str]:
 
 
 def files(begun: str, ending: str) -> list[str]:
-    """Complete the path `begun` in a shell: return the folders, and the files with this ending, whose paths start with
-    it."""
+    """Complete a path in a shell: return folders, and files of type `ending`, whose paths start with `begun`."""
     folder = Path(begun) if begun.endswith("/") else Path(begun).parent
     found = [path for path in folder.glob("[!.]*") if path.is_dir() or path.suffix == ending]
     return _those((f"{path}/" if path.is_dir() else str(path) for path in found), begun)

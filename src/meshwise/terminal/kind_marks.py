@@ -38,10 +38,9 @@ ASCII = str.maketrans("µ·±…×╵–→═░█▉▊▋▌▍▎▏", "u.~
 
 
 def style_of(kind: str, filled: bool = True) -> str:
-    """Return the style in which rich draws the character of a kind of time, such as `forward`: black on the kind's
-    color.
+    """Return rich's style for the character of a kind of time, such as `forward`: black on the kind's color.
 
-    If `filled` is False, and for the kinds `waiting` and `idle`, the character has the color and no background.
+    If `filled` is False, or the kind is `waiting` or `idle`, the character itself has the color, without a background.
     """
     colour = MARKS[kind].colour
     return f"black on {colour}" if filled and kind not in NOT_FILLED else colour

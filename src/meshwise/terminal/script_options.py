@@ -26,7 +26,7 @@ def check_options_behind(script: str, own: Sequence[str], known: Container[str])
     known: the options of meshwise.
 
     Raises UsageError if `own` has an option of meshwise that the script does not declare. If the script passes its
-    parser to a library, the library may declare the option. A note is printed then instead of the error.
+    parser to a library, the library may declare the option. In this case, a note is printed instead.
     """
     given = [word for word in own if word.startswith("--") and word.partition("=")[0] in known]
     texts = _texts_of(Path(script)) if given else {}

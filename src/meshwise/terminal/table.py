@@ -1,6 +1,6 @@
 """Format aligned columns, and bars in them, as lines.
 
-A view therefore knows the height and the width of a table.
+A view can count these lines, and so knows the height and the width of a table.
 
 No number is ever cut, and no column is left out: if the screen is too narrow, each row becomes a block of lines.
 """
@@ -24,7 +24,7 @@ LEAST_ROOM = 24
 @dataclass(frozen=True)
 class Bar:
     """A cell that grows to fill the space available, between `least` and `most` characters. All bars of a table have
-    the same width. `draw` renders one at a given width."""
+    the same width. `draw` renders the bar at a given width."""
 
     draw: Callable[[int], Text]
     least: int
