@@ -83,7 +83,8 @@ def _launched(session: Mapping[str, Any]) -> str:
 
 
 def _waited(facts: Mapping[str, Any], before: Mapping[str, Any], session: Mapping[str, Any]) -> float | None:
-    """Return how many seconds the scheduler kept the job in the queue before this attempt of the run."""
+    """Return how many seconds this attempt's job waited in the scheduler's queue. None if unknown, or without a
+    wait."""
     start, submission = (session.get("scheduler_job"), session.get("start")), facts.get("submission")
     if not start[0] or start == (before.get("scheduler_job"), before.get("start")):
         return None

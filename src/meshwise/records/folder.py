@@ -146,7 +146,8 @@ def newest_run(parent: Path, *, queued: bool = False) -> Path:
 
 
 def since(folder: Path, *, queued: bool = True) -> str:
-    """Return when a run began, as ISO text."""
+    """Return when a run began, or if `queued`, when a run that has not begun was submitted, as ISO text. "" if
+    unknown."""
     try:
         facts = read_run(folder)
     except UsageError:
@@ -200,7 +201,7 @@ def begin_session(folder: Path, began: float, attempt: Mapping[str, Any] | None 
 
 
 def _given_up(session: dict[str, Any]) -> dict[str, Any]:
-    """Return an attempt's facts, with the status failed if it was cut off while running."""
+    """Return an attempt's facts. If the attempt was cut off while it ran, its status becomes "failed"."""
     return session | {"status": "failed", "reason": KILLED} if session.get("status") == RUNNING else session
 
 
