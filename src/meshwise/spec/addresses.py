@@ -23,7 +23,7 @@ def more(address: str) -> str:
 
 
 def addresses() -> dict[str, str]:
-    """Return the section of docs/ that explains the errors of each source file."""
+    """Return a dict from source files, and single functions, to the section of docs/ that explains their errors."""
     table = tomllib.loads((PACKAGE / "spec/addresses.toml").read_text(encoding="utf-8"))
     return {place: address for address, places in table.items() for place in places}
 

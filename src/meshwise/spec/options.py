@@ -6,8 +6,8 @@ Each option is written once:
     class BenchOptions:
         seconds: Annotated[float | None, Option("measure for this long in all")] = None
 
-`takes(BenchOptions)` makes a Python function of it, typed and completed by editors; `command_line.from_dataclass` makes
-a command line of it.
+`@takes(BenchOptions)` gives a Python function these options as typed arguments, which editors complete.
+`command_line.from_dataclass` makes a command line of the options.
 """
 
 from __future__ import annotations

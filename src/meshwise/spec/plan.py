@@ -1,6 +1,6 @@
 """Define the plan: a job's mesh axes and techniques.
 
-A plan is a small value whose repr is the expression that makes it.
+A plan is a small value. Its repr is the Python expression that creates it.
 
 A plan names the mesh axes (`data` replicas, each divided over `shard` devices), what a step is cut into, and the
 techniques that trade time for memory. Each field declares what it divides and what it cannot be combined with.
@@ -249,7 +249,7 @@ class Plan:
 
     @property
     def state_parts(self) -> int:
-        """Into how many parts the replicas divide the optimizer's state of the parameters that each of them holds."""
+        """Into how many parts the optimizer's state of one replica's parameters is divided among the replicas."""
         return self.data if self._divides("state") else 1
 
     def _divides(self, what: str) -> bool:

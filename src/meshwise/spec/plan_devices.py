@@ -90,7 +90,7 @@ def on_devices(plan: Plan, devices: int) -> Plan:
 
 
 def _with_possible(bare: Plan, plan: Plan) -> Plan:
-    """Return `bare` with the techniques of `plan`, such as `zero1`."""
+    """Return `bare` with those techniques of `plan`, such as `zero1`, that are possible for it."""
     techniques = [f for f in fields(plan) if f.metadata.get("conflicts")]
     one = bare
     for f in techniques:

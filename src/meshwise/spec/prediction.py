@@ -1,7 +1,4 @@
-"""Store a predicted step with its plan: the table `[predicted]`.
-
-The plan file contains this table.
-"""
+"""Store a predicted step in its plan file, in the table `[predicted]`."""
 
 from __future__ import annotations
 
