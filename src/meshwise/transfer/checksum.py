@@ -7,7 +7,7 @@ with a probability of at most 2^-31. Blocks are compared one by one, which locat
 bits. Only the sums leave the device, no elements.
 
 A bench sends a test pattern and checks it where it arrives: each 8-byte word is a hash of its key and index, so that a
-permuted or stale part is seen. To check a sum, it uses small whole numbers, which add up exactly.
+permuted or stale part is detected. To check a sum, it uses small whole numbers, which add up exactly.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def block_sums(tensor: Tensor) -> list[int]:
 
 
 def first_difference(tensor: Tensor, other: Tensor) -> int | None:
-    """Return the offset in bytes of the first difference between two tensors of equal shape and dtype."""
+    """Return the byte offset of the first difference between two tensors of equal shape and dtype, or None."""
     ours, theirs = block_sums(tensor), block_sums(other)
     for number, (mine, its) in enumerate(zip(ours, theirs, strict=True)):
         if mine != its or mine == 0:

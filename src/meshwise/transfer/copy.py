@@ -127,7 +127,7 @@ def _is_leaf(item: Any) -> bool:
 def moved_to(
     leaf: Any, target: torch.device, operation: str, options: CopyOptions = DEFAULT, *, own: bool = False
 ) -> Tensor:
-    """Return `leaf` as a tensor on `target`."""
+    """Return `leaf` as a tensor on `target`. Log a copy as `operation`. own: whether to copy even on one device."""
     tensor = interop.from_array(leaf)
     if device_of(tensor) == target and not own:
         return tensor
@@ -290,7 +290,7 @@ def overlapping(tensor: Tensor, other: Tensor) -> bool:
 
 
 def torchs_check_is_sure(dst: Tensor, src: Tensor) -> bool:
-    """Check whether `dst.copy_(src)` needs no further check for shared memory."""
+    """Check whether torch's own check for shared memory in `dst.copy_(src)` is enough."""
     if dst.is_contiguous():
         return src.is_contiguous() or _apart(dst, src)
     return not repeats(dst) and _apart(dst, src)

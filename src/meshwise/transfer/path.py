@@ -55,7 +55,8 @@ def choose(source: str, target: str, size: int, *, wanted: str = AUTO, links: Ma
 
 
 def _faster(link: Link | None, size: int) -> str | None:
-    """Return the path that was measured to be faster for a copy of `size` bytes: "peer" or "staged"."""
+    """Return the path that was measured to be faster for `size` bytes: "peer" or "staged". None without
+    measurements."""
     if link is None or not {PEER, STAGED} <= link.timings.keys() or link.peer is False:
         return None
     peer, staged = (seconds_at(link.timings[path], size) for path in (PEER, STAGED))
@@ -88,7 +89,7 @@ def chunk_bytes(size: int) -> int:
 
 
 def staged(dst: Tensor, src: Tensor) -> Seconds:
-    """Copy `src` to `dst` through the host, with any strides and dtypes."""
+    """Copy `src` to `dst` through the host, with any strides and dtypes. Return the seconds that this took."""
     if src.numel() == 0:
         return 0.0
     dst, src = dst.detach(), src.detach()

@@ -50,7 +50,7 @@ def _pinned(tensor: Tensor) -> Tensor:
 
 
 def _handed_over(batch: Any, stream: torch.Stream, device: str) -> Any:
-    """Make the device's current stream wait for tensors that were copied on `stream`."""
+    """Make the device's current stream wait for a batch that was copied on `stream`, and return the batch."""
     current = torch.get_device_module(device).current_stream(device)
     current.wait_stream(stream)
     for tensor in tensors_in(batch):

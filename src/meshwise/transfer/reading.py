@@ -2,11 +2,11 @@
 
 A rank that reads alone gets an error instead of waiting forever.
 
-Before such a collective, each rank writes to the key-value store what it reads, and in which source line. A rank that
-has not done so may just be slow. But if that rank has entered more collectives than the waiting rank, in a group of
-which both are members, it is already past this line, since all ranks enter collectives in the same order. A thread on
-every rank publishes in the store how many collectives the rank has entered, whenever that number has not changed for a
-while.
+Reading is a collective. Before it, each rank writes to the key-value store what it reads, and in which source line. A
+rank that has not done so may just be slow. But if that rank has entered more collectives than the waiting rank, in a
+group of which both are members, it is already past this line, since all ranks enter collectives in the same order. A
+thread on every rank publishes in the store how many collectives the rank has entered, whenever that number has not
+changed for a while.
 """
 
 from __future__ import annotations

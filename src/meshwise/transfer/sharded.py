@@ -82,8 +82,8 @@ def _gathered(tensors: Sequence[DTensor]) -> Iterator[Tensor]:
 
 
 def local_part(like: Tensor, read: Callable[[tuple[slice, ...]], Tensor]) -> Tensor:
-    """Read the values of a tensor that this rank needs, and return them. The tensor is sharded as `like` is. If `like`
-    is not sharded, the rank needs all values.
+    """Read this rank's part of a tensor that is sharded like the tensor `like`, and return this part. If `like` is not
+    sharded, read the whole tensor.
 
     read: returns a region of the whole tensor, given one slice per dim.
     """

@@ -3,8 +3,8 @@
 The stages are ranks that each hold a part of a model's layers and work on the same samples.
 
 `lacks` returns the names of the parameters and buffers that a rank does not hold. The first stage that holds such a
-name provides its value. Along with the activations, stages send state that changes during a forward pass (`carried`),
-such as the number of random draws.
+parameter or buffer provides its value. Along with the activations, stages send state that changes during a forward pass
+(`carried`), such as the number of random draws.
 """
 
 from __future__ import annotations

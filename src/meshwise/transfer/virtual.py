@@ -66,7 +66,7 @@ class _Rules(TorchFunctionMode):
         super().__init__()
         self.devices, self.places = devices, devices.places
         self.maker_is_user = False
-        """Whether no argument of the running torch function is on a virtual device. It then makes host tensors."""
+        """Whether the running torch function got no tensor of a virtual device. New tensors are then on the host."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -197,7 +197,7 @@ def _host_only(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _new_tensor(func: Any, args: Any, kwargs: Any) -> Any:
-    """Call tensor.new_tensor, which makes a tensor from values."""
+    """Call tensor.new_tensor, which makes a tensor from values, by default on the tensor's device."""
     return _made_from_values(func, args, {"device": device_of(args[0])} | kwargs)
 
 
