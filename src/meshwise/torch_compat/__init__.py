@@ -1,4 +1,4 @@
-"""Wrap private and moving torch APIs, each with a probe.
+"""Wrap private and changing torch APIs, and probe whether each exists.
 
-Where a probe fails, there is a fallback or a clear refusal.
+If an API is missing, there is a fallback or a clear refusal.
 """

@@ -35,7 +35,7 @@ transforming: list[str] = []
 
 @contextmanager
 def beside_transforms() -> Iterator[None]:
-    """Return a context manager in which operators are not those of a running transform of `torch.func`."""
+    """In the block, run operators outside of any transform of `torch.func`, such as `vmap`, that is running."""
     running, transforming[:] = transforming[:], []
     try:
         with temporarily_clear_interpreter_stack():

@@ -1,6 +1,5 @@
-"""Ask CUDA and libc for facts that torch does not expose.
+"""Call CUDA and libc functions that torch does not expose.
 
-The facts are about forks, the driver's device count, a held stream, and freed memory that glibc keeps.
 
 `torch.cuda.device_count()` reads CUDA_VISIBLE_DEVICES again, through NVML, even after the driver has read it. The count
 that the driver keeps is private, and so is whether a forked process may ask it. PyTorch's own tests use

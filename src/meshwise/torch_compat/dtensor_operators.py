@@ -107,7 +107,7 @@ def _without_mesh(spec: Any) -> tuple[Any, ...]:
 
 
 def _on(mesh: Any, strategy: OpStrategy) -> OpStrategy:
-    """Return a strategy on another mesh of the same shape: that of another rank, or of another process group."""
+    """Return `strategy` for another mesh of the same shape, such as the mesh of another process group."""
 
     def spec(old: Any) -> Any:
         if old is None or isinstance(old, tuple | list):

@@ -1,6 +1,6 @@
 """Imitate CUDA's autocast on the fake device.
 
-It decides which operators run narrow and which in float32, and caches cast weights.
+Autocast decides which operators run in a narrow dtype and which in float32, and caches cast weights.
 
 CUDA's casts are kernels in C++ that no other device has. The lists are torch's: `aten/src/ATen/autocast_mode.h`, read
 in torch 2.13.

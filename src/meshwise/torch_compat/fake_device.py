@@ -1,6 +1,6 @@
 """Simulate a GPU: a device `sim` with streams and events.
 
-The streams and events report to a listener what waits for what.
+The streams and events record which launches wait for which.
 
 Fake tensors on it behave as on CUDA: optimizers use foreach, FSDP2 uses streams, attention uses a fused kernel. torch
 registers the device as PrivateUse1, once in a process; it is an accelerator only while a rehearsal uses it.
@@ -195,7 +195,7 @@ def fake_device(main: str) -> Iterator[str]:
 
 
 def _made_on_host(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Make tensors for the fake device on the CPU, and move them. The device has no memory for their numbers."""
+    """Wrap a function such as `torch.tensor` to make tensors for the fake device on the CPU, and then move them."""
 
     @functools.wraps(make)
     def made(data: Any, *args: Any, device: Any = None, **kwargs: Any) -> Tensor:
@@ -297,7 +297,7 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Compute attention by CUDA's choice: the flash kernel, the memory-efficient one, or the unfused one."""
+    """Compute attention by the kernel that CUDA would choose: flash, memory-efficient or unfused."""
     if enable_gqa and key.size(-3) != query.size(-3):
         groups = query.size(-3) // key.size(-3)
         key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)

@@ -1,10 +1,10 @@
 """Wrap a program's calls into torch: batch, backward, process group, `.grad`.
 
-Each of them passes through one function, which is wrapped. `end` restores it, unless it was replaced again since.
-`.grad` is an attribute in C. A property of the same name hides it on the classes of parameters, but only while a rank
-has unreduced gradients, so that other steps cost no more. Autograd and meshwise's own code bypass the property.
-Read in torch 2.11, 2.13 and 2.15: `utils/data/dataloader.py`, `autograd/__init__.py`,
-`distributed/device_mesh.py`, `_C/TensorBase.grad`.
+Each of these calls passes through one function of torch, which is wrapped. The function that undoes this leaves the
+wrapper in place if another wrapper was put around it. `.grad` is an attribute in C. A property of the same name hides
+it on the classes of parameters, but only while a rank has unreduced gradients, so that other steps cost no more.
+Autograd and meshwise's own code bypass the property. Read in torch 2.11, 2.13 and 2.15: `utils/data/dataloader.py`,
+`autograd/__init__.py`, `distributed/device_mesh.py`, `_C/TensorBase.grad`.
 """
 
 from __future__ import annotations

@@ -33,14 +33,14 @@ parts_of_bucket: Callable[[Tensor, list[Any]], list[Tensor]] = torch._C._nn.unfl
 data_of: Callable[[Tensor], Tensor] = vars(torch._C.TensorBase)["data"].__get__
 """Return `x.data`, also after the whole view has replaced that attribute."""
 references: Callable[[int], int] = torch._C._storage_Use_Count
-"""Return how many tensors share memory, given its `address`. The storage object that is asked counts as one more."""
+"""Return how many tensors share memory, given its `address`. The storage object that gave the address counts as one."""
 address = operator.attrgetter("_cdata")
 _VERSION = operator.attrgetter("_version")
 Hook = Callable[[Any], torch.futures.Future[Tensor]]
 
 
 ALONE = 2  # references to memory that only one tensor uses: that tensor, and the storage object made to count
-LARGE = 8192  # mean parameter size above which one call per parameter beats a second pass over the bucket
+LARGE = 8192  # mean elements per parameter above which dividing each one beats copying, then dividing all
 
 
 @dataclass(frozen=True)

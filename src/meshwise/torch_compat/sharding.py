@@ -298,7 +298,7 @@ def _zero_grad(module: nn.Module, set_to_none: bool = True) -> None:
 def _mixed_dtypes(
     part: Any, init: Callable[[MixedPrecisionPolicy], None], as_stored: bool, policy: MixedPrecisionPolicy
 ) -> None:
-    """Set the dtypes in which FSDP gathers a parameter, by the method `init`, and reduces it."""
+    """Set the dtypes in which FSDP gathers a parameter and reduces its gradient. init: FSDP's method that sets them."""
     init(MixedPrecisionPolicy(reduce_dtype=policy.reduce_dtype) if as_stored else policy)
     part.reduce_dtype = policy.reduce_dtype
 

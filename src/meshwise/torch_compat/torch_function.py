@@ -79,7 +79,7 @@ def check_parts_by_default() -> None:
 
 
 changed: set[str] = set()
-"""Names of torch's own functions whose arguments are changed too, such as that of full backward hooks."""
+"""Names of torch's own functions whose arguments are changed too, such as the function of full backward hooks."""
 
 
 @functools.cache

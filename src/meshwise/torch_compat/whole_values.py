@@ -199,7 +199,7 @@ def _on_wholes(operator: Any, arguments: tuple[Any, ...], keywords: dict[str, An
 
 
 def _on_parts(handler: Callable[..., Any], operator: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-    """Run an operator such as `argmax` by `handler`, torch's own handler for DTensors."""
+    """Call `meet`, then run an operator such as `argmax` by torch's own `handler` for DTensors."""
     first: Any = arguments[0]
     if (meet := _meets.get(first.device_mesh)) is not None:
         meet(_text(first._spec))
