@@ -1,4 +1,4 @@
-"""Override a Lightning strategy for models, loaders, steps and files over ranks."""
+"""Override Lightning's strategy, so that it trains on several ranks."""
 
 from __future__ import annotations
 
@@ -44,18 +44,18 @@ class Ranks(OfTrainer):
         return self.engine.plan.parameters_divided or self.engine.plan.state_divided
 
     def close(self, training: bool) -> None:
-        """End the open loops over training loaders, or over all others, that Lightning has stopped reading."""
+        """Close loops that Lightning has left open: those over training loaders if `training`, otherwise the others."""
         for batches in list(self.open[training]):
             batches.close()
         self.open[training].clear()
 
     def refuse(self, what: str, instead: str) -> None:
-        """Raise UsageError for a feature with results that would differ on several devices."""
+        """On several devices, raise UsageError for a feature whose results would differ from one device."""
         if not self.alone:
             raise UsageError(REFUSED.format(ranks=self.engine.world.size, what=what, instead=instead))
 
     def plain(self, tree: Any) -> Any:
-        """Return a tree with whole plain tensors. Collective."""
+        """Return `tree` with divided tensors replaced by whole plain tensors. Collective."""
         return self.engine.program.plain(wholes(tree))
 
 

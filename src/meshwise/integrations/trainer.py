@@ -94,7 +94,7 @@ class DistributedTrainer:
         return Window(epoch_iterator, len(ahead)), self._get_num_items_in_batch(batches, device, parts)
 
     def _get_num_items_in_batch(self: Any, batches: Any, device: Any, parts: Sequence[BatchSlice] = ()) -> Any:
-        """Return the number of items in the batches of all ranks, without those of padding samples. Collective."""
+        """Return the number of items in the batches of all ranks, without items of padding samples. Collective."""
         ranks, own = self.meshwise, super()._get_num_items_in_batch  # type: ignore[misc]
         items = own(batches, device)
         if items is None or ranks.alone:

@@ -173,7 +173,7 @@ class DistributedAccelerator:
 
 
 def _rows(ranks: Ranks, most: int | None, tensor: Tensor) -> Tensor:
-    """Return the rows of all ranks in the loader's order."""
+    """Return the rows of all ranks in the loader's order, at most `most` of each rank."""
     mine = tensor.detach()[:most] if tensor.ndim else tensor.detach()
     ranks.engine.events.send("joined", None)
     if ranks.alone:

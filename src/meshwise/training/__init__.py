@@ -1,4 +1,4 @@
-"""Train in a script's own loop or in that of a job.
+"""Train in a script's own loop or in a job's loop.
 
 From the ground up: `autograd` (which rows a loss is a mean over) · `recovery` (save and load states) · `data` (which
 rank reads which sample) · `slips` (counters of a resumed loop) · `engine` (one step: weights, backward, events) ·

@@ -54,7 +54,7 @@ def couples_samples(loss: Tensor, samples: int) -> bool:
 
 
 def _between(first: Any, samples: int) -> tuple[set[str], list[tuple[Any, int]], set[Any]] | None:
-    """Return the kinds of operators between a loss and the model's outputs, these outputs, and the nodes."""
+    """Return (kinds of operators, outputs, nodes) from a loss to the model's outputs; None for too many nodes."""
     open_nodes, seen, rows = [(first, 0)], {(first, 0)}, []
     kinds: set[str] = set()
     while open_nodes:

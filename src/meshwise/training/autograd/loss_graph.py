@@ -47,7 +47,7 @@ LEAF = "torch::autograd::AccumulateGrad"
 
 
 def summed_loss(loss: Tensor) -> str:
-    """Return the name of a loss function that `loss` adds up over samples without dividing by their number."""
+    """Return the name of a loss function that `loss` sums over samples without dividing by their number, or ""."""
     for node, following in _walk(loss.grad_fn):
         kind, below = node.name(), below_of(node)
         if kind in KNOWN and getattr(node, "_saved_reduction", None) == SUM:
@@ -61,7 +61,7 @@ def summed_loss(loss: Tensor) -> str:
 
 
 def _walk(node: Any) -> Iterator[tuple[Any, deque[Any]]]:
-    """Walk a graph breadth-first from `node`."""
+    """Yield each node of a graph, breadth-first from `node`, with the queue to which the caller adds nodes to visit."""
     open_nodes, seen = deque([node]), {None}
     while open_nodes:
         node = open_nodes.popleft()
@@ -76,7 +76,7 @@ def below_of(node: Any) -> list[Any]:
 
 
 def _of_each(elements: Any) -> str:
-    """Return the name of the loss function with which `elements`, a node of the graph, was computed for each sample."""
+    """Return the name of the loss function that `elements`, a graph node, computes for each sample; "" if none."""
     what = "a loss"
     for node, following in _walk(elements):
         kind, below = node.name(), below_of(node)
@@ -105,7 +105,7 @@ def _divides_not(product: Any) -> bool:
 
 
 def _constant(node: Any) -> Tensor | None:
-    """Return the operand without a gradient of a product or quotient, if it has one."""
+    """Return the operand of a product or quotient if it needs no gradient. None if both operands need one."""
     (left, _), (right, _) = node.next_functions
     return node._saved_self if left is None else node._saved_other if right is None else None
 
@@ -130,8 +130,8 @@ def reads_data(term: Any) -> bool:
 
 
 def uneven_mean(loss: Tensor, samples: int) -> str:
-    """Return the `weight` that the user must pass to `mw.backward` for a loss that is a mean over items, such as
-    tokens, if samples may have different numbers of items."""
+    """Return the source text of the `weight` to pass to `mw.backward` for a loss that is a mean over items such as
+    tokens: "…" if the text is unknown, "" if the loss needs no weight."""
     for node, following in _walk(loss.grad_fn):
         kind = node.name()
         if kind.startswith("NllLoss") and getattr(node, "_saved_reduction", None) == MEAN:
@@ -183,7 +183,7 @@ def _is_divided_sum(node: Any, samples: int) -> bool:
 
 
 def _divisor(node: Any) -> list[Tensor]:
-    """Return the divisor if `node` divides the sum of a tensor by a number."""
+    """Return the divisor in a list if `node` divides the sum of a tensor by a number; otherwise an empty list."""
     above, below = (each for each, _ in node.next_functions)
     is_sum, number = above is not None and above.name() == "SumBackward0" and below is None, node._saved_other
     return [number] if is_sum and number is not None and number.numel() == 1 else []

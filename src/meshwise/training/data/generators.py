@@ -106,7 +106,8 @@ def handles_of(*holders: Any) -> tuple[Handle, ...]:
 
 @dataclass(frozen=True)
 class Draws:
-    """Two functions that draw the order of an epoch from the right state of the random generators."""
+    """Two functions that call a given function to draw the order of an epoch. `begin` draws from a recorded state of
+    the generators if there is one, and `go_on` from their present state."""
 
     begin: Callable[[Callable[[], Any]], Any]
     go_on: Callable[[Callable[[], Any]], Any]
@@ -184,7 +185,7 @@ class OrderGenerators:
         return states
 
     def draws(self, states: States, *, again: bool) -> Draws:
-        """Return the functions that draw the order of an epoch, from `states` if `again` is set."""
+        """Return the functions that draw an epoch's order. `begin` draws from `states` if `again` is set."""
         return Draws(partial(self._replay, states) if again else self._live, self._live)
 
     def _live(self, function: Callable[[], T]) -> T:

@@ -165,7 +165,7 @@ class KeyedDraws:
         if dim is None:
             return values
         size, rows = shape[dim], self._rows
-        first = min(rows.first * size // rows.count, whole[dim] - size)  # else, a padding sample lies past the last row
+        first = min(rows.first * size // rows.count, whole[dim] - size)  # otherwise, padding lies past the last row
         return values.narrow(dim, first, size)[tuple(map(slice, shape))]
 
 

@@ -53,7 +53,7 @@ def epoch_order(seed: int, epoch: int, samples: int) -> Tensor:
 
 
 def part(start: int, stop: int, parts: int, index: int) -> tuple[int, int]:
-    """Divide the range [start, stop) into `parts` contiguous ranges, and return number `index`."""
+    """Divide the range [start, stop) into `parts` contiguous ranges, and return the range number `index`."""
     size, rest = divmod(stop - start, parts)
     first = start + index * size + min(index, rest)
     return first, first + size + (index < rest)
@@ -81,7 +81,7 @@ def divides_evenly(total: int, world: World) -> bool:
 def batch_bounds(
     samples: int, batch_size: int, begin: int = 0, left_out: Sequence[tuple[int, int]] = ()
 ) -> Iterator[tuple[int, int]]:
-    """Yield the begin and the end of each global batch, from sample `begin` on."""
+    """Yield the begin and the end of each global batch, from sample `begin` on, without the ranges in `left_out`."""
     if not left_out:
         starts = range(begin, samples, batch_size)
         return zip(starts, itertools.chain(starts[1:], (samples,)), strict=False)

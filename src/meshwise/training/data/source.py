@@ -86,7 +86,7 @@ def read_slices(read: Reader, slices: Iterable[BatchSlice], epoch: int) -> Itera
 
 
 def _batch_reader(data: Any, settings: LoaderSettings) -> Callable[[Tensor], Any] | None:
-    """Return a function that takes sample indices and returns a batch."""
+    """Return a function that takes sample indices and returns a batch; None if `data` needs a DataLoader."""
     if _gives_batches(data):
         return data.batch  # type: ignore[no-any-return]
     ready_made = getattr(type(data), "__getitem__", None)  # a subclass may have its own `__getitem__`

@@ -179,7 +179,7 @@ def _stream(loader: DataLoader[Any], world: World) -> LoaderSpec:
 def _read_alike(
     source: Iterable[Any], rows_of: Callable[[Any], int], take: Callable[[Any, slice], Any], world: World
 ) -> Callable[..., Pairs]:
-    """Return the `pairs` of a loader from which each rank reads whole batches, of which it takes its rows."""
+    """Return the function `pairs` for a loader from which each rank reads whole batches, and keeps its own rows."""
 
     def pairs(draws: Draws, epoch: int, begin: int, most: int | None = None) -> Pairs:
         batches = draws.begin(lambda: _behind(begin, iter(source), rows_of))
@@ -217,7 +217,7 @@ def _own_stream(loader: DataLoader[Any], world: World) -> LoaderSpec:
 
 
 def _of_items(loader: DataLoader[Any], **batches: Any) -> DataLoader[Any]:
-    """Return the same loader, without collation of its items."""
+    """Return a loader of the same data set that does not collate items."""
     workers = {"num_workers": loader.num_workers, "generator": loader.generator, **_kept(loader)}
     return DataLoader(loader.dataset, collate_fn=_as_it_is, **batches, **workers)
 
@@ -247,7 +247,7 @@ def _rows_of(batch: Any) -> int:
 
 
 def _same_rows(items: Any, count: int, world: World) -> int:
-    """Return `count`, the number of rows that this rank has read. Raise DataError if ranks read other rows."""
+    """Return `count`, the number of rows that this rank has read. Raise DataError if ranks read different rows."""
     if world.size > 1:
         ranks = _of_ranks(count, _checksum(items)).tolist()
         if any(rank != ranks[0] for rank in ranks):

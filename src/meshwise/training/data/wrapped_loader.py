@@ -2,8 +2,8 @@
 
 Each batch that the wrapper yields is paired with the rank's share of the DataLoader's batch from which it was made.
 
-A wrapper may read ahead, so that the batch that it yields need not be the last batch that it has read. But it yields
-one batch for each batch that it reads, in the same order, which is how its batches are paired with shares.
+A wrapper may read ahead: it may have read further batches when it yields one. But it yields one batch for each batch
+that it reads, in the same order, so batches and shares can be paired.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Wrapper:
         self._fed: Iterator[Any] | None = None
 
     def take(self) -> Iterator[Any] | None:
-        """Return the DataLoader's batches at the first call in a loop, which the wrapping loader makes, then None."""
+        """Return the DataLoader's batches when the wrapping loader first asks for them in a loop, otherwise None."""
         fed, self._fed = self._fed, None
         return fed
 

@@ -1,6 +1,6 @@
 """Apply a plan to a program's models, and run exact steps.
 
-The training loop is that of a script or of a job.
+The training loop belongs to a script or to a job.
 """
 
 from meshwise.spec.lazy import files_of

@@ -1,7 +1,7 @@
-"""Define a training loop's events, and listeners with their methods.
+"""Define the events of a training loop, and call their listeners.
 
     batch_asked(loop)        the loop asks for its next batch, which may not exist
-    batch_given(loop, batch) the loop has received it from its source
+    batch_given(loop, batch) the loop has received this batch from its source
     backward_begins(loss, part, weight, reduction, where)
     backward_ends(mean, own) the global loss and this rank's own; None, None if the backward raised
     step_begins(optimizer)   an optimizer of the program begins its step

@@ -1,6 +1,6 @@
 """Track what this rank has read in a script's loops.
 
-Sums over ranks need it.
+Sums over ranks depend on this record.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Loops:
         self._places = Counter[object]()
 
     def is_elsewhere(self, loop: LoopRead) -> bool:
-        """Return whether listeners should observe this loop as if it were new."""
+        """Return whether listeners should treat this loop as new: the 1st, 2nd, 4th, 8th … loop at its source line."""
         loop.place, place = user_place(), (user_lines(), loop.loader)
         self._places[place] += 1
         return self._places[place].bit_count() == 1

@@ -68,7 +68,7 @@ class Phases:
         return self._open and not self.step_done
 
     def step_over(self) -> None:
-        """End a step of a program that asks for no batches."""
+        """Record the end of a step in a program that requests no batches."""
         self.steps, self._open, self._stepped, self.trained = self.steps + 1, False, False, False
         self._recorder.begin_step(self.steps + 1)
 

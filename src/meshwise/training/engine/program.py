@@ -1,8 +1,8 @@
-"""Hold the models and optimizers that an engine trains, weakly.
+"""Hold weak references to the models and optimizers of an engine.
 
-Sharded parameters are new objects. An optimizer that holds the old ones is re-bound when it is passed to
-`mw.distribute`, with its model or later; an optimizer that is never passed is refused at its step, since it would step
-without an error and change nothing.
+Sharded parameters are new objects. An optimizer with the old parameters gets the new ones when it is passed to
+`mw.distribute`, with its model or later. If it is never passed, its step raises an error: the step would not change the
+model.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Program:
     def __init__(
         self, world: World, samples: Callable[[], int | None], notify: Callable[[str], None], *, piggyback_loss: bool
     ) -> None:
-        """Begin with no models."""
+        """samples: returns how many samples this rank has in the current batch, or None."""
         self.world, self._samples, self._notify, self._piggyback_loss = world, samples, notify, piggyback_loss
         self.plan: Plan | None = None
         self.reduction: Reduction | None = None
@@ -111,7 +111,7 @@ class Program:
         return "cpu" if first is None else str(first.device)
 
     def begins_with(self, models: Sequence[nn.Module]) -> bool:
-        """Return whether a new training program begins with these models."""
+        """Return whether a new training program begins with these models. If so, record its beginning."""
         new = any(all(model is not known for known in self.models) for model in models)
         begins = new and self.backwards > self.began
         if begins:
@@ -147,7 +147,7 @@ class Program:
             self.add_optimizer(optimizer)
 
     def forget_unused(self) -> None:
-        """Forget models that the program no longer uses."""
+        """Forget models that the program no longer uses. Collective."""
         if not self._roots:
             return
         self.in_use = []
@@ -274,7 +274,8 @@ class Program:
                     p.grad.mul_(by.to(p.grad.dtype))
 
     def check_step(self, optimizer: Optimizer) -> bool:
-        """Reduce what is not reduced yet before a step of `optimizer`. Return whether it is the program's optimizer."""
+        """Check a step of `optimizer`, and reduce gradients that are not reduced. Return False if it trains other
+        models."""
         reduction, own, holds = self.reduction, weakref.ref(optimizer), self.holds(optimizer)
         ours = holds.ours
         if reduction is not None or self._replaced:

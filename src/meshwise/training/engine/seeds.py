@@ -1,8 +1,8 @@
 """Seed random numbers equally on all ranks, or by step and rank.
 
-A loop over a distributed loader keys all draws in its body, which come from one stream. A per-rank program that calls
-`mw.split` has two streams (`ModelStream`): it draws its batches alike on all ranks, while a model's forward draws for
-this rank's samples (dropout). Ranks have different numbers of them, so these draws must not move the program's stream.
+In the body of a loop over a distributed loader, all draws come from one keyed stream. A per-rank program that calls
+`mw.split` has two streams (`ModelStream`): one draws the batches, equally on all ranks, and the other draws in a
+model's forward (dropout). A forward draws more on a rank with more samples, so it must not move the program's stream.
 """
 
 from __future__ import annotations
@@ -112,8 +112,8 @@ class StepDraws:
 
 
 class ModelStream:
-    """Gives models the random numbers of their forward, once the program has called `mw.split`. They are keyed by the
-    state of the program's stream, the number of forwards since it moved, and the rank."""
+    """Gives models the random numbers of their forward, once the program has called `mw.split`. Their key is the state
+    of the program's stream, the number of forwards since this state changed, and the rank."""
 
     def __init__(self, world: World, paused: Callable[[], bool]) -> None:
         self._world, self._paused = world, paused
@@ -125,7 +125,7 @@ class ModelStream:
         _streams.append(self)
 
     def follow(self, models: Iterable[nn.Module]) -> None:
-        """Draw for the forwards of these models from now on."""
+        """From now on, give the forwards of these models their own random numbers."""
         for model in models:
             if model not in self._known:
                 self._known.add(model)
@@ -139,7 +139,7 @@ class ModelStream:
             handle.remove()
 
     def enter(self) -> None:
-        """Begin a forward: keep the state of the program's stream."""
+        """Begin a forward: keep the state of the program's stream, and seed the generators for this forward."""
         self._depth += 1
         if self._depth > 1 or self._paused():
             return

@@ -1,4 +1,4 @@
-"""Weigh a loss by how many items its mean is over.
+"""Weigh a loss by the number of items in its mean.
 
 Means of unequal parts then add up to the mean of the whole.
 """
@@ -51,7 +51,8 @@ class StepWeights:
         return mean * (weight / self.unit).to(mean.dtype)
 
     def begin_sum(self, more: Tensor | None = None) -> Callable[[], Tensor]:
-        """Begin to sum losses and weights over the ranks. Return a function that returns the factor for gradients."""
+        """Begin to sum losses and weights over the ranks. The returned function waits, and returns the gradients'
+        factor."""
         assert self.unit is not None
         unit, sums = self.unit, total_of(self.losses)
         sent = sums if more is None else torch.cat([sums, more.to(sums)])
@@ -150,7 +151,7 @@ def check_said(reduction: str, weight: object) -> None:
 
 
 def check_reduction(found: Any, reduction: str | None, ranks: int, where: str, verb: str, samples: int = 0) -> str:
-    """Raise UsageError for an undeclared sum over samples. Return a warning for a mean over other items, or ""."""
+    """Raise UsageError for an undeclared sum over samples. Return a warning for a mean not over samples, or ""."""
     loss = found[0] if isinstance(found, tuple) and found else found
     if not isinstance(loss, Tensor):
         return ""
@@ -169,7 +170,7 @@ def check_reduction(found: Any, reduction: str | None, ranks: int, where: str, v
 
 
 def refuse_joined_sum() -> None:
-    """Raise UsageError for a loss with a term of mw.sum in mw.backward with reduction="sum"."""
+    """Raise UsageError for mw.backward with reduction="sum" on a loss that has a term of mw.sum."""
     raise UsageError(
         f"{user_place()}: mw.backward(…, reduction='sum') got a loss with a term of mw.sum(…, grad=True). That term "
         "covers the whole batch, and would be added once per rank. Call mw.sum(…, grad=True) on all terms, and remove "

@@ -1,1 +1,1 @@
-"""Detect a program's mistakes before they cost numbers, one per file."""
+"""Detect a program's mistakes early: each file detects one kind."""

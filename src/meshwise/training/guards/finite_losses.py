@@ -1,6 +1,6 @@
 """Report a script's losses that are not finite.
 
-The first is reported, all are counted, and a program that ends with one fails.
+The first such loss is reported, all are counted, and a program whose last loss is not finite fails.
 
 The guard adds no reads from the device: on several ranks, the mean loss comes with the signs of agreed.py; on one
 device, losses wait for the next check.
@@ -60,7 +60,7 @@ class FiniteLosses:
                 self.found(seen)
 
     def found(self, seen: Seen) -> None:
-        """Count a loss whose mean over the ranks is not finite."""
+        """Count a loss whose mean over the ranks is not finite, and report it if it is the first."""
         number, step, part, own = seen
         self._count, self._last = self._count + 1, number
         if self._count > 1:
@@ -90,7 +90,7 @@ class FiniteLosses:
             raise LossError(text)
 
     def _conclude(self) -> str:
-        """Return a sentence if the last loss is not finite. If only earlier ones are not, tell the user."""
+        """Return an error text if the last loss is not finite, or "". Tell the user if only earlier losses were not."""
         self.look()
         self.look()
         backwards = self._program.backwards

@@ -26,7 +26,7 @@ NAMES = {"lr": "lr", "momentum": "momentum", "betas": "betas", "weight_decay": "
 
 
 def settings_differ(ranks: Sequence[Settings]) -> str:
-    """Return a sentence that says how the settings of a rank differ from those of rank 0."""
+    """Return a sentence that says how a rank's settings differ from rank 0's settings; "" if they do not."""
     for rank, settings in enumerate(ranks):
         if len(settings) != len(ranks[0]):  # garbage is collected at different times, so lengths may differ
             continue
@@ -59,7 +59,7 @@ def _alike(one: float, other: float) -> bool:
 
 
 def diverged(ranks: Sequence[Settings]) -> str:
-    """Return a sentence that says how the ranks' parameters differ."""
+    """Return a sentence that says how the ranks' parameters differ; "" if they do not."""
     for rank, settings in enumerate(ranks):
         for (name, _, value), (_, _, of_rank_0) in zip(settings, ranks[0], strict=False):
             if name == PARAMETERS and not _alike(value, of_rank_0):

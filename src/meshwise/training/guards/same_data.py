@@ -117,7 +117,7 @@ def read(things: dict[str, Any], samples: int | None, known: weakref.WeakValueDi
 
 
 def _parts(name: str, thing: Any) -> list[tuple[str, Any]] | None:
-    """Return the parts of an object that holds other objects, as pairs (name, part)."""
+    """Return pairs (name, part) for an object that holds other objects; None for any other object."""
     if isinstance(thing, Tensor | numpy.ndarray | nn.Module | type) or hasattr(thing, "iloc"):
         return None
     if type(thing) in (list, tuple) and len(thing) <= FEW and not any(isinstance(each, _NUMBER) for each in thing):

@@ -2,7 +2,7 @@
 
 Training ends after `patience` evaluations that were no better.
 
-The file of the weights records the epoch and the metric. A resumed run reads from it what the best was.
+The file of the weights records the epoch and the metric. A resumed run reads the best evaluation from this file.
 """
 
 from __future__ import annotations

@@ -204,7 +204,7 @@ def _evaluate(run: JobRun, epoch: int) -> None:
 
 
 def _train_epoch(run: JobRun) -> bool:
-    """Train from the current position to the end of the epoch. Return True if the run is asked to stop before that."""
+    """Train from the current position to the end of the epoch. Return True if the run is asked to stop first."""
     state, job, log = run.state, run.job, run.log
     in_epoch = -(-state.index // job.batch_size)
     gaps, nan = run.not_finite.ranges(state.epoch, state.index), run.not_finite if run.not_finite.checks else None

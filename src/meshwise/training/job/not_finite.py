@@ -7,13 +7,13 @@ skip    the optimizer does not step, buffers are restored, and the next step fol
 back    the batch is left out, as if the data did not have it: no update, no step of the scheduler, no step number
 
 Under `skip` and `back` all ranks agree in each step, with one number, whether every gradient is finite. A loss scaler
-(float16) skips by itself.
+(float16) skips steps by itself.
 
 Under `back`, the run continues from the newest state without the batch. If the parameters are finite, that is the state
-before the step: going back to a save and repeating the steps since would give the same bits. If not, the previous
-step's update, or a fault, has spoiled them: the attempt ends (SpoiledError), the next one begins from the newest saved
-state, and the batch of the previous step is left out, too. The run folder records these batches, so that later attempts
-skip them. Also tested in tests/training/job/test_left_out.py.
+before the step: loading a save and repeating the steps after it would give the same bits. If not, the previous step's
+update, or a fault, has spoiled the parameters: the attempt ends (SpoiledError), the next attempt begins from the newest
+saved state, and the batch of the previous step is left out, too. The run folder records these batches, so that later
+attempts skip them. Also tested in tests/training/job/test_left_out.py.
 """
 
 from __future__ import annotations

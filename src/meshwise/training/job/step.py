@@ -243,7 +243,7 @@ def _clip(engine: Engine, job: Job, state: RunState) -> None:
             collectives.all_reduce(local_of(found), "max", pipeline.pipe.group, of="the loss scaler's decision")
     if job.clip_norm is not None and pipeline is not None:
         pipeline.holding.clip(job.clip_norm)
-    elif job.clip_norm is not None:  # exact under shard, since the norm of DTensors is that of whole tensors
+    elif job.clip_norm is not None:  # exact under shard: the norm of DTensors is the norm of whole tensors
         state.scaler.unscale_(state.optimizer)
         torch.nn.utils.clip_grad_norm_(state.model.parameters(), job.clip_norm)
 

@@ -53,8 +53,8 @@ def mlp(*, seed: int = 0) -> Job:
 
 
 def draw_samples(seed: int) -> tuple[Batch, Batch]:
-    """Draw the training and the test set for a seed: float32 features (samples, 1000) and int64 labels (samples,)
-    each."""
+    """Draw the training set and the test set for a seed, each with float32 features (samples, 1000) and int64 labels
+    (samples,)."""
     generator = torch.Generator().manual_seed(seed)
     centres = CENTRE_SCALE * torch.randn(CLASSES, FEATURES, generator=generator)
 
