@@ -161,7 +161,8 @@ def report_of(
 
 
 def _shares(timeline: Timeline) -> tuple[float, ...]:
-    """Return each rank's share of a batch, as proportions."""
+    """Return the proportions in which the ranks divide a batch. Empty if unknown, or if ranks work on the same
+    samples."""
     plan = fields_of(str(timeline.facts.get("plan") or ""))
     if not plan or timeline.facts.get("program") == "plain" or {"pipeline", "context", "tensor"} & plan.keys():
         return ()
@@ -287,7 +288,7 @@ def _series(timeline: Timeline, table: StepTable) -> Series:
 
 
 def _thinned(counter: Counter) -> CounterSeries:
-    """Reduce a counter to at most POINTS values."""
+    """Reduce a counter to at most POINTS values, each the largest of several neighboring values."""
     parts = np.array_split(np.arange(len(counter.value)), min(POINTS, len(counter.value)))
     keep = [int(part[counter.value[part].argmax()]) for part in parts]
     return CounterSeries(counter.rank, counter.name, (counter.time[keep] / 1e9).tolist(), counter.value[keep].tolist())

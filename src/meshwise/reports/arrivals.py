@@ -64,7 +64,7 @@ class Arrivals:
     of_stages: Mapping[tuple[int, int], int]
 
     def until_of(self, ranks: Whole, numbers: Whole) -> Whole:
-        """Look up until when ranks wait in collectives, in the table `until`."""
+        """Return until when each rank waits in the collective of this number (see `until`). ABSENT if unknown."""
         if not len(self.number):
             return np.full(len(numbers), ABSENT)
         at = np.minimum(np.searchsorted(self.number, numbers), len(self.number) - 1)
@@ -73,7 +73,7 @@ class Arrivals:
         return np.where(known, self.until[at, column], ABSENT)
 
     def waits_until(self, spans: Spans) -> Whole:
-        """Return the time until which each span waits for another rank."""
+        """Return the time until which each span waits for another rank, or its start if it does not wait."""
         until = np.where(is_collective(spans), self.until_of(spans["rank"], spans["collective"]), ABSENT)
         if self.of_stages:
             places = zip(spans["rank"].tolist(), spans["start"].tolist(), strict=True)
@@ -123,7 +123,7 @@ def arrival_table(spans: Spans, names: Sequence[str]) -> Arrivals:
 
 
 def _left_later(arrival: Whole, end: Whole, last_rank: Whole) -> Whole:
-    """Return how long after each rank the last rank left the previous collective, in ns, shape (collectives, ranks)."""
+    """Return how many ns after each rank a collective's last rank left the one before. Shape: (collectives, ranks)."""
     if not arrival.size:
         return np.zeros(arrival.shape, np.int64)
     row = np.arange(len(arrival))
@@ -151,8 +151,8 @@ OWNERS = np.array(
         KIND["idle"],
     ]
 )
-"""The owners to which a moment of a rank's time can be attributed, each given by the kind of time as which it counts.
-If several owners apply to a moment, the first of them is chosen. The numbers below are indices in this list."""
+"""The owners to which a moment of a rank's time can be attributed. Each item is the kind of time that the owner stands
+for. If several owners apply to a moment, the first of them is chosen. The numbers below are indices in this list."""
 BLOCKING, COMPUTING, BACKWARD, OVERLAPPED, BACKWARD_END, OUTSIDE_OWNER, NOBODY = 0, range(2, 8), 3, 8, 10, 13, 14
 """Indices of owners. For a pair of waiting and communication, this is the index of waiting, the first of the two."""
 OWNER_OF_KIND = np.array([np.flatnonzero(code == OWNERS)[-1] for code in KIND.values()])
@@ -169,7 +169,8 @@ class Attribution:
     hidden: NDArray[np.bool_]
 
     def sums(self, bins: Whole) -> NDArray[np.float64]:
-        """Sum the time of each kind, separately for each bin."""
+        """Return the seconds of each kind of time in each bin. The last column is hidden communication. bins: their
+        starts."""
         at = np.searchsorted(bins, self.start, side="right") - 1
         inside = at >= 0
         width = OUTSIDE + 2
@@ -233,7 +234,7 @@ def _claims(spans: Spans, arrivals: Arrivals) -> tuple[Whole, Whole, Whole]:
 
 
 def handed_over(start: Whole, end: Whole, begun: Whole) -> Whole:
-    """Return when the last collective within each backward pass began."""
+    """Return when the last collective within each backward pass began, or the end of a pass without collectives."""
     if not len(begun):
         return end
     at = np.searchsorted(begun, end, side="left") - 1

@@ -46,7 +46,8 @@ class DeviceClock:
         self._shift = 0
 
     def mark(self) -> DeviceMark | int:
-        """Record an event in the current stream, after the work submitted so far."""
+        """Record an event in the current stream, after the work submitted so far. While the stream is captured, return
+        the host's time instead."""
         if is_captured():
             return self._clock()
         event = self._make_event()

@@ -38,7 +38,8 @@ WORTH_SAYING = 0.01
 def reconciled(
     facts: Mapping[str, Any], table: StepTable, ranks: Sequence[RankReport]
 ) -> tuple[Reconciled | None, list[str]]:
-    """Compare the time and the memory of a run's steps with the prediction of `meshwise plan`."""
+    """Compare the time and the memory of a run's steps with the prediction of `meshwise plan`. Return the comparison,
+    or None, and sentences on what is missing."""
     given = facts.get(PREDICTED)
     if given is None or not table.steady.any():
         return None, []

@@ -111,7 +111,7 @@ def verdict_of(findings: Sequence[Finding]) -> str:
 
 
 def _balanced(table: StepTable, taken: Sequence[float]) -> str:
-    """Suggest to give each rank a share of the batch in proportion to its speed."""
+    """Suggest shares of the batch in proportion to the ranks' speeds. Return "" if the speeds are about equal."""
     if len(taken) != len(table.ranks) or len(taken) < 2:
         return ""
     computing = table.seconds[table.steady][:, :, [KIND["forward"], KIND["backward"]]].sum(axis=2)

@@ -55,7 +55,7 @@ def _place(action: Any) -> Place:
 
 
 def waits_for_stages(spans: Spans, names: Sequence[str]) -> dict[tuple[int, int], int]:
-    """Return when each receive of a pipeline stops waiting for another stage."""
+    """Return when each receive of a pipeline stops waiting for another stage, by the receive's (rank, start)."""
     actions = actions_of(spans, names)
     places = actions[["pipe", "step", "forward", "stage", "microbatch", "end"]].tolist()
     ended = {(pipe, step, tuple(place)): end for pipe, step, *place, end in places}
@@ -73,7 +73,7 @@ def waits_for_stages(spans: Spans, names: Sequence[str]) -> dict[tuple[int, int]
 
 
 def pipeline_report(spans: Spans, names: Sequence[str], steps: Table) -> PipelineReport | None:
-    """Report the stages and the bubble of the pipeline in these steps."""
+    """Report the stages and the bubble of the pipeline in these steps. None if there is no pipeline."""
     actions = actions_of(spans, names)
     if not actions["stage"].any() or not actions["forward"].any():
         return None
@@ -99,7 +99,7 @@ def pipeline_report(spans: Spans, names: Sequence[str], steps: Table) -> Pipelin
 
 def played_bubble(orders: Sequence[Sequence[Place]], seconds: Callable[[Place], float]) -> float | None:
     """Simulate one step of a pipeline, and return its bubble: the fraction of the step that a rank spends waiting, as
-    the mean over the ranks."""
+    the mean over the ranks. None if the order is incomplete."""
     last = max((stage for order in orders for _, stage, _ in order), default=0)
     ends: dict[Place, float] = {}
     done, free = [0] * len(orders), [0.0] * len(orders)

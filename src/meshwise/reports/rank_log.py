@@ -90,7 +90,8 @@ def _line(at: NDArray[np.float64], offset: NDArray[np.float64], half: NDArray[np
 
 
 def causal_shifts(arrivals: Times, ends: Times) -> NDArray[np.int64] | None:
-    """Return how to shift the ranks' clocks so that no collective ends before its last rank has arrived."""
+    """Return by how many ns to shift the ranks' clocks so that no collective ends before its last rank has arrived.
+    None if no shifts achieve this."""
     ranks = arrivals.shape[1]
     if not len(arrivals):
         return np.zeros(ranks, np.int64)

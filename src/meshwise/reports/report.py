@@ -46,7 +46,7 @@ def report(run: str | Path | RunSummary | None = None, *, steps: tuple[int, int]
 
 
 def compare(first: str | Path, second: str | Path) -> RunComparison:
-    """Compare how much of each kind of time two runs spent."""
+    """Compare two runs: the time of a step by kind of time, and figures of each run as a whole, such as throughput."""
     runs = []
     for run in (first, second):
         folder = run_folder(run)

@@ -22,7 +22,7 @@ WINDOW_STEPS = 5
 
 
 def step_windows(timeline: Timeline, table: StepTable, steps: tuple[int, int] | None) -> list[StepWindow]:
-    """Choose which steps to show in detail."""
+    """Return the steps to show in detail: the given `steps`, or a few typical, slowest, first and last steps."""
     rows = np.flatnonzero(table.trained)
     if steps is not None:
         inside = rows[(table.step[rows] >= steps[0]) & (table.step[rows] <= steps[1])]

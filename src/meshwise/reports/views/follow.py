@@ -103,7 +103,7 @@ def _files(folder: Path) -> dict[Path, tuple[int, int]]:
 
 
 def _of_now(timeline: Timeline, report: Report, running: bool) -> tuple[Report, float | None]:
-    """Return the report to show, and how many seconds of the run it covers."""
+    """Return the report to show, and how many seconds of the run it covers (None: all)."""
     steps = timeline.spans["step"]
     if not running:
         return report, None

@@ -261,7 +261,7 @@ def _comparison_lines(c: RunComparison, screen: Screen) -> list[Text]:
 
 
 def _time_row(d: TimeDifference) -> list[Cell]:
-    """Return the cells of a row: kind, both medians, difference, ratio and its interval, whether it is clear."""
+    """Return the cells of a row: kind, both medians, difference, ratio and its interval, "clear" or "within noise"."""
     name = Text(f"the {d.kind}", "bold")
     if d.kind in MARKS:
         name = Text(MARKS[d.kind].mark, style_of(d.kind)).append(f" {MARKS[d.kind].word}", "default")
