@@ -1,10 +1,9 @@
 """Exchange JSON messages between each worker and its launcher.
 
-The messages go over the side channel.
-
-The side channel carries messages that must arrive even when collectives cannot: done, failed, progress, halt. A closed
-channel is a message too: it tells the launcher that a worker is gone, or a worker that its launcher is gone, so that
-no process is left behind. Both ends prove that they know the token in a worker's environment, without sending it.
+Their connection, the side channel, works even when collectives do not. It carries messages such as done, failed,
+progress and halt. A closed channel is a message too: it tells the launcher that a worker is gone, or a worker that its
+launcher is gone, so that no process is left behind. Both ends prove that they know the token in a worker's
+environment, without sending it.
 """
 
 from __future__ import annotations
@@ -108,7 +107,7 @@ LISTENING_PORTS = range(20_000, 32_768)
 
 
 def listening(host: str = "", port: int = 0) -> socket.socket:
-    """Return a socket that listens at a TCP port."""
+    """Return a socket that listens at a TCP port. host: "" for all addresses. port: 0 for any free port."""
     every = {"family": socket.AF_INET6, "dualstack_ipv6": True} if not host and socket.has_dualstack_ipv6() else {}
     if port:
         return socket.create_server((host, port), backlog=512, **every)  # type: ignore[arg-type]

@@ -47,7 +47,7 @@ Kills = tuple[int | None, int | None]
 
 
 def kills(root: Path = ROOT, own: Path = OWN, statistics: Path = STATISTICS) -> Kills:
-    """Return how many processes the out-of-memory killer has ended so far."""
+    """Return how many processes the out-of-memory killer has ended so far: (in this control group, on this machine)."""
     counts = [_count(group / "memory.events") for group in groups("", root, own)]
     return max((count for count in counts if count is not None), default=None), _count(statistics)
 

@@ -55,7 +55,8 @@ class DivergenceWatch:
         return {rank: read_trail(trail_path(self._folder, rank)) for rank in self._ranks}
 
     def look(self, ended: Collection[int]) -> str:
-        """Describe how the calls logged so far differ. Return "" if they are equal."""
+        """Describe how the ranks' calls differ, if this has lasted for GRACE seconds or all ranks have ended.
+        Otherwise, return ""."""
         now = time.monotonic()
         if len(ended) == len(self._ranks):
             return divergence(self.trails(), ended)
@@ -90,7 +91,7 @@ def last_verbs(trails: Mapping[int, VerbTrail | None]) -> str:
 
 
 def _first_difference(trails: Mapping[int, VerbTrail | None], ended: Collection[int]) -> int | None:
-    """Return the number of the first call that is not the same on all ranks."""
+    """Return the number of the first call that is not the same on all ranks, or None."""
     counts = {rank: trail.count if trail else 0 for rank, trail in trails.items()}
     common, known = min(counts.values()), [trail for trail in trails.values() if trail]
     first = max((trail.oldest for trail in known), default=1)

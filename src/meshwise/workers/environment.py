@@ -1,4 +1,4 @@
-"""Tell a process by environment variables who and where it is.
+"""Tell a process its rank and device by environment variables.
 
 This module does not import torch.
 

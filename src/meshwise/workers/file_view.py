@@ -121,7 +121,7 @@ class FileView:
         return mine if os.path.lexists(mine) else self.real(path) or mine
 
     def seen(self, path: Any, follow: bool = True) -> Any:
-        """Return the path that a program has to open to read `path`: of its changed copy, else of the user's file.
+        """Return the path that a program has to open to read `path`: its changed copy, if any, or the user's file.
 
         follow: whether to follow a link if the last component of `path` is one.
         """

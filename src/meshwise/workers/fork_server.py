@@ -177,12 +177,12 @@ class ForkedWorker:
         return self.server.hear(self._facts).get("pid")
 
     def poll(self) -> int | None:
-        """Return the worker's exit code, or minus the number of the signal that killed it."""
+        """Return the worker's exit code, or minus the number of the signal that killed it. None while it runs."""
         status = self.told()
         return _status_of_ended(self.pid) if status is None and self.pid is not None else status
 
     def told(self) -> int | None:
-        """Return the worker's exit status, as the server reported it."""
+        """Return the worker's exit status, as the server reported it, or None."""
         return self.server.hear(self._facts).get("status")
 
     def wait(self) -> int:
@@ -253,7 +253,7 @@ def _waited(process: subprocess.Popen[bytes]) -> int | None:
 
 
 def _status_of_ended(pid: int) -> int | None:
-    """Return the exit status of a process that has ended but for which its parent has not waited yet."""
+    """Return the exit status of a zombie, a process that has ended but for which nobody has waited. None for others."""
     fields = stat_of(pid)
     return os.waitstatus_to_exitcode(int(fields[-1])) if fields[:1] == ["Z"] else None
 

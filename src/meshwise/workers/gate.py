@@ -38,7 +38,7 @@ LOOK, ASK = 0.5, 60.0  # seconds between checks of the clock, and between calls 
 ANSWER = 20.0  # timeout of squeue in seconds
 SAVES = 3  # saves to leave time for: the last may wait for an earlier one, and ranks and jobs all write together
 UNKNOWN, SHARE = 20.0, 0.1
-"""Before a save is measured, it is assumed to take UNKNOWN seconds, but SAVES saves at most SHARE of the time left."""
+"""Until a save is measured, it is assumed to take UNKNOWN seconds, but at most SHARE / SAVES of the time left."""
 LEAVES = 5.0  # seconds for a job's processes to exit after the last save
 
 
@@ -262,7 +262,7 @@ def seconds_needed(gate: StepGate, guess: float) -> float:
 
 
 def left_by_squeue(job: str) -> float | None:
-    """Ask squeue how many seconds a Slurm job may still run."""
+    """Ask squeue how many seconds a Slurm job may still run. Return None if squeue does not answer."""
     command = ["squeue", "--noheader", "--jobs", job, "--format", "%L"]
     try:
         shown = subprocess.run(command, capture_output=True, text=True, timeout=ANSWER, stdin=subprocess.DEVNULL)

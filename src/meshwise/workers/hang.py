@@ -7,7 +7,7 @@ another rank, and a script may be silent on all ranks as long as it likes. A sil
 the present activity of the rank may take. This is checked for
 
     a rank for which another waits in a collective        in every program
-    a rank for which nobody waits, or all ranks at once   only in the loop of a job, where only phases take time
+    a rank for which nobody waits, or all ranks at once   only in a job's loop, where each phase is reported
 
 A rank that waits is never blamed before the rank for which it waits. `patience` says how long each activity may take.
 In a check, there are too few steps to tell how long a step takes. There, silence counts only while the rank computes
@@ -54,7 +54,12 @@ class Hang:
 
 @dataclass(frozen=True)
 class Stall:
-    """A group of ranks that make no progress, and the ranks that wait for them."""
+    """A group of ranks that make no progress, and the ranks that wait for them.
+
+    waiting: the collective in which each waiting rank waits.
+    crossed: whether ranks wait for each other in different collectives.
+    inside: whether the ranks hang in a collective that all of its ranks have entered.
+    """
 
     ranks: Sequence[int]
     waiting: Mapping[int, CollectiveCall]
@@ -81,7 +86,7 @@ def patience(beat: Beat, longest: Mapping[str, float], limit: float, *, stopped:
 
 
 def find_stall(beats: Mapping[int, Beat], silent: Collection[int]) -> Stall | None:
-    """Find the ranks that cause a hang."""
+    """Find the ranks that cause a hang, and the ranks that wait for them. None if there is no hang."""
     waits = {rank: _wait(beats[rank], all_silent=len(silent) == len(beats)) for rank in silent}
     waiting = {rank: wait for rank, wait in waits.items() if wait is not None}
     late = {rank: _late(beats, wait) for rank, wait in waiting.items()}
@@ -271,7 +276,7 @@ class HangWatch:
 
 
 def _of_stopped(stall: Stall, stopped: Sequence[int]) -> Stall:
-    """Return the stall, and blame the stopped processes for it if they hold up a collective inside."""
+    """Return a stall that blames stopped processes if they hold up a collective that they entered, else `stall`."""
     which = sorted(stall.waiting.keys() & set(stopped)) if stall.inside or stall.crossed else []
     return Stall(which, {rank: at for rank, at in stall.waiting.items() if rank not in which}) if which else stall
 

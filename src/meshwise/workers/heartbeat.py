@@ -1,8 +1,8 @@
 """Publish a rank's step, phase and collectives where its launcher reads them.
 
-They are written to a file that is mapped into memory, like the verbs (verb_log.py). A report, called a beat, writes a
-few words, without a system call. If a rank stops reporting, hang.py examines it, and asks by a signal for its Python
-stack.
+The values are written to a file that is mapped into memory, like the verbs (verb_log.py). A report, called a beat,
+writes a few words, without a system call. If a rank stops reporting, hang.py examines it, and asks by a signal for its
+Python stack.
 
     words     of 8 bytes each: first the single values BEATS to TIMED, then the arrays
     steps     durations of the newest steps, in ns
@@ -115,7 +115,7 @@ def read_beat(path: Path) -> Beat:
 
 
 def steps_of(folder: Path, ranks: Iterable[int], rank: int) -> tuple[int | None, int]:
-    """Return the step that `rank` is in, and the last step that all `ranks` have finished."""
+    """Return the step that `rank` is in, or None, and the last step that all `ranks` have finished."""
     beats = {each: read_beat(beat_path(folder, each)) for each in {*ranks, rank}}
     done = min(beat.step - (beat.phase not in BETWEEN) for beat in beats.values())
     here = beats[rank].step + (beats[rank].phase == "data")
@@ -157,7 +157,7 @@ class Heartbeat:
         words[BEATS] = self.beats = self.beats + 1
 
     def loop(self, *, ours: bool, compiles: bool) -> None:
-        """Report whether this rank is in the training loop of a job."""
+        """Report whether this rank is in the training loop of a job (`ours`), and whether its model is compiled."""
         self.words[COMPILES], self.words[OURS] = compiles, ours
 
     def enter(self, name: str, group: str) -> int:

@@ -133,7 +133,7 @@ def made_process_group() -> bool:
 
 
 def _take_device(world: World) -> World:
-    """Make this worker see only its own accelerator, so that `cuda` and `cuda:0` mean this accelerator."""
+    """Make this worker see only its own accelerator, if possible, as `cuda:0`. Return `world` with this device."""
     given = os.environ.get(VISIBLE)
     if not world.device and world.size > 1:
         _see_one_gpu(world.local_rank)  # before the first use of the driver, which reads the environment once
@@ -225,7 +225,7 @@ def leave() -> None:
 
 
 def interface_towards(host: str) -> str | None:
-    """Return the network interface that gloo must use to reach `host`, such as `eth0`."""
+    """Return the network interface that gloo must use to reach `host`, such as `eth0`. None if gloo needs no hint."""
     own: dict[str, str] = {
         address.address: name
         for name, addresses in psutil.net_if_addrs().items()

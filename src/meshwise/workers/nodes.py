@@ -87,7 +87,7 @@ class Nodes:
         self._meeting.set(f"{self.begins.number}/{key}", value)
 
     def try_get(self, key: str) -> Any:
-        """Return the value that some machine has set under `key`."""
+        """Return the value that some machine has set under `key`, or None."""
         return self._meeting.try_get(f"{self.begins.number}/{key}")
 
     def get(self, key: str) -> Any:

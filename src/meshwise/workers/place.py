@@ -4,8 +4,8 @@ The place is read from environment variables. Launchers are tried from the inner
 variables are set is taken.
 
 A batch script of Slurm has SLURM_PROCID and SLURM_NTASKS too, although it is one process. Only a step has the variables
-SLURM_STEP_*, but a batch script that was submitted from inside a step inherits those of that step. A process's step is
-known from its control group; without one, the step's variables are believed if they agree with those that Slurm sets
+SLURM_STEP_*, but a batch script that was submitted from inside a step inherits that step's variables. A process's step
+is known from its control group; without one, the step's variables are believed if they agree with those that Slurm sets
 again for every task and batch script.
 """
 
@@ -111,7 +111,7 @@ ALONE = Place()
 
 
 def number(environment: Mapping[str, str], name: str, default: int | None = None) -> int:
-    """Return a whole number from the environment."""
+    """Return the environment variable `name` as a whole number. Raises UsageError if it is not a number."""
     text = environment.get(name, "" if default is None else str(default))
     try:
         return int(text)
@@ -137,7 +137,7 @@ def place_in(environment: Mapping[str, str]) -> Place:
 
 
 def of_torchrun(environment: Mapping[str, str]) -> Place | None:
-    """Return the place of a process that has the variables RANK and WORLD_SIZE."""
+    """Return the place of a process that has the variables RANK and WORLD_SIZE. None without these."""
     if not {"RANK", "WORLD_SIZE"} <= environment.keys():
         return None
     rank, size = number(environment, "RANK"), number(environment, "WORLD_SIZE")
@@ -162,7 +162,7 @@ def of_torchrun(environment: Mapping[str, str]) -> Place | None:
 
 
 def of_mpi(environment: Mapping[str, str]) -> Place | None:
-    """Return the place of this process among all ranks, as mpirun's variables describe it."""
+    """Return the place of this process among all ranks, as mpirun's variables describe it. None without these."""
     if number(environment, OPEN + "SIZE", 1) > 1:
         names = [OPEN + name for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")]
         job = environment.get("PMIX_NAMESPACE") or environment.get("OMPI_MCA_ess_base_jobid", "")
@@ -192,7 +192,7 @@ def _place(launcher: str, names: list[str], environment: Mapping[str, str], job:
 
 
 def of_slurm(environment: Mapping[str, str], proc: Path = Path("/proc")) -> Place | None:
-    """Return the place of this process in a Slurm job."""
+    """Return the place of this process in a Slurm job. None outside of a job."""
     if JOB not in environment:
         return None
     job, attempt = job_id(environment), number(environment, "SLURM_RESTART_COUNT", 0) + 1
@@ -254,7 +254,7 @@ def _agree(environment: Mapping[str, str]) -> bool:
 
 
 def host_list(text: str) -> tuple[str, ...]:
-    """Expand `rack[0-1]n[01-02],big` to rack0n01, rack0n02, rack1n01, rack1n02, big."""
+    """Expand a Slurm list of hosts: `rack[0-1]n[01-02],big` means rack0n01, rack0n02, rack1n01, rack1n02 and big."""
     names = _NAME.findall(text)
     if not names or ",".join(names) != text.strip():
         raise _refused(text)

@@ -224,7 +224,7 @@ class FileFunctions(FileView):
 
 
 def _use(mode: str | int) -> str:
-    """Return the use of a file that is opened by this mode, or by these flags."""
+    """Return how a file opened by this mode, or by these flags, is used: "seen", "written" or "changed" in place."""
     if isinstance(mode, int):
         is_new = mode & os.O_TRUNC and not mode & os.O_EXCL
         mode = "r" if not mode & CHANGES else "w" if is_new else "a"

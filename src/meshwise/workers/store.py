@@ -3,8 +3,8 @@
 Each launcher keeps a store: if the one in use is lost, the next takes over.
 
 An exchange is one message each way: a machine sends its values, and receives what has changed since its last exchange,
-with the seconds for which each machine has been silent. A thread of each launcher makes one exchange after another,
-which are also its machine's heartbeat; callers read what has come and never wait for the network, so that Ctrl-C takes
+with the seconds for which each machine has been silent. A thread of each launcher makes one exchange after another, and
+so shows that its machine is alive. Callers read what has come and never wait for the network, so that Ctrl-C takes
 effect at once. Both ends prove the secret of the run (handshake.py).
 """
 
@@ -161,14 +161,14 @@ class Meeting:
 
     @property
     def silence(self) -> float | None:
-        """How many seconds ago the store last answered, if this is too long."""
+        """How many seconds ago the store last answered, if this is too long ago. Otherwise None."""
         now = time.monotonic()
         if not self.heard or self._over.is_set():
             return None
         return now - self.heard if self.error is not None or now - self.heard > SILENCE else None
 
     def silence_of(self, name: str) -> float | None:
-        """Return how many seconds ago the store last heard from a machine, if this is too long."""
+        """Return how many seconds ago the store last heard from a machine, if this is too long ago. Otherwise None."""
         seconds = self._silent.get(name, 0.0)
         return seconds if seconds > SILENCE else None
 

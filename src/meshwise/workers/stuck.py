@@ -65,7 +65,7 @@ def standing(pid: int, stack: Path) -> ProcessState:
 
 
 def stuck_child(pid: int, stack: Path) -> ProcessState | None:
-    """Return a child process, such as a loader worker, that seems to hang."""
+    """Return a child process, such as a loader worker, that seems to hang. None if none does."""
     children = children_of(pid)[:MOST_CHILDREN]
     held = next((child for child in children if state_of(child) in ("T", "t", "D")), None)
     if held is not None:

@@ -40,7 +40,10 @@ in_progress: set[str] = set()
 @dataclass(frozen=True)
 class Verb:
     """A call that a rank has made and that all ranks must make in the same order, such as a request for the next
-    batch."""
+    batch.
+
+    left: the loop that was left just before the call: its source line, and the number of its batches.
+    """
 
     name: str
     place: str
@@ -111,7 +114,7 @@ class VerbLog:
         self._left = NOWHERE
 
     def line(self, verb: str, frame: FrameType | None) -> list[int]:
-        """Return the record of the source line that makes a call."""
+        """Return [index, crc32 of the verb, number of calls] of the source line that calls the verb."""
         self._thread, depth = threading.get_ident(), 1
         while frame is not None and not is_users(frame.f_code.co_filename):
             frame, depth = frame.f_back, depth + 1
