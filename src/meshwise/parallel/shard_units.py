@@ -40,7 +40,7 @@ def units_of(root: nn.Module) -> list[nn.Module]:
 
 
 def called_by_all(root: nn.Module, units: Sequence[nn.Module]) -> tuple[list[nn.Module], list[nn.Module], list[str]]:
-    """Return units not known to be skipped, unsure ones, and notes."""
+    """Return (units to gather separately, those for which it is unknown whether all ranks call them, notes)."""
     names = {id(module): name for name, module in root.named_modules()}
     found = [(unit, names[id(unit)], may_be_skipped(root, names[id(unit)])) for unit in units]
     skipped: dict[str, list[str]] = {}
@@ -130,7 +130,7 @@ class StaysGathered:
             self._places = {id(p): place_in_memory(p) for p in module.parameters() if not isinstance(p, DTensor)}
 
     def leave(self, module: nn.Module, *unused: Any) -> None:
-        """Check the gathered parameters after a forward."""
+        """Raise PlanError if a forward has moved or written the gathered parameters."""
         self._forwards += 1
         if self._forwards > 2:
             if self._forwards % OFTEN == 0:

@@ -31,8 +31,8 @@ BINDS = (ast.For, ast.comprehension, ast.Assign, ast.AnnAssign, ast.AugAssign, a
 
 
 def may_be_skipped(root: nn.Module, name: str) -> str | None:
-    """Return the reason why the forward of `root` may call the module `name` on some ranks only, e.g. a source line as
-    `file:line`."""
+    """Return why the forward of `root` may call the module `name` on some ranks only, e.g. a source line as
+    `file:line`. Return "" if all ranks call the module, or None if this is unknown."""
     why: str | None = ""
     for kind, attribute, child, entry in _on_the_way(root, name):
         if isinstance(child, nn.ModuleList | nn.ModuleDict) and EXPERT in f"{attribute} {type(entry).__name__}".lower():
@@ -140,7 +140,7 @@ class _Calls:
         return [] if _is_same(call) else [each for each in [call.func, *call.args] if self._is_entry(each)]
 
     def _varies(self, node: ast.expr) -> bool:
-        """Return whether a value may differ between ranks: data in an argument, not a flag."""
+        """Return whether a value may differ between ranks. Data in an argument may, but a flag does not."""
         return any(map(self._differs, ast.walk(node)))
 
     def _differs(self, node: ast.AST) -> bool:

@@ -103,7 +103,7 @@ def held_parameters(optimizer: Optimizer) -> list[nn.Parameter]:
 
 
 def buckets_of(tensors: Sequence[Tensor], most: int) -> list[list[Tensor]]:
-    """Group adjacent tensors of the same dtype and device into buckets."""
+    """Group adjacent tensors of the same dtype and device into buckets of at most `most` bytes."""
     buckets: list[list[Tensor]] = []
     size = 0
     for t in tensors:

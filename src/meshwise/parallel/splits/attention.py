@@ -179,7 +179,7 @@ def _longest(part: SplitPart) -> int:
 
 
 def _round(k: Tensor, v: Tensor, columns: SplitPart) -> Iterator[tuple[Tensor, Tensor, int]]:
-    """Pass the keys and values around the ring of ranks."""
+    """Pass the keys and values around the ring of ranks. Yield (keys, values, rank that owns them)."""
     axis = columns.axis
     both = functional.pad(torch.cat([k, v], -1), (0, 0, 0, _longest(columns) - k.shape[2]))
     for step in range(axis.size):
@@ -200,7 +200,7 @@ def _scores(q: Tensor, k: Tensor, asked: _Asked, hidden: Tensor | None) -> Tenso
 def _blocks(
     asked: _Asked, columns: SplitPart, owner: int, mask: Tensor | None, grouped: Tensor
 ) -> Iterator[tuple[slice, slice, Tensor | None]]:
-    """Yield the blocks of attention scores between this rank's queries and the keys of rank `owner`."""
+    """Yield (rows, columns, mask) of each block of scores between this rank's queries and the keys of rank `owner`."""
     top = 0
     for begin, end in asked.rows.of_rank(asked.rows.axis.rank):
         left = 0

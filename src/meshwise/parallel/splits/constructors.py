@@ -23,7 +23,7 @@ from meshwise.torch_compat.torch_function import is_asked
 
 @functools.cache
 def watch_constructors() -> None:
-    """Make these constructors return split tensors for batches, from now on."""
+    """From now on, make torch's constructors return split tensors for batches."""
     makes = "_make_subclass"
     places: list[tuple[Any, str, Any]] = [(Variable, "__new__", _detached), (Tensor, "__new__", _alias)]
     places += [(Tensor, makes, functools.partial(_subclassed, getattr(Tensor, makes)))]
@@ -67,7 +67,7 @@ def _counted(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def as_numbers(thing: Any) -> Any:
-    """Return arguments that are places or lengths, as in `x[:n]`, with numbers in place of sums."""
+    """Replace each sum over ranks by its number in arguments such as indices and lengths, as in `x[:n]`."""
     if isinstance(thing, slice):
         return slice(*map(as_numbers, (thing.start, thing.stop, thing.step)))
     if isinstance(thing, Mapping):

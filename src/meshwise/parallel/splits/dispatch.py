@@ -1,4 +1,4 @@
-"""Run operators on batches: rules of sums come before those of rows."""
+"""Run operators on batches by the rules of sums.py, then rules.py."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def _dispatch(func: Func, args: Args, kwargs: Kwargs) -> Any:
 
 
 def wholes(tree: Any) -> Any:
-    """Return a tree with whole tensors, for code that ignores a tensor's class. Collective."""
+    """Return `tree` with whole tensors in place of split ones, for code that ignores a tensor's class. Collective."""
 
     def whole(leaf: Tensor) -> Tensor:
         with beside_transforms():

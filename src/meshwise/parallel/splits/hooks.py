@@ -1,6 +1,6 @@
 """Call the program's hooks of parameters after their gradients are reduced.
 
-During a backward a gradient is this rank's part.
+During a backward, a gradient has only this rank's part.
 """
 
 from __future__ import annotations

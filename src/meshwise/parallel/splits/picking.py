@@ -55,11 +55,11 @@ def entries(part: SplitPart, rank: int) -> Tensor:
 
 
 def picked(x: SplitTensor, index: Tensor) -> SplitTensor:
-    """Return the entries of the split dim of `x` at `index`, in place of that dim."""
+    """Return `x` with the entries at `index` in place of its split dim."""
     part, axis, dim, ranks = x.part, x.part.axis, x.part.dim, range(x.part.axis.size)
     into = moved(index.part, 0) if is_split(index) else SplitPart(axis, 0, len(index))
     rows, long = gather(index).cpu(), max(part.length, 1)
-    outside = rows.numel() and not -part.length <= rows.min() <= rows.max() < part.length  # then torch raises an error
+    outside = rows.numel() and not -part.length <= rows.min() <= rows.max() < part.length  # let torch raise the error
     if outside or any(each.dim == dim for each in parts_of(x, level_of(part))):
         raise NoRule
     held = [entries(part, rank) for rank in ranks]
@@ -81,8 +81,8 @@ def picked(x: SplitTensor, index: Tensor) -> SplitTensor:
 
 
 def _masked(x: SplitTensor, mask: Tensor) -> tuple[Tensor, SplitPart]:
-    """Return this rank's part of the entries of `x` at a mask whose first dim is the split dim, and how they are
-    split."""
+    """Return this rank's part of the entries of `x` that a mask picks, and how they are split. The mask begins at the
+    split dim."""
     part, rows, dim = x.part, moved(x.part, 0), x.part.dim
     if part.repeats > 1 or whole_shape(mask) != whole_shape(x)[dim : dim + mask.dim()]:
         raise NoRule
@@ -94,7 +94,7 @@ def _masked(x: SplitTensor, mask: Tensor) -> tuple[Tensor, SplitPart]:
 
 
 def _listed(x: Tensor, index: Any) -> list[Any]:
-    """Return an index with one item for each dim of `x`, or a mask for several dims. Lists become tensors."""
+    """Return an index as a list: one item for each dim of `x`. A mask may stand for several. Lists become tensors."""
     items = [*index] if isinstance(index, tuple) else [index]
     items = [torch.as_tensor(each, device=x.device) if isinstance(each, list | range) else each for each in items]
     if not all(each.dim() if isinstance(each, Tensor) else type(each) in (int, slice, EllipsisType) for each in items):
@@ -145,7 +145,7 @@ def _getitem(func: Func, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _by_pairs(x: SplitTensor, items: Sequence[Any]) -> tuple[SplitTensor, tuple[Any, ...]]:
-    """Prepare an index of rows and further tensors, such as `x[torch.arange(len(x)), y]`."""
+    """Return this rank's tensor and index for an index of rows and more, such as `x[torch.arange(len(x)), y]`."""
     rows, dims = items[0], max(each.dim() for each in items if isinstance(each, Tensor))
     if x.part.dim or any(map(_is_mask, items)) or rows.dim() != dims or whole_shape(rows)[1:].numel() != 1:
         raise NoRule

@@ -63,12 +63,12 @@ def filled(each: Tensor, part: SplitPart) -> Tensor:
 
 
 def _as_rows(made: Any, part: SplitPart, dim: int) -> Any:
-    """Turn results of an operator on filled rows into split tensors. They have the rows at `dim`."""
+    """Turn an operator's results on filled rows into split tensors, whose rows are at `dim`."""
     return map_tensors(lambda each: split(each.narrow(dim, 0, part.own), moved(part, dim)), made)
 
 
 def _loss(func: Func, args: Args, kwargs: Kwargs) -> Any:
-    """Compute a loss that has one number for each row."""
+    """Compute a loss with one term for each row."""
     options = {name: value for name, value in kwargs.items() if value is not None}
     reduction = options.pop("reduction", "mean")
     if {"size_average", "reduce"} & set(options):
@@ -99,8 +99,8 @@ def _recurrent(func: Func, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _drawn(func: Func, args: Args, kwargs: Kwargs) -> Any:
-    """Run an operator that draws on a whole tensor in which only this rank's part has the right values, and return this
-    part of the result."""
+    """Run an operator that draws random numbers. Its input is a whole tensor in which only this rank's part has the
+    right values, and the result is this part."""
     like, name = split_in([*args, *kwargs.values()])[0], called(func)
     mixed = {"multinomial": like.dim() - 1, "gumbel_softmax": kwargs.get("dim", -1) % like.dim()}
     part = like.part if mixed.get(name) != like.part.dim else refuse()

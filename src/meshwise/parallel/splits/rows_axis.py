@@ -43,7 +43,7 @@ class DataAxis(Axis):
         self._averaged = dict[int, weakref.ref[Tensor]]()
         self._sharded = list[weakref.ref[Any]]()
         self.crossings: list[str] | None = None
-        """While a call of a model is watched: which of its lines needed the rows of other ranks."""
+        """The source lines of a watched model call that needed rows of other ranks. None if no call is watched."""
 
     def __deepcopy__(self, memo: Any) -> DataAxis:
         return self

@@ -1,4 +1,4 @@
-"""Build rules for split tensors from operands and their alignment."""
+"""Define the functions from which rules for split tensors are built."""
 
 from __future__ import annotations
 
@@ -122,7 +122,8 @@ def cut(x: SplitTensor, begin: int, end: int) -> tuple[Tensor, SplitPart]:
 
 
 def strided(local: Tensor, part: SplitPart, step: int) -> tuple[Tensor, SplitPart]:
-    """Take each `step`-th entry of the split dim of the tensor whose part `local` is. Returns the same as `cut`."""
+    """Return this rank's part of each `step`-th entry of the split dim, and how these are split, given this rank's part
+    `local` of the tensor."""
     held = _pieces(_one_run(part))
     if step < 1 or max(map(len, held)) > 1:
         raise NoRule
@@ -141,7 +142,7 @@ def row(x: SplitTensor, place: int) -> Tensor:
 
 
 def padded(part: SplitPart, pads: list[int], at: int) -> tuple[list[int], SplitPart]:
-    """Return this rank's padding, given that of the whole tensor, and how the result is split."""
+    """Return this rank's padding, and how the padded tensor is split. pads: the padding of the whole tensor."""
     before, behind = pads[at : at + 2]
     if _one_run(part).length == 0 or before < 0 or behind < 0:
         raise NoRule

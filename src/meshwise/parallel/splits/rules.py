@@ -1,4 +1,4 @@
-"""Choose how an operator runs on split tensors: parts, or gather.
+"""Choose how an operator runs on split tensors: on parts or gathered.
 
 A rule must return what the operator returns for whole tensors, whether the result is split or not, with right
 gradients. Results are then correct for any placement of the parameters, and more rules only save communication.

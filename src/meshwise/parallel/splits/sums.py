@@ -1,4 +1,4 @@
-"""Make terms of sums, means and losses over split rows.
+"""Compute sums, means and losses over split rows as terms (term.py).
 
 Where they apply, the rules of this file take precedence over those of rules.py.
 """
@@ -32,7 +32,7 @@ def _parts(x: SplitTensor) -> AbstractContextManager[None]:
 
 
 def _over(total: Tensor, axis: Axis, count: float, dtype: torch.dtype) -> Term:
-    """Return the term of a sum, or of its quotient by `count`, in this dtype."""
+    """Return a sum divided by `count`, as a term of this dtype."""
     known = Known(axis, total.detach())
     if count == 1:
         return term(total.to(dtype), axis, known)
@@ -106,7 +106,7 @@ def _gradient(func: Func, args: Args, kwargs: Kwargs) -> Any:
 
 
 def own_gradient(found: Tensor, x: SplitTensor) -> Tensor:
-    """Convert a gradient of `x` from the scale of parts to that of the program."""
+    """Convert a gradient of `x` from the scale of parts to the scale that the program expects."""
     with on_parts():
         found = found / x.parts[0].axis.gradient_scale
     return split_again(found, parts_of(x))

@@ -214,7 +214,8 @@ def gives_view(name: str, args: Any) -> bool:
 
 
 def note_copies(batch: SplitTensor, made: Any) -> None:
-    """Track results of a view operator that do not share the batch's memory. Views of a gradient get its mark."""
+    """Track results of a view operator that do not share the batch's memory. Mark results that are parts of a gradient
+    as such."""
     with on_parts():
         memory = batch.untyped_storage().data_ptr()
         for each in made if isinstance(made, (tuple, list)) else (made,):

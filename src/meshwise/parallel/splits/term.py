@@ -4,7 +4,7 @@ A term looks like the sum and holds this rank's part of it. Linear operators kee
 the sum, which costs one small all-reduce. A loss is such a term, so its backward needs no communication of its own,
 and its value travels with the gradients (training/whole/backward.py).
 
-A term's gradient is that of a part (parallel/splits/crossing.py): `gradient_scale` times that of the whole.
+A term has the gradient of a part (parallel/splits/crossing.py): `gradient_scale` times the gradient of the sum.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ class Known:
         return self.value
 
     def sent(self, room: int = 2) -> Tensor:
-        """Return this rank's part, followed by that of the count if there is one, in float32 or wider. room: the length
-        of the result, if the part is on the CPU."""
+        """Return this rank's part, or [part, count] in float32 or wider if there is a count. room: on the CPU, pad
+        these two with zeros to this length."""
         assert self.local is not None
         if self.count is None:
             return self.local
@@ -84,7 +84,7 @@ class Known:
         return torch.from_numpy(numbers)
 
     def set(self, made: Tensor, times: int = 1) -> None:
-        """Store the ranks' sum of the part, and of the count if there is one. `made` is the sums divided by `times`."""
+        """Store the sum over the ranks of what `sent` returned. made: this sum, divided by `times`."""
         self.local = None
         if self.count is None:
             self.value = made if times == 1 else made * times
@@ -98,8 +98,8 @@ class Known:
 class Term(Tensor):
     """A sum over the ranks of an axis, of which this tensor holds this rank's part.
 
-    assumed: where the sum is to be divided by a count that is not exchanged yet, what the count would be if all targets
-        counted. The tensor is not divided yet. 0 if there is no such count.
+    assumed: if the sum must still be divided by a count of targets that the ranks have not exchanged, this is the count
+        as if no target were ignored. Otherwise 0.
     """
 
     axis: Axis
@@ -176,7 +176,7 @@ def value_of(value: Term) -> Tensor:
 
 
 def settled(value: Term) -> Term:
-    """Return the same sum as a term without a count. Collective if it has one that is not exchanged yet."""
+    """Return the sum as a term that is divided by its count. Collective if the ranks have not exchanged the count."""
     known = value.known
     if not value.assumed:
         return value
@@ -259,14 +259,14 @@ def _detached(func: Func, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _scale(value: Term) -> Tensor | float:
-    """Return how many times the gradient of a part is that of the sum. Collective if its count is not known."""
+    """Return the ratio of a part's gradient to the sum's gradient. Collective if the count is not known."""
     if value.assumed:
         value_of(value)  # so that a backward divides by the real count, not by the assumed count
     return value.axis.gradient_scale / (_count(value) if value.assumed else 1)
 
 
 def gradient_of_sum(found: Tensor, value: Term) -> Tensor:
-    """Convert a gradient of this rank's part to that of the sum. Collective if the count of the sum is not known."""
+    """Convert a gradient of this rank's part to the gradient of the sum. Collective if the sum's count is unknown."""
     scale = _scale(value)
     with on_parts():
         return found / scale
@@ -308,7 +308,7 @@ def _added(func: Func, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _part(thing: Any, axis: Axis) -> Any:
-    """Return this rank's part of a summand. A whole one is added by rank 0, or in equal shares by all ranks."""
+    """Return this rank's part of a summand. Rank 0 adds a whole summand, or all ranks add equal shares of it."""
     if isinstance(thing, Term):
         return settled(thing)
     if isinstance(thing, Tensor):
