@@ -1,8 +1,7 @@
 """Hold weak references to the models and optimizers of an engine.
 
 Sharded parameters are new objects. An optimizer with the old parameters gets the new ones when it is passed to
-`mw.distribute`, with its model or later. If it is never passed, its step raises an error: the step would not change the
-model.
+`mw.distribute`, even later than its model. If it is never passed, its step raises an error: it would change nothing.
 """
 
 from __future__ import annotations

@@ -92,7 +92,7 @@ def _rows(value: Any, samples: int, job: str) -> Any:
 
 
 def merged(pieces: Sequence[Mapping[Any, Any]]) -> dict[Any, Any]:
-    """Return the rows of all pieces in one: for each output a tensor, or a list of rows if they form no tensor."""
+    """Join the rows of all pieces. Return for each output a tensor, or a list of rows that cannot form a tensor."""
     names = {tuple(piece) for piece in pieces}
     if len(names) > 1:
         raise UsageError(f"the outputs have different names: {names}. Return the same for all batches.")
@@ -139,7 +139,7 @@ def locked_folder(out: Path, facts: Mapping[str, Any], *, overwrite: bool) -> It
 
 
 def left_of(samples: int, out: Path | None) -> Tensor:
-    """Return the indices of the samples that no part of `out` has."""
+    """Return the indices of the samples that are not in any part of `out` yet."""
     left = torch.ones(samples, dtype=torch.bool)
     for path in _parts(out) if out is not None else ():
         first, stop = map(int, path.stem.split("-"))

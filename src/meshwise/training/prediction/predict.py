@@ -1,6 +1,6 @@
 """Predict every sample once, in order, on any number of devices.
 
-This code runs on every rank. Each rank predicts a range of each global batch, of the same size as in an
+This code runs on every rank. Each rank predicts one range of the samples, in batches of the same sizes as in an
 evaluation, and writes the rows in parts. At the end, rank 0 joins the parts of all ranks.
 """
 

@@ -1,7 +1,8 @@
 """Add context to an error: its place, a plan with less memory.
 
-If a step of a job or script ran out of memory, the plan computes the same numbers with less: blocks run again in the
-backward, with the same draws, or a script's parameters are sharded, or, on an accelerator, activations wait on a host.
+If a step of a job or script ran out of memory, the proposed plan computes the same numbers with less memory: blocks run
+again in the backward, with the same draws, or a script's parameters are sharded, or an accelerator's activations wait
+in the host's memory.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def smaller_plan(plan: Plan, world: World, *, script: bool = False) -> tuple[Plan, str] | None:
-    """Return a plan that needs less memory than `plan`, and a text that says what it changes."""
+    """Return a plan that needs less memory than `plan`, and a text that says what it changes, or None."""
     if plan.recompute != "full" and (again := _changed(plan, recompute="full")):
         return again, "recompute=full: blocks run again in the backward"
     if script and plan.data > 1 and (parts := _changed(plan, data=1, shard=plan.shard * plan.data)):

@@ -38,7 +38,7 @@ _begun, _met, _free, _views = count(), count(), list[str](), list[Any]()
 
 
 def begin(rank: int, size: int) -> Callable[[], None]:
-    """Let side effects happen once from now on. Every rank must call this. Return a function that ends this."""
+    """From now on, let side effects happen once. Every rank must call this. The returned function ends it."""
     if size == 1:
         return lambda: None
     key, run, stack = f"meshwise/once/{next(_begun)}", os.environ.get(RUN_FOLDER), contextlib.ExitStack()
@@ -99,7 +99,7 @@ def free(path: str | Path) -> None:
 
 @contextlib.contextmanager
 def meeting() -> Iterator[None]:
-    """Let all ranks see the files that rank 0 has written so far. In the `with` block, all ranks must meet."""
+    """Let all ranks see the files that rank 0 has written so far. The `with` block must wait for all ranks."""
     name = f"meeting {next(_met)}"
     for view in _views:
         view.turn(name, before=True)

@@ -1,4 +1,4 @@
-"""Choose a script's plan: that of `mw.distribute(plan=...)`, the run's, or replicas."""
+"""Choose a script's plan: its own `plan=`, the run's plan, or replicas."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ def plan_of_run(world: World) -> Plan | None:
 
 
 def fit_to_world(plan: Plan, world: World, notify: Callable[[str], None]) -> Plan:
-    """Return `plan`, after a check that it can be used with this number of ranks and with a training loop in a user's
-    script."""
+    """Check that `plan` suits this number of ranks and a training loop in a user's script, and return it. On one
+    device, the result is without all that needs several devices."""
     if world.size == 1 and plan.devices > 1:
         notify(f"one device: the axes of {plan}, and techniques that need several devices, are ignored.")
         plan = on_one_device(plan)

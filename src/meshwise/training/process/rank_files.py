@@ -5,7 +5,8 @@
     torch.save      runs on rank 0 alone; the others read the saved file through a hard link
     subprocess.run  runs on rank 0 alone; the others get its result, and see the files that it has changed
 
-The shared folder has a log of rank 0's changes, and files that it keeps (in `0`, after a meeting in `1`) or shares.
+The shared folder has a log of rank 0's changes, and the files that rank 0 keeps (in `0`, after a meeting in `1`) or
+shares.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class RankFiles(FileFunctions):
         self._log = os.open(f"{folder}/log{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
     def call(self) -> str:
-        """Return the path for this call's result, made from the user's lines and their number of calls."""
+        """Return the path for this call's result. Its name depends on the user's lines and their number of calls."""
         self._calls[lines := user_lines()] += 1
         made = f"{self._shared}/made/{hashlib.md5(repr((lines, self._calls[lines])).encode()).hexdigest()}"
         if self._rank == 0:
@@ -152,7 +153,7 @@ class FirstFiles(RankFiles):
             print(IN_LOADER.format(here=user_place(), path=path), file=sys.stderr, flush=True)
 
     def _give(self, path: str, to: str, link: bool = True) -> None:
-        """Make `to` a hard link to a file, or a copy. Other ranks find all of it, or nothing."""
+        """Make `to` a hard link to a file, or a copy. Other ranks see the complete file or none."""
         part = f"{self._shared}/{os.getpid()}-{time.monotonic_ns()}"
         with suppress(OSError):  # the file is on another disk, or the disk has no hard links
             if link:

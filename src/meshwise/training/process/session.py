@@ -150,8 +150,8 @@ def end_sessions() -> None:
 
 @contextlib.contextmanager
 def apart() -> Iterator[Engine]:
-    """Yield a new engine, with which a program is rehearsed in this process: it runs with simulated devices. At the end
-    of the `with` block, that engine is closed, and the engines that this process had before are restored."""
+    """Yield a new engine, with which this process rehearses a program on simulated devices. At the end of the `with`
+    block, the new engine is closed, and the earlier engines of the process are restored."""
     before, divided = engines[:], collectives.dividing()
     engines.clear()
     collectives.divide_among(None)

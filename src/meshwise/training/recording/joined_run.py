@@ -48,7 +48,7 @@ class JoinedRun:
             sys.stdout, sys.stderr = _Both(sys.stdout, log), _Both(sys.stderr, log)
 
     def ends(self, error: BaseException | None) -> Failure | None:
-        """Report how this rank ended."""
+        """Report how this rank ended. Return the failure that ended the run, if any."""
         if self._over:
             return None
         self._over, gate = True, rank_context().gate
@@ -99,7 +99,7 @@ class JoinedRun:
                 yield rank, None if facts is None else Failure(**facts)
 
     def _by_record(self, mine: Failure | None) -> Failure | None:
-        """Return the failure that ended the run, by the run's record, because rank 0 has ended and no rank can read the
+        """Return the failure that ended the run, according to run.json: rank 0 has ended, so no rank can read the
         reports of the others."""
         with contextlib.suppress(UsageError):  # this machine may not share the run folder
             last = names.read_run(self.folder)["sessions"][-1]

@@ -4,7 +4,7 @@ The program may use plain PyTorch, or DDP or FSDP2 on a process group that it ma
 no function of meshwise such as `mw.backward`.
 
 What the program does is seen from its calls of torch: the next batch of a DataLoader, a backward, a step of an
-optimizer, a collective. The program is not changed. Recording begins with its first backward.
+optimizer, a collective. The program is not changed. Recording begins with the program's first backward.
 
 next batch asked for .. given                            data
 batch given, or step ended .. backward                   forward: whatever the program does there
@@ -58,7 +58,7 @@ def begin(say: Callable[[str], None], own_group: Callable[[], None] | None = Non
 
 
 def end() -> Recording | None:
-    """Stop watching the program's calls to torch, because the program calls meshwise itself from now on."""
+    """Stop watching calls to torch, since the program calls meshwise from now on. Return its recording, if any."""
     return _programs.pop().close() if _programs else None
 
 
@@ -104,7 +104,7 @@ class PlainProgram:
         ]
 
     def close(self) -> Recording | None:
-        """Stop watching the program's calls to torch."""
+        """Stop watching the program's calls to torch. Return its recording if it has begun."""
         while self._ends:
             self._ends.pop()()
         if self.recording is None and current() is self._recorder:
@@ -175,7 +175,7 @@ class PlainProgram:
             raise gate.stop(self._phases.done)
 
     def _is_inside(self) -> bool:
-        """Return whether the current call to torch is not a call of the training loop itself, and must be ignored."""
+        """Return whether to ignore the current call to torch, because the training loop itself does not make it."""
         return self._inside or threading.get_ident() != self._thread
 
     @contextlib.contextmanager
@@ -244,7 +244,7 @@ class PlainProgram:
         return ended
 
     def _waits(self) -> Ended | None:
-        """Record the time since the last watched call as a forward."""
+        """Record the time since the last watched call as a forward. Return a function to call after the wait."""
         recorder, since = self._recorder, self._phases.since
         if since is None or self._is_inside():
             return None

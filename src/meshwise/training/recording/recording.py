@@ -129,7 +129,7 @@ def record_script(
     recorder: Recorder | None = None,
     clocks: Clocks | None = None,
 ) -> Recording | None:
-    """Record a script that has its own training loop, until its process ends."""
+    """Record a script with its own training loop, until its process ends. Return None if there is no run folder."""
     named = os.environ.get(RUN_FOLDER)
     if named is None:
         return None

@@ -41,7 +41,7 @@ def held_of(model: nn.Module) -> dict[str, Any]:
 
 
 def state_of(model: nn.Module) -> dict[str, Any]:
-    """Return the model's state_dict. In a pipeline, that of its first rank has the entries of all stages."""
+    """Return the model's state_dict. In a pipeline, its first rank gets the entries of all stages."""
     state, pipe = model.state_dict(keep_vars=True), stages.pipe()
     if pipe is None:
         return state
@@ -62,7 +62,7 @@ def _joined(optimizer: dict[str, Any]) -> dict[str, Any]:
 
 
 def _joined_over(own: dict[Any, Any], group: collectives.Group = None) -> dict[Any, Any]:
-    """Return the entries of all ranks on rank 0 of the group, each sent by the first rank that has it."""
+    """Return all ranks' entries on rank 0 of the group. The first rank that has an entry sends it. Collective."""
     rank = collectives.get_rank(group)
     forms = map_tensors(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"), own)
     ranks = collectives.gather_objects(forms, group)

@@ -18,7 +18,7 @@ from meshwise.torch_compat.sharding import local_of
 from meshwise.transfer import collectives, stages
 
 _Named = tuple[str, Tensor, bool]
-"""A tensor with its name, and whether it must not hold infinity either."""
+"""(name, tensor, whether the tensor must contain neither NaN nor infinity; otherwise only NaN is wrong)."""
 _OWN = "torch.optim"  # the state of torch's own optimizers is never inf
 
 
@@ -30,15 +30,15 @@ def not_finite_names(models: Mapping[str, nn.Module]) -> frozenset[str]:
 def not_finite_in(
     models: Mapping[str, nn.Module], optimizers: Mapping[str, Optimizer], known: frozenset[str]
 ) -> tuple[str, str]:
-    """Return the name of the first entry of the state that contains NaN or infinity, and the ranks that have such
-    entries."""
+    """Return the name of the first entry of the state that contains NaN or infinity, and the ranks with such entries;
+    "" for both if there are none. Entries named in `known` are not checked."""
     every = collectives.gather_objects(not_finite_here(models, optimizers, known), collectives.everyone())
     ranks = [rank for rank, name in enumerate(every) if name]
     return (every[ranks[0]], ranks_text(ranks)) if ranks else ("", "")
 
 
 def not_finite_here(models: Mapping[str, nn.Module], optimizers: Mapping[str, Optimizer], known: frozenset[str]) -> str:
-    """Return the name of the first entry of this rank's state that contains NaN or infinity."""
+    """Return the name of the first entry of this rank's state that contains NaN or infinity, or ""."""
     return next((name for name in _bad(_named(models, optimizers)) if name not in known), "")
 
 

@@ -22,7 +22,7 @@ CHANGED = "{} is {} from now on. Before, it was {}."
 def made_with(
     optimizers: Mapping[str, Optimizer], batch_size: int | None, samples: int | None, seed: int | None = None
 ) -> dict[str, Any]:
-    """Return the settings of a program that a saved state keeps, as plain values."""
+    """Return the program's settings, as plain values to keep in a saved state."""
     groups = {
         name: [
             {key: value for key, value in group.items() if key not in _OF_TORCH and isinstance(value, _PLAIN)}

@@ -117,7 +117,7 @@ class Saver:
         return True
 
     def _begin(self) -> tuple[str, int, bool]:
-        """Prepare the folder before the first save."""
+        """Before the first save, prepare the folder. Return (key, attempt number, whether all ranks see the folder)."""
         if self._begun is None:
             self._store = own_connection_to_store() if self._world.size > 1 else HashStore()
             key = secrets.token_hex(8)
@@ -150,7 +150,7 @@ class Saver:
         return values, {name: plainly_held(tensor) for name, tensor in tensors.items()}
 
     def _agreed(self, values: Any, shapes: Mapping[str, Held], digests: Sequence[tuple[int, str]]) -> Any:
-        """Merge the plain values of all ranks into one tree, and return it."""
+        """Return the plain values of all ranks, merged into one tree. Update `_deal` if any tensors have changed."""
         everyone, own = collectives.everyone(), tuple(each for each, _ in digests)
         if self._deal is None or self._deal.digests != own:
             ranks = collectives.gather_objects(shapes, everyone)
@@ -193,7 +193,7 @@ class Saver:
         self._thread.start()
 
     def _sent(self, own: Tensor, content: list[Content]) -> list[Content]:
-        """Send the content of every rank to rank 0. Return what this rank writes then: all of it, or nothing."""
+        """Send the content of every rank to rank 0. Return what this rank must write: everything or nothing."""
         assert self._deal is not None
         everyone = collectives.everyone()
         device = collectives.device_of(everyone)
@@ -232,7 +232,7 @@ class Saver:
             files.prune(self.folder, keep=keep, abandoned=[*old, *left], room=writing.room)
 
     def _settle(self, patience: float | None) -> None:
-        """Wait for the save that is being written."""
+        """Wait for the save that is being written, at most until `patience` seconds after it began."""
         if self._thread is None or self._writing is None:
             return
         left = None if patience is None else max(0.0, self._writing.began + patience - time.monotonic())

@@ -1,4 +1,4 @@
-"""Define a run's state, and the value it is saved as.
+"""Define a run's state, and the form in which it is saved.
 
 The state does not depend on the plan: a run that was saved under one plan can resume under another. Random draws and
 the data order are derived from (seed, epoch, step, index), so that no generator's state is part of the state.

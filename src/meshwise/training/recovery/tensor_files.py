@@ -1,8 +1,8 @@
 """Divide a state among ranks for writing; write and read safetensors files.
 
-Every element is written once, and the ranks' parts are about equal in bytes. A rank writes all that only it holds. If
-several ranks hold a tensor, the first of them writes it if it is small, as most buffers are. Otherwise the one that has
-the fewest bytes to write so far does.
+Every element is written once, and the ranks' parts are about equal in bytes. A rank writes what no other rank holds. If
+several ranks hold a tensor, the first of them writes it if it is small, as most buffers are. Otherwise, the rank with
+the fewest bytes to write so far writes it.
 
 A file is written from one buffer, and hashed. A box (a range of each dim) is read directly into the wanted tensor.
 Files are not mapped into memory, because the pages of a mapped file count as memory of the process, and the process
@@ -94,7 +94,7 @@ def _lengths(box: Sequence[tuple[int, int]]) -> list[int]:
 
 
 def views(tensor: Tensor) -> dict[Box, Tensor]:
-    """Return the values of `tensor` that this rank holds, as views by box."""
+    """Return the values of `tensor` that this rank holds, as a dict of views by box."""
     boxes, dim = local_boxes(tensor)
     local, at, found = local_of(tensor).detach(), 0, {}
     for box in boxes:
@@ -105,7 +105,7 @@ def views(tensor: Tensor) -> dict[Box, Tensor]:
 
 
 def deal(ranks: Sequence[Mapping[str, Held]]) -> list[list[WriteItem]]:
-    """Decide what each rank writes."""
+    """Decide what each rank writes, given what each rank holds."""
     shapes: dict[str, Held] = {}
     holders: dict[str, dict[Box, list[int]]] = {}
     for rank, every in enumerate(ranks):

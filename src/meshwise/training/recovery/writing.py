@@ -91,7 +91,7 @@ class Writing:
             return f"{type(error).__name__}: {error}"
 
     def _commit(self) -> str:
-        """Wait until every rank has written, then commit the checkpoint."""
+        """Wait until every rank has written, then commit the checkpoint. Return an error text, or ""."""
         ranks = [json.loads(self._awaited(f"{self.key}/{rank}")) for rank in range(self.size)]
         wrong = next((f"rank {rank}: {told}" for rank, told in enumerate(ranks) if isinstance(told, str)), "")
         if not wrong:

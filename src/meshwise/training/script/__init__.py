@@ -1,1 +1,1 @@
-"""Distribute a script with its own loop: two lines, loader, sums, checkpoint."""
+"""Distribute a script with its own loop: loaders, sums and checkpoints."""

@@ -2,8 +2,8 @@
 
 The state is saved while the loop runs, and restored when the loop starts.
 
-A step is over when the loop asks for the next batch and has called `optimizer.step` since the last one: then the state
-is saved, with the position in the loader's epoch, the random generators and the number of steps. After an epoch's last
+A step is over when the loop asks for the next batch after a call of `optimizer.step`. Then the state is saved, with the
+position in the loader's epoch, the random generators and the number of steps. After an epoch's last
 step, the save waits for the next epoch: a validation or a scheduler in between belongs to the epoch.
 """
 
@@ -229,7 +229,7 @@ class LoopState:
         self._between, self._due = True, self._due or self._saves.in_background
 
     def _count(self) -> bool:
-        """Add the optimizer steps made since the last call to the number of steps."""
+        """Add the optimizer steps since the last call to `_step`. Return whether there were any."""
         phases = self._engine.phases
         ended = phases.done > self._counted
         self._step, self._counted = self._step + phases.done - self._counted, phases.done
@@ -261,9 +261,9 @@ class LoopState:
     def finishes_epoch(self) -> bool:
         """Return whether a run that was asked to stop should go on until its next epoch begins or the program ends.
 
-        This is so between two epochs, and while another loop, such as a validation, runs inside the training loop. A
-        state that is saved there would not record how much of the validation is done, or whether a scheduler has
-        stepped."""
+        This is the case between two epochs, and while another loop, such as a validation, runs inside the training
+        loop. A state that is saved there would not record how much of the validation is done, or whether a scheduler
+        has stepped."""
         finishes = self._between or (self._loader is not None and self._loader.in_batch)
         if finishes and (channel := rank_context().channel) is not None:
             channel.send("finishes_epoch")

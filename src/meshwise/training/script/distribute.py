@@ -76,10 +76,9 @@ def distribute(  # type: ignore[misc]  # mypy misreads the overload with a TypeV
     the values of rank 0. If the plan replaces the parameters of a model, an optimizer that already holds the old
     parameters gets the new parameters. Schedulers are returned unchanged.
 
-    Each loader is replaced by a loader that yields whole batches, whose rows lie on the ranks. It has the same `len`
-    and `batch_size`, and its order is that of torch's loader. Its state can be saved, and resumed on any number of
-    devices. A loader that wraps a DataLoader and may read ahead (timm's PrefetchLoader) is not replaced, but reads the
-    new DataLoader.
+    Each loader is replaced by a loader that yields whole batches, whose rows lie on the ranks. It has the same `len`,
+    `batch_size` and order as torch's loader. Its state can be saved, and resumed on any number of devices. A loader
+    that wraps a DataLoader and may read ahead (timm's PrefetchLoader) is not replaced, but reads the new DataLoader.
 
     A Trainer of transformers or Lightning is changed in place as a whole: `trainer = mw.distribute(trainer)`. Then call
     `trainer.train()` or `trainer.fit(model)`.
@@ -220,11 +219,11 @@ def backward(
 
 
 def split(*batch: Any, whole: bool = False, dim: int = 0) -> Any:
-    """Divide a batch that every rank holds by rows over the ranks, for programs without a loader: `x = mw.split(x)`.
+    """Split the rows of a batch among the ranks, for programs without a loader: `x = mw.split(x)`.
 
-    The program sees the whole batch, as in a loop over a loader. Without the call, such a batch is whole on every rank:
-    exact, but not divided. With `view="rank"`, the program gets this rank's rows, and every rank must pass the same
-    batch. A single argument is returned by itself, not in a tuple.
+    The result still looks like the whole batch, as in a loop over a loader. Without the call, every rank computes the
+    whole batch: exact, but not divided. With `view="rank"`, the program gets this rank's rows, and every rank must pass
+    the same batch. A single argument is returned by itself, not in a tuple.
 
     batch: tensors, NumPy arrays, or trees of them, with equally many rows.
     whole: if True, nothing is divided. This is for a batch that has no rows, such as a graph or an episode.
@@ -273,8 +272,8 @@ def mean(value: Real, weight: float | Tensor | None = None, *, grad: bool = Fals
     """Return the mean of `value` over all ranks, as one device would compute it. Collective.
 
     value: in the loop over the loader, a mean over this rank's part of the batch. After the loop, a mean over all
-        batches that this rank has read. The last batch's loss, a variable that the loop passes to `mw.backward`, counts
-        for that batch alone. A number is returned as a float, and a tensor of any shape as a tensor.
+        batches that this rank has read. For a mean over the last batch alone, such as its loss, call this in the loop.
+        A number is returned as a float, and a tensor of any shape as a tensor.
     weight: how many items `value` is a mean over, such as tokens. By default, this is the number of samples.
     grad: whether the mean keeps its gradient, for use inside a loss, as with `mw.sum`.
 
@@ -287,7 +286,7 @@ def mean(value: Real, weight: float | Tensor | None = None, *, grad: bool = Fals
 
 
 def _sees_whole() -> bool:
-    """Return whether the program sees whole batches, so that its numbers are those of all ranks already."""
+    """Return whether the program sees whole batches, so that its numbers already cover all ranks."""
     return bool(engines) and engines[-1].whole is not None
 
 

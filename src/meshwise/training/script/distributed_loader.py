@@ -37,7 +37,7 @@ _loaders = itertools.count(1)  # numbers the loaders, which every rank makes in 
 
 
 class OverLoader:
-    """Stands in for `_loader`, on which missing attributes are looked up."""
+    """Stands in for the loader in `_loader`, and takes from that loader any attribute that it lacks itself."""
 
     _loader: Any
 
@@ -51,8 +51,8 @@ class OverLoader:
 
 
 class DistributedLoader(OverLoader):
-    """Yields this rank's slice of every batch of the user's DataLoader. Its `len` and other attributes are those of the
-    DataLoader.
+    """Yields every batch of the user's DataLoader, or this rank's slice of it if the program sees its rank's rows. Its
+    `len` and other attributes are those of the DataLoader.
 
     The order of the samples is the one that torch's DataLoader would draw at this point of the program on rank 0."""
 
@@ -64,7 +64,7 @@ class DistributedLoader(OverLoader):
         engine: Engine,
         whole: Callable[[Any, BatchSlice], Any] | None = None,
     ) -> None:
-        """whole: makes a batch whole, for a program that sees whole batches: its loop then draws as on one device."""
+        """whole: turns what this rank has read into the whole batch. None if the program sees this rank's rows."""
         self.dataset, self.batch_size = loader.dataset, spec.batch_size
         self._loader, self._spec, self._seed, self._engine = loader, spec, seed, engine
         self._whole = whole

@@ -1,7 +1,7 @@
 """Join a loop's values over ranks: `mw.sum`, `mw.mean`, `mw.gather_samples`.
 
 Inside a loop, a value covers this rank's part of the batch; after the loop, all that this rank read in it. A rank
-without samples of a batch gets one as padding, and its value does not count.
+without samples of a batch gets a padding sample, and its value does not count.
 
 With `grad=True`, in a loss, each rank's loss depends on sums over the whole batch, and is the same on all ranks. In the
 backward, the gradients of such a sum are summed over the ranks, because each rank's part enters all losses.
@@ -76,7 +76,8 @@ def mean_over_ranks(
 
 
 def _samples_of(engine: Engine, verb: str, *, weighed: bool) -> int | None:
-    """Return how many samples are in the value that this rank passes to `mw.sum` or `mw.mean`."""
+    """Return how many samples the value passed to `mw.sum` or `mw.mean` covers on this rank; None outside of
+    batches."""
     ended, part = engine.reads.ended, engine.part
     if ended is None:
         engine.reads.check_one_share(verb, weighed=weighed)
@@ -121,7 +122,8 @@ def gather_over_ranks(engine: Engine, values: Any) -> Any:
 
 
 def _counts_of(engine: Engine, tensors: Sequence[Tensor]) -> list[int] | None:
-    """Return how many rows of this rank's tensors belong to each batch that this rank has read, such as `[4, 4, 2]`."""
+    """Return how many rows of this rank's tensors belong to each batch, such as `[4, 4, 2]`; None if they do not
+    fit."""
     rows = {len(t) if t.dim() else -1 for t in tensors}
     ended, part = engine.reads.ended, engine.part
     if ended is None and part is None:
@@ -169,7 +171,7 @@ NOT_OURS = (
 
 
 def _is_alone(engine: Engine, verb: str, value: Any) -> bool:
-    """Check a call of `mw.sum` or `mw.mean` with grad=True. Return whether the value is that of the whole batch."""
+    """Check a call of `mw.sum` or `mw.mean` with grad=True. Return whether the value already covers the whole batch."""
     if not isinstance(value, Tensor):
         raise UsageError(f"{user_place()}: {verb}(…, grad=True) needs a tensor, but got a {type(value).__name__}.")
     plan, part = engine.plan, engine.part

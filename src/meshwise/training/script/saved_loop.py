@@ -122,7 +122,7 @@ Things = Any
 
 
 def _named(things: Things) -> dict[str, Any]:
-    """Return the objects by the names under which their states are saved. A single one has an empty name."""
+    """Return the objects by the names under which their states are saved. A single object has an empty name."""
     if things is None:
         return {}
     if isinstance(things, list | tuple):

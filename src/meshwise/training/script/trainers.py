@@ -1,4 +1,4 @@
-"""Find what distributes a Trainer, and override its classes.
+"""Find the integration of a Trainer, and override its classes.
 
 Nothing of a Trainer's library is imported. Tested in tests/training/script/test_trainer.py and test_lightning.py.
 """

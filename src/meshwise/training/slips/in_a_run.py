@@ -1,4 +1,4 @@
-"""Warn of counters that ranks or a resume change.
+"""Warn of counters that become wrong on several ranks or after resumes.
 
 These are batch sizes divided by the number of ranks, which the source shows, epochs counted from 0, and counters and
 sums of a loop that resumes inside an epoch.

@@ -92,7 +92,7 @@ class Tracking:
                     tracker.track(values, step)
 
     def _append(self, path: Path) -> None:
-        """Append the records that are not written yet, such as those from when the disk was full."""
+        """Append all records that are not written yet, also those that did not fit on a full disk earlier."""
         try:
             if self._held is None:
                 self._hold()
@@ -222,7 +222,7 @@ def logged() -> dict[str, Any]:
 
 
 def go_on_after(state: Mapping[str, Any]) -> None:
-    """Continue metrics.jsonl after a saved state is loaded."""
+    """After a state is loaded, cut metrics.jsonl to the lines from before its save. state: what `logged` returned."""
     folder, tracking = _folder(), _of_script()
     if folder is not None and tracking is not None and state.get("run") == str(folder.resolve()):
         tracking.cut(state["lines"])

@@ -152,7 +152,8 @@ class Backwards:
         return [(p, p.grad) for p in held if p.grad is not None]
 
     def _divide(self, factor: Tensor | float, kept: list[tuple[nn.Parameter, Tensor]]) -> None:
-        """Multiply this backward's gradients by the factor that its loss lacked, and add those of earlier backwards."""
+        """Multiply this backward's gradients by `factor`, which its loss lacked, and add the earlier gradients in
+        `kept`."""
         if (isinstance(factor, Tensor) or abs(factor - 1) > 1e-12) and (gradients := [g for _, g in self._gradients()]):
             with torch.no_grad():
                 multiply_each(locals_of(gradients), factor)

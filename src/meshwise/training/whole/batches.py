@@ -49,7 +49,7 @@ def _is_alike(thing: Any, depth: int = 4) -> bool:
 
 
 def whole_batch(batch: Any, own: BatchSlice, axis: DataAxis, *, read_own: bool) -> Any:
-    """Return a batch as the program sees it."""
+    """Return a batch as the program sees it, whole. read_own: whether `batch` has only this rank's rows."""
     if heard and not read_own:
         heard[0]("a batch", list(all_leaves(batch)), {})
 
@@ -66,7 +66,7 @@ def whole_batch(batch: Any, own: BatchSlice, axis: DataAxis, *, read_own: bool) 
 
 
 def with_rows(leaf: Tensor, part: SplitPart, divided: list[tuple[Tensor, Tensor, int]]) -> Tensor:
-    """Divide a whole tensor if it has as many rows as the batch. This is exact, whatever its rows mean."""
+    """Divide a whole tensor with as many rows as the batch, and add it to `divided`. Exact, whatever its rows mean."""
     if isinstance(leaf, Term):
         return resolved(leaf)
     if type(leaf) is not Tensor or leaf.dim() <= part.dim or leaf.shape[part.dim] != part.length:

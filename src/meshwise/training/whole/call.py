@@ -1,11 +1,11 @@
 """Run a model's calls on each rank's rows, or operator by operator.
 
     apart      the model gets plain tensors with this rank's rows. It was proven that no row of its output depends on
-               another row (proof.py), and is proven again at some calls, and where a call differs from the proven one.
+               another row (proof.py). This is proven again at some calls, and where a call differs from the proven one.
     through    the model gets split tensors: each operator runs by its rule, or on the whole. Always exact. The model's
                own submodules may then run apart.
 
-Inside a call that runs apart, a gradient is that of this rank's part (parallel/splits/crossing.py), so it is not scaled
+Inside a call that runs apart, a gradient covers only this rank's part (parallel/splits/crossing.py), so it is not scaled
 on its way.
 """
 
@@ -81,7 +81,7 @@ class Divided:
 
 
 class Call:
-    """The forward of a module, which takes split tensors. own: whether its gradients are averaged over the ranks."""
+    """Replaces a module's forward, and takes split tensors. own: whether the module's gradients are averaged."""
 
     def __init__(self, module: nn.Module, divided: Divided, own: bool = True) -> None:
         self.module, self.inner, self.divided, self.own = module, module.forward, divided, own
@@ -279,7 +279,7 @@ class Call:
         return why, repeated
 
     def _answered(self, args: Any, kwargs: Any, verdict: Verdict, answers: Any, part: SplitPart) -> Any:
-        """Rerun a call whose questions about all rows got other answers than in its proof, after a proof with these."""
+        """Prove and rerun a call whose questions about all rows got other answers than in its earlier proof."""
         other = verdict.others.get(answers) or verdict.others.setdefault(answers, self._proven(args, kwargs))
         return self._through(args, kwargs) if other.dims is None else self._apart(args, kwargs, other, part)
 
@@ -295,7 +295,8 @@ class Call:
             )
 
     def _otherwise(self, args: Any, kwargs: Any, verdict: Verdict, why: str, nodes: int) -> Any:
-        """Rerun a call that differs from the proven one, operator by operator. Accept it if no row needs another."""
+        """Rerun a call that differs from its proof, operator by operator. Keep the proof if no row needs another
+        row."""
         found: list[str] = []
         with self.divided.axis.watched(found):
             made = self._run_through(args, kwargs)
@@ -315,7 +316,7 @@ def _own(args: Any, kwargs: Any, part: SplitPart, outside: list[bool]) -> Any:
         outside[0] |= leaf.requires_grad
         if isinstance(leaf, SplitTensor):
             rows = leaf.as_subclass(Tensor) if leaf.requires_grad else data_of(leaf)
-            return rows.clone() if leaf.requires_grad and is_used() else rows  # else, dynamo would see a view's base
+            return rows.clone() if leaf.requires_grad and is_used() else rows  # or dynamo would see a view's base
         return enter(leaf, part.axis)
 
     if len(args) == 1 and not kwargs and type(args[0]) is SplitTensor:

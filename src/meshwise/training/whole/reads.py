@@ -32,7 +32,7 @@ class Otherwise(Exception):
 
 
 class Reads:
-    """Answers the reads of a call that runs apart. The answers must be those with which it was proven."""
+    """Answers the reads of a call that runs apart. Raises Otherwise if an answer differs from the call's proof."""
 
     def __init__(self, verdict: Verdict, axis: DataAxis) -> None:
         self._verdict, self._axis, self._at = verdict, axis, 0

@@ -40,7 +40,7 @@ MADE_BY_THE_LOOP = (
 
 
 def _mean_backward(engine: Engine, loss: Tensor, *_: Any) -> Tensor:
-    """Replace `mw.backward`: the loss is already that of the whole batch."""
+    """Replace `mw.backward`: the loss already covers the whole batch."""
     loss.backward()
     return loss.detach()
 
@@ -75,7 +75,7 @@ class OneDevice:
 
 
 def _begin(engine: Engine, backwards: Backwards, *, alone: bool) -> None:
-    """Begin what the view needs on any number of devices. alone: whether there is only one."""
+    """Begin what the view needs on any number of devices. alone: whether there is only one device."""
     engine.ends.callback(backwards.begin())
     engine.events.see_whole(alone=alone)
     engine.generator.seeded = engine.watcher is not None  # in a check, loops are seeded for each step
