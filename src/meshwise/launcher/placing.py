@@ -39,8 +39,7 @@ ASKED = "asked"
 
 
 def placed(options: RunOptions, environment: Mapping[str, str] = os.environ) -> tuple[RunOptions, bool]:
-    """Fill in the machines that a launcher such as srun has set up. Return the options, and whether this process is a
-    rank."""
+    """Fill in the machines that a launcher such as srun set up. Return (options, whether this process is a rank)."""
     place = place_in(environment)
     if place.size == 1:
         return options, False
@@ -56,8 +55,7 @@ def placed(options: RunOptions, environment: Mapping[str, str] = os.environ) -> 
 
 
 def ask_for_kind(devices: str | None, place: Place) -> None:
-    """Use the CPU for this rank if `--devices` asks for it. Raises UsageError if it names others than the first
-    devices."""
+    """Use the CPU for this rank if `--devices` says so. Raises UsageError if it names others than the first devices."""
     request = parse_devices(devices or "all")
     if request.indices not in (None, tuple(range(place.tasks_here))):
         raise UsageError(
@@ -142,8 +140,7 @@ def refuse_running(options: RunOptions) -> None:
 
 
 def run_in(folder: Path, program: object) -> dict[str, Any]:
-    """Return the record of the run in a folder, or {} if there is none. Raises MeshwiseError if the run must not
-    continue."""
+    """Return the record of the run in a folder, or {} if it has none. Raises MeshwiseError to refuse it."""
     if not (folder / names.RUN).exists():
         return {}
     facts = names.read_run(folder)

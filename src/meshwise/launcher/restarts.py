@@ -236,8 +236,8 @@ class Restarts:
 
 
 def refuse_without_progress(folder: Path, facts: Mapping[str, Any]) -> None:
-    """Raise WorkerFailed if a submitted run makes no progress: its last three attempts all began at the step where the
-    next attempt would begin."""
+    """Raise WorkerFailed if a submitted run makes no progress: its last three attempts began where the next would
+    begin."""
     submission, sessions = facts.get("submission"), facts.get("sessions", [])
     if not isinstance(submission, Mapping):
         return

@@ -3,8 +3,8 @@
 On several machines, the leader decides, and the other machines follow.
 
 If machines share the run's folder, the one that claims the next attempt there continues the run (records/claims.py).
-Otherwise machine 0, which has the saved states, continues the run. So the two halves of a split network never both
-continue. """
+Otherwise machine 0, which has the saved states, continues the run. So two halves of a split network never both
+continue."""
 
 from __future__ import annotations
 
@@ -60,8 +60,7 @@ class Alone:
         return False
 
     def go_on(self, restarts: Restarts, error: WorkerFailed, size: int, halt: Halt) -> tuple[WorkerFailed, str]:
-        """Begin the next attempt. Return the error that ended the last one and a sentence, or raise the error to give
-        up."""
+        """Begin the next attempt. Return the last attempt's error and a sentence, or raise the error to give up."""
         if (last := error if halt.ends else restarts.after(error)) is not None:
             raise last
         try:
@@ -141,8 +140,7 @@ class Several:
         return more > 0 and restarts.could_use(self.nodes.size + more) > self.nodes.size
 
     def go_on(self, restarts: Restarts, error: WorkerFailed, size: int, halt: Halt) -> tuple[WorkerFailed, str]:
-        """Agree with the other machines on the next attempt, after an attempt has ended. Return what `Alone.go_on`
-        does."""
+        """Agree with the other machines on the next attempt, after an attempt has ended. Returns as `Alone.go_on`."""
         before, look = self.nodes, partial(_look, halt)
         self.machines.report({**_facts(error), "size": size, "stopped": halt.ends})
         told = self.machines.next(look)
@@ -156,8 +154,7 @@ class Several:
         return _as_seen(news["error"], before), str(news["sentence"])
 
     def _decide(self, restarts: Restarts, look: Look) -> Nodes | dict[str, Any]:
-        """Decide whether the run continues. Return the machines of the next attempt, or the facts of the error that
-        ends it."""
+        """Decide whether the run continues. Return the next attempt's machines, or the error's facts if it ends."""
         reports = self.machines.reports(look)
         error = _error_of(reports)
         joined = all(report["code"] == JOINED for report in reports.values())
