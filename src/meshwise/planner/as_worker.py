@@ -54,14 +54,13 @@ OF_WORKERS = (
 
 @contextmanager
 def as_a_worker(world: World, plan: Plan) -> Iterator[io.StringIO]:
-    """Within the context, make this process look to a script like a worker of this plan. Yields what the script
-    prints."""
+    """Within the context, make this process look to a script like a worker of a run. Yields the script's output."""
     said = io.StringIO()
     with ExitStack() as stack:
         stack.enter_context(_as_it_was())
         file = stack.enter_context(scratch_folder("plan")) / "plan.toml"
         file.write_text(plan_to_toml(plan), encoding="utf-8")
-        for name in (*NOT_A_WORKERS, *VARIABLES):  # with these, Trainer and accelerate would create a process group
+        for name in (*NOT_A_WORKERS, *VARIABLES):  # Trainer creates a process group if it finds VARIABLES
             os.environ.pop(name, None)
         os.environ[PLAN_FILE] = str(file)
         stack.enter_context(standing_for(RankContext(world, None, StepGate())))

@@ -92,8 +92,7 @@ def savers(plan: Plan, space: Space) -> list[Plan]:
 
 
 def _made(settings: Sequence[str], values: Mapping[str, Any], start: Plan) -> Plan | None:
-    """Return the plan `start` with the fields `values` replaced, then changed by `settings`, or None if it is
-    invalid."""
+    """Return `start` with the fields `values` replaced, then changed by `settings`. Return None for an invalid plan."""
     try:
         return plan_from_settings(settings, replace(start, **values))
     except PlanError:

@@ -41,8 +41,7 @@ class Group:
 
 
 def collective_seconds(collective: CollectiveOperation, machine: Machine) -> Priced | None:
-    """Estimate how long a collective takes once all ranks have begun it. Return None if the speed of a link is
-    unknown."""
+    """Estimate how long a collective takes once all ranks have begun it. Return None if a link's speed is unknown."""
     if max(collective.ranks, default=0) >= len(machine.devices):
         raise ValueError(f"{machine.name} has {len(machine.devices)} devices, but no rank {max(collective.ranks)}")
     if collective.size == 0 or len(set(collective.ranks)) < 2:
@@ -92,8 +91,7 @@ def _of_table(table: Timings, size: int, network: bool) -> Priced:
 
 
 def _scaled(table: MeasuredCollective, ranks: int, size: int) -> float:
-    """Scale a measured time to `ranks` ranks: the latency by a ring's steps, the rest by the bytes on the busiest
-    link."""
+    """Scale a measured time to `ranks` ranks: latency by a ring's steps, the rest by the bytes on the busiest link."""
     timings = in_step(table.timings)
     whole = seconds_at(timings, size)
     latency = min(seconds_at(timings, 1), whole)

@@ -4,7 +4,8 @@ Hosts launch in order. A stream runs one launch after the other. A collective be
 Activities that run at the same time slow each other.
 
 Every activity has a remaining duration (in seconds when alone) and a rate. The rates of a rank's activities change when
-another activity begins or ends on it. A send begins without its receiver. A receive ends when its send has ended.
+another activity begins or ends on this rank. A send begins without its receiver. A receive ends when its send has
+ended.
 """
 
 from __future__ import annotations
@@ -241,7 +242,7 @@ def _first(task: _Task) -> tuple[int, int]:
 
 
 def play(items: Mapping[int, Sequence[Item]], overlaps: Mapping[int, Overlap]) -> list[Done]:
-    """Simulate a step of several ranks at once."""
+    """Simulate a step of several ranks at once. Return the finished launches. Raises ValueError for a deadlock."""
     playing = _Play({rank: _Rank(list(own), overlaps[rank]) for rank, own in items.items()})
     playing.run()
     stuck = [_stuck(rank, of) for rank, of in playing.ranks.items() if len(of.ended) < len(of.items)]

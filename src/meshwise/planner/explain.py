@@ -211,7 +211,7 @@ def _limit(what: What, rank: int, prices: Prices) -> str:
 
 
 def _costly(done: Sequence[Done], rank: int, prices: Prices) -> tuple[Costly, ...]:
-    """Group launches of the same operator with the same shapes, or of the same collective."""
+    """Return groups of equal launches (same operator and shapes, or same collective), the most expensive first."""
     seconds: dict[What, float] = defaultdict(float)
     times = Counter(one.launch.what for one in done)
     for one in done:

@@ -113,7 +113,7 @@ class _Row:
 
 
 class _Moved(NamedTuple):
-    """An index that begins at `start` in the first added copy, and grows by `slope` with each further one."""
+    """An index that begins at `start` in the first added copy, and grows by `slope` with each further copy."""
 
     start: int
     slope: int = 0
@@ -131,7 +131,7 @@ class _Longer:
         self.start = self.next = 0
 
     def sections(self) -> list[list[Any]]:
-        """Return the memory held before the first step, its events, and the same two of a later step."""
+        """Return the memory held before the first step, the events of this step, and both for a later step."""
         found: list[list[Any]] = []
         for event in self._events():
             if event is None:
@@ -210,7 +210,7 @@ class _Longer:
                 yield self._put(place, event, own, at, outer)
 
     def _ways(self, piece: Insertion, place: int) -> tuple[list[_Moved], _Moved | None]:
-        """Return how the references of a repeated event, and its block, change between copies."""
+        """Return how the references of a repeated event, and its block's number, change from copy to copy."""
         if isinstance(self.long.events[place], Mark | None):
             raise NotExtrapolable("a run of repeated events extends into the next section of the trace")
         beside = [

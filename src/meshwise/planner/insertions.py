@@ -70,7 +70,7 @@ class Insertions:
 def _found(
     short: Sequence[int], long: Sequence[int], loosely: tuple[Sequence[int], Sequence[int]]
 ) -> list[tuple[int, int]]:
-    """Find the entries that `long` has in addition to `short`."""
+    """Return (index, length) of each run of entries that `long` has in addition to `short`."""
     found: list[tuple[int, int]] = []
     one = other = 0
     while other < len(long):
@@ -91,7 +91,7 @@ def _found(
 def _put_in(
     short: Sequence[int], long: Sequence[int], loosely: tuple[Sequence[int], Sequence[int]], one: int, other: int
 ) -> int:
-    """Return how many additional entries `long` has where two sequences differ."""
+    """Return how many additional entries `long` has at index `other`, where it differs from `short`."""
     left, right = loosely
     most = min(len(long) - other - (len(left) - one), other)
     options: list[tuple[int, int, int]] = []
@@ -111,7 +111,7 @@ def _put_in(
 def _alike(
     short: Sequence[int], long: Sequence[int], loosely: tuple[Sequence[int], Sequence[int]], one: int, other: int
 ) -> tuple[int, int]:
-    """Return how many entries agree before the first that differs even loosely, as (exactly, loosely)."""
+    """Return how many entries are equal, and how many are loosely equal, before the first that is neither."""
     left, right = loosely
     equal = alike = 0
     for mine, its in zip(range(one, one + ENOUGH), range(other, other + ENOUGH), strict=True):

@@ -83,7 +83,7 @@ class OperatorTimes:
 
     def measure(self, works: Iterable[Work], budget: float = 20.0) -> int:
         """Measure the operators of these steps that have not been measured yet, the most expensive first, for about
-        `budget` seconds."""
+        `budget` seconds. Return how many are left."""
         works, known = list(works), {**self._seconds, **self.ended}
         waiting = [operation for operation in _most_first(works) if operation.call not in known]
         if waiting and budget:
@@ -207,7 +207,7 @@ def _most_first(works: Iterable[Work]) -> list[Operation]:
 
 
 def _read(path: Path) -> tuple[dict[str, float], dict[str, Sequence[int]]]:
-    """Read a cache file."""
+    """Return the seconds and the internal allocations of each call in a cache file. Both are empty without a file."""
     try:
         table = json.loads(path.read_text(encoding="utf-8"))
         seconds = {str(call): float(value) for call, value in table["seconds"].items()}

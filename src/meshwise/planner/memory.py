@@ -2,8 +2,8 @@
 
 The allocated bytes are known after each event. At the peak, the tensors are known too.
 
-Bytes of a GPU are counted like torch's `memory_allocated` counts them, in blocks of 512. Bytes of a host or of a CPU
-device are counted as they were requested.
+Bytes of a GPU are counted as by torch's `memory_allocated`, in blocks of 512. On a host or CPU, the requested bytes are
+counted.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def with_inside(work: Work, inside: Callable[[Operation], Sequence[int]]) -> Wor
 
 
 def _in_order(own: Sequence[int], results: list[Event]) -> Iterator[Event]:
-    """Yield what an operator allocates internally, and its results (the last one first) in their places."""
+    """Yield an operator's internal allocations and frees, with the allocations of its results in their places."""
     alive: dict[int, int] = {}
     for number, entry in enumerate(own, 1):
         if entry > 0:

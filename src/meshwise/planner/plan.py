@@ -156,12 +156,12 @@ class _Kept:
         return found
 
     def kept(self, plan: Plan) -> Rehearsed | None:
-        """Return the rehearsal (simulation) of `plan`."""
+        """Return the kept rehearsal (simulation) if it belongs to `plan`, otherwise None."""
         return self._best if self._best is not None and self._best.estimate.plan == plan else None
 
 
 def _in_bf16(program: Tracer | Script, options: PlanOptions) -> tuple[PlanOptions, tuple[str, ...]]:
-    """Set the precision to bfloat16 for a model that is too large for float32, unless the user gave a dtype."""
+    """Choose bfloat16 for a model that is too large for float32, unless a dtype is given. Return options and notes."""
     given = {setting.partition("=")[0].strip() for setting in options.settings}
     if options.fits is not None or given & {"precision", *OWN_DTYPES} or program.model.wide < LARGE:
         return options, ()
@@ -242,7 +242,7 @@ def _in_detail(plans: Plans, options: PlanOptions, rehearse: Callable[[Plan], Re
 
 
 def _steps(job: Job | Script) -> int | None:
-    """Return how many optimizer steps the whole training has."""
+    """Return how many optimizer steps the whole training has, or None for a script."""
     if isinstance(job, Script):
         return None
     return -(-open_data(job, job.data(), "training set").samples // job.batch_size) * job.epochs

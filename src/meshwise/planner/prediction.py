@@ -145,7 +145,7 @@ def prediction(whole: Rehearsed, job: str) -> Prediction:
 
 
 def _held(whole: Rehearsed) -> dict[str, int]:
-    """Return the peak bytes of parameters, buffers, gradients and optimizer state, by category."""
+    """Return the peak bytes of parameters, buffers, gradients and optimizer state, and of activations on a GPU."""
     work = next(trace.step for trace in whole.traces if trace.step.rank == whole.estimate.memory.rank)
     curve = memory_curve(work)
     columns = dict(zip(CATEGORIES, curve.by_category.T, strict=True))

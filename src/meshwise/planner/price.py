@@ -1,7 +1,7 @@
 """Estimate the time of one operator on one device.
 
-The time in seconds, called a price, is a measurement on this device. Without one, it comes from a roofline model with
-the catalog's figures.
+The time in seconds, called a price, is a measurement on this device. Without one, a roofline model with the catalog's
+figures gives it.
 
 The roofline model takes the longer of two times: the FLOPs at the rate that a matmul of this shape can reach (the
 fraction of the peak that was reached, and how tiles fill the multiprocessors), and the bytes at the rate of the memory.
@@ -57,7 +57,7 @@ def times(price: Priced, factor: float) -> Priced:
 
 
 def kernel_seconds(operation: Operation, device: Device, known: Known | None = None) -> Priced | None:
-    """Estimate the time of one operator on a device."""
+    """Estimate the time of one operator on a device. Return None if a figure of the device is unknown."""
     seconds = known(operation) if known is not None else None
     sort = sort_of(operation)
     factor = COMPUTE if sort in ("matmul", "attention", "convolution", "recurrent") else MEMORY

@@ -1,8 +1,8 @@
 """Compose a step of many microbatches from a trace of few.
 
 All microbatches except the first two and the last run the same operators, each after the same action. So a step of any
-number of them can be composed from the pieces of a step of few (repeat_pieces.py, repeat_steps.py). If they do not,
-NotExtrapolable is raised.
+number of microbatches can be composed from the pieces of a short step (repeat_pieces.py, repeat_steps.py). If the
+microbatches differ, NotExtrapolable is raised.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Growth = Mapping[Kind, tuple[Event, Event]]  # maps a kind to its events in trac
 
 
 def composer(short: Trace, growth: Growth) -> Composer:
-    """Return a function that returns the trace of a step of many microbatches."""
+    """Return a function that composes the trace of a step of many microbatches from the pieces of `short`."""
     pieces = cut(short, {})
     if pieces.count < LEAST:
         raise NotExtrapolable(f"a trace of {pieces.count} microbatches")
@@ -74,7 +74,7 @@ def composer(short: Trace, growth: Growth) -> Composer:
 
 
 def growth_of(short: Trace, long: Trace, orders: Callable[[int], Sequence[Order]]) -> Growth:
-    """Return the events whose sizes grow with the number of microbatches."""
+    """Compare traces of n and n + 1 microbatches. Return the events whose sizes grow."""
     pieces = cut(short, {})
     actions, first = (orders(_microbatches(work)) for work in (long.step, long.first))
     if count_of(actions) != pieces.count + 1:
@@ -122,7 +122,7 @@ def _microbatches(work: Work) -> int:
 
 
 def with_more(trace: Trace) -> Trace:
-    """Return `trace` with `more`, of one more microbatch, in place of its `step`."""
+    """Return `trace` with `trace.more`, a step of one more microbatch, in place of `trace.step`."""
     step, more = trace.step, trace.more
     if more is None:
         raise NotExtrapolable("no step of one more microbatch was traced")
@@ -147,7 +147,7 @@ def check_equal(traced: Trace, made: Trace) -> None:
 
 
 def _pairs(made: Sequence[Sequence[Any]], traced: Trace) -> Iterator[tuple[Any, Any]]:
-    """Yield pairs of a composed and a traced event, the latter without marks and with the former's storage."""
+    """Yield pairs of a composed and a traced event. Marks are skipped. The traced event gets the other's storage."""
     numbers: dict[int, int] = {}
     for others, events in zip(made, sections_of(traced), strict=True):
         before = list(itertools.accumulate((isinstance(event, Mark) for event in events), initial=0))

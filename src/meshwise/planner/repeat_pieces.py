@@ -1,8 +1,8 @@
 """Cut a marked trace into its microbatches.
 
 A marked trace says where the forward and the backward of each microbatch begin. An event refers to other events: to the
-allocation that it frees, and to the launches that it waits for. A reference leads to the same microbatch, the one
-before, the first, the action before, or the last launch of a stream.
+allocation that it frees, and to the launches that it waits for. A reference leads to the same, the previous or the
+first microbatch, to the previous action, or to the last launch of a stream.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ Order = tuple[bool, int]  # an action: whether it is a forward, and its microbat
 
 
 class Kind(NamedTuple):
-    """A key that does not depend on the number of blocks: a piece's name, section and number, the kinds of an event
-    and of the next launch."""
+    """A key of an event that does not depend on the number of blocks: the name, section and number of its piece, the
+    kind of the event, and the kind of the next launch."""
 
     name: str
     section: int
@@ -44,7 +44,7 @@ class Piece(NamedTuple):
 
 
 class Place(NamedTuple):
-    """An entry of a piece: the number `at`, from 0."""
+    """An entry of a piece. at: its index in the piece."""
 
     piece: Piece
     at: int
@@ -57,8 +57,8 @@ class Last(NamedTuple):
 
 
 class Left(NamedTuple):
-    """A launch of the previous action, or an allocation that it left in use: number `back` of this `kind`, counted
-    from the last one. place: its place in the traced step."""
+    """A launch of the previous action, or an allocation that this action left in use: number `back` of this `kind`,
+    counted from the last one. place: its place in the traced step."""
 
     kind: Hashable
     back: int
@@ -88,7 +88,7 @@ class Pieces:
         return self.entries[place.piece][place.at]
 
     def lasting(self, piece: Piece) -> list[tuple[int, Entry]]:
-        """Return what an action allocates that no action frees, with its place in the piece."""
+        """Return the allocations of an action that no action frees, as (index in the piece, entry)."""
         if not self._lasting:
             actions = {piece: own for piece, own in self.entries.items() if piece.name in ACTIONS}
             frees = [each for own in actions.values() for each in own if isinstance(each.event, Free)]
@@ -99,7 +99,7 @@ class Pieces:
         return [(at, self.entries[piece][at]) for at in self._lasting[piece]]
 
     def kinds(self, names: Container[str] = (REST, "input", *ACTIONS)) -> Iterator[tuple[Place, Kind]]:
-        """Yield the places in pieces of these names, with their kinds."""
+        """Yield each place in the pieces of these names, with its kind."""
         for piece, own in self.entries.items():
             following: Hashable = None
             for at in reversed(range(len(own) if piece.name in names else 0)):
@@ -108,7 +108,7 @@ class Pieces:
                 yield Place(piece, at), Kind(piece.name, piece.section, piece.number, kind, following)
 
     def moved(self, move: Callable[[Launch], Launch], sections: Container[int]) -> Pieces:
-        """Return the pieces of these sections with the launches that `move` returns."""
+        """Return the pieces of these sections, with each launch replaced by `move(launch)`."""
         entries = {
             piece: [Entry(move(one.event), one.refers) if isinstance(one.event, Launch) else one for one in own]
             for piece, own in self.entries.items()
@@ -125,7 +125,7 @@ class Pieces:
 
 
 def count_of(orders: Iterable[Order]) -> int:
-    """Return how many microbatches the actions of a step have."""
+    """Return the number of microbatches in the actions of a step."""
     return sum(forward for forward, _ in orders)
 
 
@@ -190,7 +190,7 @@ def _sends(launch: Launch) -> bool:
 
 
 def _left(entries: Sequence[Entry], allocated: Iterable[int]) -> dict[Hashable, list[int]]:
-    """Return, by kind, the launches in a piece, and its allocations that are still in use."""
+    """Return the indices of a piece's launches, and of its allocations that are still in use, by kind."""
     found: dict[Hashable, list[int]] = defaultdict(list)
     for at in (*allocated, *(at for at, entry in enumerate(entries) if isinstance(entry.event, Launch))):
         found[kind_of(entries[at].event)].append(at)
@@ -207,7 +207,7 @@ def _of_piece(pieces: Pieces, piece: Piece, place: Place) -> Place | Left:
 
 
 def sort_of(action: Piece | None, count: int) -> tuple[str, int]:
-    """Return forward or backward, and which microbatch: the first, the second, one between, or the last."""
+    """Return `forward` or `backward`, and 0, 1, 2 or 3 for the first, second, a middle or the last microbatch."""
     if action is None:
         return "", 0
     return action.name, action.number if action.number < 2 else 3 if action.number == count - 1 else 2

@@ -1,4 +1,4 @@
-"""Write a step of many microbatches from pieces of few.
+"""Write a step of many microbatches from pieces of a shorter step.
 
 The pieces follow each other in the order of the pipeline's schedule. Events after the last backward may concern
 all microbatches, one after the other.
@@ -43,7 +43,7 @@ class Composing:
         launches: bool = False,
     ) -> None:
         """orders: the actions of the first step and of a later step, in order. left_out: the microbatches among them
-        that are left out. launches: whether to write the launches of a later step alone."""
+        that are left out. launches: whether to write only the launches of a later step."""
         self._pieces, self._left_out, self._launches_alone = pieces, left_out, launches
         self._orders = {section: orders[section == STEP] for section in range(4)}
         self._counts = {section: count_of(own) for section, own in self._orders.items()}
@@ -202,7 +202,8 @@ class Composing:
                 yield ref.piece._replace(number=other), ref.at
 
     def _sweep(self, entries: Sequence[Entry], at: int) -> tuple[int, bool, dict[Piece, list[Entry]]] | None:
-        """Return how many entries go through the microbatches in order, whether in reverse, and these by piece."""
+        """Return (number of entries from `at` that go through all microbatches, whether backwards, entries by
+        piece)."""
         run = list(self._run(entries, at))
         names = {ref.piece.name for ref in run if 2 <= ref.piece.number < self._pieces.count - 1}
         if not names:

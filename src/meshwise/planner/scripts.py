@@ -80,7 +80,7 @@ class RehearsalEnds(BaseException):
 
 
 def known_script(name: str, run: Callable[[], object], kind: str) -> Script:
-    """Trace the first steps of a script on one device."""
+    """Trace the first steps of a script on one device. Return the script with facts about its model."""
     script = Script(name, run)
     loop = _rehearsed(script, Plan(), kind)
     work = Work(0, 1, kind, *loop.works[-1])
@@ -104,7 +104,7 @@ def _forward(work: Work) -> Forward:
 
 
 def trace_script(script: Script, plan: Plan, kind: str = "gpu", speeds: Sequence[Hashable] = ()) -> list[Trace]:
-    """Trace the first steps of a script under a plan."""
+    """Trace the first steps of a script under a plan, once for each kind of rank."""
     check_for_scripts(plan)
     return [_trace_rank(script, plan, kind, rank) for rank in kinds_of_ranks(plan, speeds)]
 

@@ -53,7 +53,7 @@ class Bounds:
         self._flops = work.flops * plan.devices * once
 
     def too_large(self, plan: Plan) -> str:
-        """Return the reason why the plan cannot fit in memory even without activations."""
+        """Return why the plan cannot fit in memory even without activations, or an empty string if it may fit."""
         if self.room is None or plan.offload or plan.param_dtype is not None:
             return ""
         ways = plan.shard * plan.tensor * plan.pipeline * plan.expert

@@ -236,14 +236,14 @@ class _Skipped(nn.Module):
 
 
 class _BlockOutput:
-    """What a block returns: a tensor alone (`rest` is None), or a tuple of it and the values in `rest`."""
+    """What a block returns: a tensor alone (`rest` is None), or a tuple of a tensor and the values in `rest`."""
 
     def __init__(self) -> None:
         self.rest: tuple[Any, ...] | None = None
         self._before: tuple[object, ...] = ()
 
     def check(self, after: int, tensor: Tensor, references: int) -> None:
-        """Raise NotExtrapolable if the model did anything since the skipped block before. after: 0 if there is none."""
+        """Raise NotExtrapolable if the model did anything after the last skipped block. after: 0 for the first."""
         now = id(tensor), references, calls_so_far()
         if after and now != self._before:
             raise NotExtrapolable("between two blocks, the model runs an operator or keeps a tensor")

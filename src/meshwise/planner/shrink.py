@@ -39,7 +39,7 @@ class Depth:
 
 
 def depth_of(plan: Plan, stretch: Stretch, shared: bool = False) -> Depth | None:
-    """Return how many groups of blocks to trace, so that the others can be extrapolated."""
+    """Return how many groups of blocks to trace to extrapolate the others, or None to trace all of them."""
     stages = plan.pipeline * CHUNKS.get(plan.schedule, 1) if plan.pipeline > 1 else 1
     if (
         isinstance(plan.recompute, tuple)
@@ -80,9 +80,9 @@ def blocks_axis(stretch: Stretch) -> GrowthAxis:
 ELEMENT = 8  # a parameter of at most this many bytes counts as a single element
 Actions = Callable[[int], list[Order]]  # maps a number of microbatches to a stage's actions in a step
 FEW_STAGES = 4
-"""How many stages are traced: the first, two of those between to see that they do the same, and the last."""
+"""How many stages are traced: the first, the last, and two in between, to check that these two do the same."""
 FEW_COPIES = 2
-"""The most replicas on the axis `data` in such a trace, so that plans with any size of `data` share it."""
+"""The most replicas on the axis `data` in a trace of few stages. So plans with more replicas share the trace."""
 
 
 @dataclass(frozen=True)
@@ -99,8 +99,8 @@ class Stages:
 
     @property
     def begun(self) -> int | None:
-        """The fewest microbatches with which the first two stages act as in the plan, if it fills its pipeline only
-        once (see `fills_once`). None otherwise."""
+        """The fewest microbatches with which the first two stages act as in the plan, if the plan fills its pipeline
+        only once (see `fills_once`). None otherwise."""
         return FEW_STAGES + self.plan.accumulate - self.plan.pipeline if fills_once(self.plan) else None
 
     @property
@@ -115,12 +115,11 @@ class Stages:
         return self.plan.within_samples // self.plan.pipeline
 
     def needs_less(self, stage: int) -> bool:
-        """Return whether a stage does what the one before it does, and never has more microbatches in flight."""
+        """Return whether a stage does the same as the previous stage, and never has more microbatches in flight."""
         return self.plan.schedule == "1f1b" and self.like(stage) == self.like(stage - 1)
 
     def like(self, stage: int) -> int:
-        """Return which of the first, the second and the last traced stage does the same as a stage of the real
-        pipeline."""
+        """Return which traced stage does the same as this stage of the pipeline: 0 (first), 1 (second), 2 (last)."""
         return 0 if stage == 0 else 2 if stage == self.plan.pipeline - 1 else 1
 
     def move(self, rank: int, stage: int, axis: GrowthAxis) -> Move:
@@ -208,7 +207,7 @@ class Stages:
         return rank // self.apart % FEW_STAGES
 
     def _at(self, ranks: Iterable[int], stage: int) -> list[int]:
-        """Return the corresponding ranks of the real run, at a stage."""
+        """Return the ranks at `stage` of the real run that correspond to traced ranks."""
         apart, found = self.apart, []
         for rank in ranks:
             replica, place = rank // (FEW_STAGES * apart), rank % apart
@@ -275,7 +274,7 @@ def actions_of(plan: Plan, stage: int) -> Actions:
 
 
 def with_left_out(orders: Callable[[int], Sequence[Order]], count: int, runs: int) -> tuple[list[Order], range]:
-    """Return the actions of a step of `count` microbatches of which only `runs` run, and those left out."""
+    """Return the actions of a step of `count` microbatches, and the range of those left out so that `runs` remain."""
     if runs >= count:
         return list(orders(count)), range(0)
     left_out = range(LEAST, LEAST + count - runs)

@@ -1,4 +1,4 @@
-"""Simulate traced steps on a machine: a time and its interval.
+"""Simulate traced steps on a machine, with an interval for the time.
 
 The errors of prices that depend on the same factor (computing, memory, communication, launches, overlap) are
 correlated. The errors of different factors are independent. So the step is simulated again with each factor at both
@@ -101,7 +101,7 @@ def all_that_join(costs: Sequence[Cost], ends: Mapping[str, str]) -> Iterator[Se
 
 
 def launched_in_time(costs: Sequence[Cost], ends: Mapping[str, str]) -> Iterator[Sequence[Cost]]:
-    """Yield rows of operators. The host launches each before the previous operator can have ended."""
+    """Yield rows of operators. In a row, the host launches each before the previous one can have ended."""
     first, ahead = 0, 0.0  # ahead: seconds of work that the device still has when the host launches
     for place, cost in enumerate(costs):
         ahead -= _at(cost.host, ends)
@@ -139,8 +139,7 @@ EVENLY = 1e-7
 
 
 def around(costs: Sequence[Cost], left_out: range) -> tuple[int, ...]:
-    """Return the places of a rank's last launches for the two microbatches before those that are left out, and for the
-    two after them."""
+    """Return the places of a rank's last launches in the two microbatches before the left-out ones, and two after."""
     near = left_out.start - 2, left_out.start - 1, left_out.stop, left_out.stop + 1
     last = {cost.launch.microbatch: cost.place for cost in costs}
     return tuple(last[number] for number in near)

@@ -43,7 +43,7 @@ LEAST, MOST = 0.1, 1.0
 
 
 def call_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-    """Return a call of a torch operator as JSON: the operator's name with its overload, and the arguments."""
+    """Return an operator call as JSON (the name with its overload, the arguments), or "" if it cannot be timed."""
     given = named_arguments(func, tuple(args), dict(kwargs))
     held = {name: one for name in UNDRAWN if isinstance(one := given.get(name), Tensor)}
     if "workspace" in held or any(one.numel() for one in held.values()):
@@ -150,7 +150,8 @@ SERVE = "from meshwise.planner.timing import serve; serve()"
 
 
 def timed(call: str, threads: int, others: int = 0) -> tuple[float | None, Sequence[int], str]:
-    """Time an operator call in another process, on `threads` threads, while `others` threads repeat the same call."""
+    """Time an operator call in another process, on `threads` threads, while `others` threads repeat the same call.
+    Return the seconds (None if unknown), the internal allocations, and how the process crashed, if it did."""
     child = _child()
     if child.poll() is not None:  # something has killed the idle process
         _child.cache_clear()
@@ -181,7 +182,7 @@ def serve() -> None:
 
 
 def timed_here(call: str, threads: int, others: int = 0) -> tuple[float | None, Sequence[int]]:
-    """Time an operator call in this process."""
+    """Time an operator call in this process. Return the seconds (None if unknown) and the internal allocations."""
     with threads_set(threads), torch.no_grad():
         seconds = _timed(call, others) if call else None
         return seconds, () if seconds is None else _taken_inside(call)
@@ -201,7 +202,7 @@ def _child() -> subprocess.Popen[str]:
 
 
 def _timed(call: str, others: int = 0) -> float | None:
-    """Return how many seconds an operator call takes."""
+    """Return how many seconds an operator call takes, or None if it fails or needs too much memory."""
     size = bytes_of(call)
     if size * (1 + others) > free_bytes(torch.device("cpu")) // 4:
         return None

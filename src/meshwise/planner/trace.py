@@ -103,7 +103,7 @@ def kinds_of_ranks(plan: Plan, speeds: Sequence[Hashable] = ()) -> list[int]:
     within, apart = plan.within_samples, plan.within_samples // plan.pipeline
     found: dict[Any, list[range]] = {}
     for replica in range(plan.replicas):
-        places: dict[Any, range] = {}  # maps speeds to ranks, both one per stage
+        places: dict[Any, range] = {}  # the ranks of all stages, by their speeds
         for place in range(apart):
             ranks = range(replica * within + place, (replica + 1) * within, apart)
             places.setdefault(tuple(speeds[rank] for rank in ranks) if speeds else (), ranks)
@@ -193,7 +193,7 @@ def rehearsal(kind: str, rank: int, ranks: int, mail: stages.Mail) -> Iterator[t
 
 
 def _batches(job: Job, count: int, world: World) -> list[list[Microbatch]]:
-    """Return the `count` microbatches of each of the first steps, as the data set gives them: with real tensors."""
+    """Return the `count` microbatches of each of the first steps, with real tensors from the data set."""
     data = open_data(job, job.data(), "training set")
     order = epoch_order(job.seed, 0, data.samples)
     steps = list(itertools.islice(epoch_slices(order, job.batch_size, world, count), STEPS))

@@ -55,8 +55,8 @@ KEPT = 6
 """How many traces of few stages are kept for plans that share them. A plan needs two, or four if it fills its
 pipeline once."""
 AROUND = 2
-"""If microbatches of a pipeline are left out, this many run in addition to its stages and LEAST, so that two on each
-side of the gap follow each other as evenly as those left out."""
+"""If microbatches of a pipeline are left out, this many run besides LEAST and one per stage, so that two on each side
+of the gap follow each other as evenly as those left out."""
 FEW_MICROBATCHES = 3
 """How many microbatches are traced without a pipeline, to extrapolate to all microbatches."""
 
@@ -160,7 +160,7 @@ class Tracer:
     def _growth(
         self, least: Sequence[Trace], actions: Sequence[Actions], longer: Callable[[], Sequence[Trace]]
     ) -> list[Growth]:
-        """Return what grows with the microbatches, from a traced step of one more, or else a longer trace."""
+        """Return what grows with the number of microbatches, by a step of one more, or else by longer traces."""
         with contextlib.suppress(NotExtrapolable):
             return [growth_of(each, with_more(each), own) for each, own in zip(least, actions, strict=True)]
         return [growth_of(*three) for three in zip(least, longer(), actions, strict=True)]
@@ -181,7 +181,7 @@ class Tracer:
         return Stages(plan, stretch.count // plan.pipeline) if even else None
 
     def _replayed(self, asked: _Asked, blocks: int | None = None) -> tuple[list[Trace], list[Trace], int | None]:
-        """Return a plan's traces, the shortest traces they extend, and the groups of blocks in the latter."""
+        """Return a plan's traces, the shortest traces that they extend, and the number of block groups in those."""
         stretch, depth = self.stretch, None
         if stretch is not None:
             depth = depth_of(asked.plan, stretch if blocks is None else stretch.beginning(blocks), blocks is not None)
@@ -256,7 +256,7 @@ class Tracer:
 
 
 def microbatches_of(plan: Plan) -> int | None:
-    """Return how many microbatches to trace."""
+    """Return how many microbatches to trace, or None to trace all of them."""
     few = FEW_MICROBATCHES if plan.pipeline == 1 else LEAST
     alike = not plan.shares and (plan.pipeline == 1 or plan.schedule not in CHUNKS)
     if plan.pipeline > 1 and plan.shard > 1 and plan.schedule != "gpipe":

@@ -115,8 +115,8 @@ def fake_world(rank: int, size: int) -> Iterator[None]:
                 yield
             finally:
                 dist.destroy_process_group()
-                # Meshes with the same layout are equal, even on different ranks, so DTensor's caches could give the
-                # next rank the groups of this rank, whose names may then belong to other groups.
+                # Meshes of the same layout are equal, even on different ranks. DTensor's caches could give the next
+                # rank this rank's groups, whose names may then belong to other groups.
                 _clear_sharding_prop_cache()
     finally:
         sys.excepthook = hook  # undo torch's hook, which names a rank in each line of a traceback

@@ -87,7 +87,7 @@ def _memory(first: Rehearsed) -> dict[str, Any]:
 
 
 def _times(curve: Curve, step: Step | None, rank: int) -> NDArray[np.float64]:
-    """Return the x coordinate of each point of a memory curve, in ms since the beginning of the step."""
+    """Return the x coordinates of a memory curve: ms since the step began, or launches if times are unknown."""
     launched = np.cumsum([isinstance(event, Launch) for event in curve.work.events])
     number = np.where(curve.places < 0, 0, launched[np.maximum(curve.places, 0)])
     if step is None:

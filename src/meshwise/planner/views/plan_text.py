@@ -58,7 +58,7 @@ def first_text(plans: Any) -> str:
 
 
 def worth_showing(estimates: Sequence[Estimate]) -> list[Estimate]:
-    """Return the plans that a user may choose."""
+    """Return the estimates to show, without plans that do not fit or that another plan on the same axes beats."""
     shown: list[Estimate] = []
     for each in estimates:  # sorted from best to worst
         nowhere = each.memory.verdict == TOO_LARGE and estimates[0].memory.verdict != TOO_LARGE
@@ -94,7 +94,7 @@ def plan_columns(plans: Any) -> dict[str, list[Cell]]:
 
 
 def training_sentence(plans: Any) -> str:
-    """Return a sentence on how long the whole training takes with the best plan."""
+    """Return a sentence on how long the whole training takes with the best plan, or "" if unknown."""
     first = plans.found.estimates[0]
     hours = plans.device_hours(first)
     if hours is None:
