@@ -89,7 +89,7 @@ def copied(x: Array) -> Array:
 
 
 def fetched(x: Array) -> tuple[Tensor, ...]:
-    """Return the parts of `x`, which is a view that torch cannot express."""
+    """Return the parts of `x`, a view that torch cannot express. Recompute them if the original array has changed."""
     alias = x.alias
     if alias is None or alias.source is None or alias.rule is None:
         raise AttributeError("parts")
@@ -120,7 +120,7 @@ def _let_go(x: Array) -> None:
 
 
 def writable(x: Array) -> tuple[Tensor, ...]:
-    """Return the parts of `x` for writing."""
+    """Return the parts of `x` for writing. Raises ValueError if `x` is read-only."""
     alias = shown(x)
     if alias.read_only:
         raise ValueError(

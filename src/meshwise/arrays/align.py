@@ -53,7 +53,7 @@ def common_space(name: str, arrays: Sequence[Array]) -> Space:
 def aligned(
     name: str, arrays: Sequence[Array], onto: Sharding | None = None
 ) -> tuple[Shape, Sharding, list[tuple[Tensor, ...]]]:
-    """Lay out the operands of an elementwise operation on the same devices."""
+    """Lay out operands on the same devices. Return the result's shape and sharding, and the parts of each operand."""
     common_space(name, arrays)
     shape, placed, wanted = _planned(name, tuple([(x.shape, x.sharding, x.dtype.itemsize) for x in arrays]), onto)
     return shape, placed, [reshard(x, each, name).parts for x, each in zip(arrays, wanted, strict=True)]
@@ -83,8 +83,7 @@ def plan(shape: Shape, held: tuple[Held, ...], onto: Sharding | None = None) -> 
 
 
 def _grown(shape: Shape, own: Shape, lies: Sharding, size: int) -> Sharding | None:
-    """Return the sharding of the result of an elementwise operation for which this operand does not move, or None
-    if there is none."""
+    """Return the sharding that the result can have without a move of this operand, or None if there is none."""
     if lies.dim is None:
         return sharding(lies.places)
     dim = lies.dim + len(shape) - len(own)

@@ -1,6 +1,6 @@
 """Refuse arguments that only NumPy's functions have.
 
-Each refusal is one sentence.
+Each refusal says what to write instead.
 """
 
 from __future__ import annotations

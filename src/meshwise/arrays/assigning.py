@@ -102,7 +102,7 @@ def _value(x: Array, value: Any) -> Value:
 
 
 def _bits_of(value: Value, dtype: torch.dtype) -> Value:
-    """Cast a value to `dtype`."""
+    """For an unsigned dtype that torch hardly supports: cast a value to it, and return the bits in a signed type."""
     kind = SIGNED.get(dtype)
     if kind is None:
         return value

@@ -67,7 +67,7 @@ def _cumulative(x: Array, axis: int | None, dtype: Any, include_initial: bool, n
 
 
 def _chained(x: Array, parts: list[Tensor], axis: int, how: tuple[Any, torch.dtype], name: str) -> list[Tensor]:
-    """Scan the parts one after another."""
+    """Scan the parts one after another, each from the total of the parts before it."""
     (scan, dtype), held, space = how, x.sharding, x.space
     here = {part: at for at, (part, _) in enumerate(space.local(held))}
     slab = (*x.shape[:axis], 1, *x.shape[axis + 1 :])

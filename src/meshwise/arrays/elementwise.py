@@ -190,7 +190,7 @@ def operands(name: str, given: tuple[Any, ...]) -> list[Any]:
 
 
 def _lifted(name: str, dtype: torch.dtype, takes: frozenset[torch.dtype], default_float: torch.dtype) -> torch.dtype:
-    """Return the dtype in which to compute."""
+    """Return the dtype in which to compute. Raises TypeError if the function does not support `dtype`."""
     if dtype in takes:
         return dtype
     if dtype in WHOLE and not takes & INTEGERS and torch.float64 in takes:
@@ -220,12 +220,12 @@ def _sign(part: Tensor) -> Tensor:
 
 
 def _by_parts(op: Op) -> Op:
-    """Apply torch.add or torch.sub to real and imaginary parts separately, so that inf does not become nan."""
+    """Make torch.add or torch.sub work on real and imaginary parts separately, so that inf does not become nan."""
 
     def of_parts(a: Tensor, b: Tensor) -> Tensor:
         if a.dim() and b.dim():
             return torch.view_as_complex(op(torch.view_as_real(a), torch.view_as_real(b)))
-        return torch.complex(op(a.real, b.real), op(a.imag, b.imag))  # one operand is a number on the host
+        return torch.complex(op(a.real, b.real), op(a.imag, b.imag))  # a host number must stay 0-dim
 
     return of_parts
 

@@ -87,7 +87,7 @@ def ask(x: Array, dims: tuple[int, ...], indices: Sequence[Array | Tensor], *, i
 
 
 def _rows_that_stay(x: Array, dims: tuple[int, ...], indices: Sequence[Array | Tensor]) -> Sharding | None:
-    """Return the sharding of the result of `x[indices]` with which no entry of `x` has to move."""
+    """Return the sharding of `x[indices]` with which no entry of `x` has to move, or None if there is none."""
     if len(indices) > 1 and any(each.ndim != 1 for each in indices if isinstance(each, Tensor)):
         return None
     if x.sharding.dim not in dims:
@@ -111,7 +111,7 @@ def _owners(entries: Tensor, placed: Sharding) -> Tensor:
 
 
 def _flat(indices: Sequence[Array], lengths: Sequence[int]) -> list[Tensor]:
-    """Combine the index arrays of several dims into row-major indices, as one vector for each local part."""
+    """Combine the index arrays of several dims into row-major indices, a vector per local part. Invalid ones are -1."""
     flat = []
     for parts in zip(*(each.parts for each in indices), strict=True):
         number = torch.zeros_like(parts[0], dtype=torch.int64).reshape(-1)
@@ -144,7 +144,7 @@ class Routes:
 
 
 def route(x: Array, asked: Asked) -> Routes:
-    """Tell each device which of its entries are requested."""
+    """Tell each device which of its entries are requested. Raises IndexError for an index out of bounds."""
     space, held, placed = x.space, x.sharding, asked.placed
     at = asked.dims.index(held.dim) if held.dim is not None else 0
     below = math.prod(x.shape[dim] for dim in asked.dims[at + 1 :])

@@ -79,7 +79,7 @@ def tell_return(x: Array, operation: str) -> None:
 
 
 def gathered(x: Array, operation: str, place: int | None = None) -> Array:
-    """Gather all of `x` on one device."""
+    """Gather all of `x` on one device, or on every rank of a run."""
     if x.space.over_ranks:
         tell(x, operation, sharding(x.space.places))
         return replicate(x, operation=operation)
@@ -89,7 +89,7 @@ def gathered(x: Array, operation: str, place: int | None = None) -> Array:
 
 
 def placed_as(whole: Tensor, place: int, space: Space, lies: Sharding, operation: str) -> Array:
-    """Make a sharded array from a tensor that has all of its values."""
+    """Make an array from a tensor with all values. It is sharded as `lies`, if the shape allows it."""
     shape = tuple(whole.shape)
     if lies.dim is None:
         wanted = lies

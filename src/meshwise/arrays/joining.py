@@ -179,7 +179,7 @@ def halo(
 
 
 def _ring(x: Array, length: int, before: int) -> list[Run]:
-    """Return runs of the last `before` entries of `x` along a dim of length `length`."""
+    """Return runs of the `before` entries that precede `x` if its entries along the dim form a ring."""
     rounds, rest = divmod(before, length)
     return [Run(x, length - rest, rest), *[Run(x, 0, length)] * rounds]
 

@@ -52,7 +52,7 @@ _BASIC: dict[type, Callable[[Any], Any]] = {
     type(None): lambda each: each,
     type(...): lambda each: each,
 }
-"""For each type of item in an index key, except index arrays: a function that makes it hashable, for a cache."""
+"""For each type of key item except arrays: a function that makes such an item hashable, for a cache."""
 
 
 @functools.lru_cache(maxsize=4096)

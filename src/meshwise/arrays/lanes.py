@@ -2,7 +2,7 @@
 
 If the axis is split, the array is first split along another dim.
 
-Bytes moved: those of a transpose, which is the minimum: (1 - 1/p) of an array that lies evenly on p devices.
+This moves as many bytes as a transpose, which is the minimum: (1 - 1/p) of an array that p devices hold evenly.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from meshwise.arrays.sharding import Shape, Sharding, evenly, sharding
 
 
 def free_dim(shape: Shape, taken: Collection[int]) -> int | None:
-    """Return the longest dim outside `taken`, along which to split."""
+    """Return the longest dim that is not in `taken`, or None if no other dim has more than one entry."""
     others = [dim for dim in range(len(shape)) if dim not in taken and shape[dim] > 1]
     return max(others, key=lambda dim: shape[dim], default=None)
 

@@ -17,7 +17,7 @@ from meshwise.arrays.views import as_before, as_bits, axis_of, made
 
 
 def arranged(x: Array, order: Sequence[int | None]) -> Array:
-    """Permute the dims of `x` as a view."""
+    """Return a view with the dims of `x` in this order. None in `order` adds a dim of length 1."""
     if x.alias is not None and x.alias.flips and x.alias.source is not None:
         flips = [at for at, dim in enumerate(order) if dim in x.alias.flips]
         return flipped(arranged(x.alias.source, order), flips)

@@ -57,7 +57,7 @@ def _but_parts(x: Array) -> tuple[Any, ...]:
 
 
 def _operand(value: Any, other: Any) -> tuple[Array, torch.dtype]:
-    """Convert `value` to an array on the devices of `other`."""
+    """Return `value` as an array on the devices of `other`, and the dtype to which both promote."""
     if type(other) is not Array or not (type(value) is Array or is_python_number(value)):
         raise NoArrayGiven(f"cannot compare {type(value).__name__} and {type(other).__name__}. Use xp.asarray(value).")
     dtype = result_type(value, other)

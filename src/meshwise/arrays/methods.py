@@ -48,7 +48,7 @@ UNARY = {"neg": "negative", "pos": "positive", "abs": "abs", "invert": "bitwise_
 
 
 def of_this_space(x: Array, value: Any) -> Array | None:
-    """Convert a NumPy array, NumPy scalar, torch tensor or list to an array of the namespace of `x`."""
+    """Convert a NumPy array or scalar, torch tensor or list to an array of the namespace of `x`. None for others."""
     return asarray(x.space, value) if isinstance(value, np.ndarray | np.generic | Tensor | list | tuple) else None
 
 
@@ -68,7 +68,7 @@ def operator(rule: Callable[..., Array], *, reflected: bool = False) -> Callable
 
 
 def _terms(rule: Any, x: Array, other: Any) -> Sequence[Any] | None:
-    """Return the right-hand operand for each part of `x` in an in-place operation such as `x += other`."""
+    """Return the operand for each part of `x` in an operation such as `x += other`, or None if it needs a new array."""
     if x.dtype not in getattr(rule, "takes", ()):
         return None
     if type(other) is Array:

@@ -44,7 +44,7 @@ class Move(NamedTuple):
 
 
 def exchange(space: Space, pieces: Iterable[Move], operation: str) -> dict[Hashable, Tensor]:
-    """Send tensors between devices."""
+    """Send tensors between devices. Return the tensors that arrived in this process, by their keys."""
     if space.over_ranks:
         return _over_ranks(space, list(pieces), operation)
     arrived = {}
@@ -94,7 +94,7 @@ def _over_ranks(space: Space, pieces: Sequence[Move], operation: str) -> dict[Ha
 
 
 def reshard(x: Array, wanted: Sharding, operation: str = "reshard", *, own: bool = False) -> Array:
-    """Change the sharding of `x`."""
+    """Return `x` with another sharding. own: whether the result must not share memory with `x`."""
     held, space, shape = x.sharding, x.space, x.shape
     if held is wanted or held == wanted:
         return Array(tuple(map(torch.clone, x.parts)), wanted, shape, x.dtype, space) if own else x
@@ -126,7 +126,7 @@ Step = tuple[int, int, Shape, Slices | None, Slices | None]
 
 @functools.lru_cache(maxsize=4096)
 def _plan(shape: Shape, held: Sharding, wanted: Sharding, own: bool) -> tuple[list[Step], set[int]]:
-    """Return the steps that change the sharding of an array."""
+    """Return the steps that change an array's sharding, and the target parts that arrive in one piece."""
     steps: list[Step] = []
     whole = set()
     for source, target, theirs, ours in overlaps(shape, held, wanted):

@@ -165,7 +165,7 @@ def norm(x: Any, /, ord: Any = None, axis: Any = None, keepdims: bool = False) -
 
 
 def lstsq(a: Any, b: Any, /, rcond: float | None = None) -> tuple[Any, Any, int, Any]:
-    """Solve `a @ x = b` by least squares."""
+    """Solve `a @ x = b` by least squares. Returns (x, residuals, rank of `a`, singular values of `a`)."""
     a = as_array("lstsq", a)
     xp = a.__array_namespace__()
     b = xp.asarray(b)

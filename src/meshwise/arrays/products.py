@@ -193,7 +193,7 @@ def _divided(
 
 
 def _labels(a: Shape, b: Shape, x: Sharding, y: Sharding, terms: Terms) -> Iterator[tuple[int, tuple[int, ...]]]:
-    """Yield the dims along which the work of a product can be divided."""
+    """Yield (label, sizes) of each dim along which the work of a product can be divided."""
     places = x.places if x.divided else y.places
     seen = set()
     for labels, lies in ((terms.x, x), (terms.y, y)):
@@ -215,7 +215,7 @@ def _in_blocks(x: Array, labels: Labels, wanted: Sharding) -> bool:
 
 
 def _by_blocks(x: Array, y: Array, terms: Terms, compute: Local, how: Sharding, operation: str) -> Array:
-    """Multiply `x` by `y` without moving `x`."""
+    """Multiply `x`, which does not move, by `y`, whose parts are sent to all devices one after another."""
     space, held = x.space, y.sharding
     assert held.dim is not None
     label = terms.y[held.dim]

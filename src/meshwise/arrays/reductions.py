@@ -86,7 +86,7 @@ def reduced(
     *,
     of_empty: bool = True,
 ) -> Array:
-    """Reduce `x` over axes."""
+    """Reduce `x` over axes: each part by the first function of `reduce`, then the partial results by the second."""
     part_reduce, partial_reduce = reduce
     shape = reduced_shape(x.shape, axes, keepdims)
     parts = [_of_part(part_reduce, part, axes, keepdims) for part in x.parts if of_empty or _has_some(part, axes)]
@@ -126,7 +126,7 @@ def _with_empty(x: Array, axes: tuple[int, ...], keepdims: bool, dtype: torch.dt
 
 
 def sum_dtype(dtype: torch.dtype, given: Any) -> torch.dtype:
-    """Return the dtype of a sum."""
+    """Return the dtype of a sum or product of elements of `dtype`: `given`, or NumPy's choice if it is None."""
     if given is not None:
         return as_dtype(given)
     if dtype in UNSIGNED:

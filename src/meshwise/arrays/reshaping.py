@@ -61,7 +61,7 @@ def reshape(x: Array, /, shape: Shape | int, copy: bool | None = None) -> Array:
 
 
 def on_its_place(x: Array) -> Array:
-    """Return a view of `x` that lies undivided on one device, if `x` is divided along a dim of length 1."""
+    """If `x` is divided along a dim of length 1, return a view that lies undivided on one device, otherwise `x`."""
     held = x.sharding
     if held.dim is None or x.shape[held.dim] != 1:
         return x

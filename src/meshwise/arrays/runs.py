@@ -1,4 +1,4 @@
-"""Assemble an array along one dim from runs of others.
+"""Assemble an array along one dim from runs of other arrays.
 
 Used by concat, roll, tile, pad and halo.
 

@@ -2,10 +2,9 @@
 
 Sorting, quantiles and top-k use it.
 
-Each round reads a few hundred samples, at equal steps, of the elements that may or may not be among the first
-r. This decides about 99 of 100 of them. When few are left, all of these are read. Equal elements are
-ordered by part, then by position, so that the answer is exact and unique, also for equal elements and NaN. The function
-`order` alone defines the order.
+Each round reads a few hundred samples, at equal steps, of the elements that are still undecided. This decides about 99
+of 100 of them. When few are left, all of them are read. Equal elements are ordered by part, then by position, so that
+the answer is exact and unique, also for equal elements and NaN. The function `order` alone defines the order.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ def sort_values(values: Tensor, descending: bool = False) -> Tensor:
 
 
 def merge(runs: Sequence[Tensor], descending: bool = False) -> tuple[Tensor, Tensor]:
-    """Merge sorted vectors."""
+    """Merge sorted vectors. Return the values, and their positions in the concatenated vectors."""
     joined = torch.cat(list(runs))
     if descending or not _by_numpy(joined):
         return order(joined, 0, descending)
@@ -80,7 +79,7 @@ class _Window:
         return max(1, -(-left // max(SAMPLES, FEWEST_A_PART * len(self.low))))
 
     def positions(self, part: int) -> range:
-        """Return which elements of a part to read as a sample: every `step`-th undecided element, see `_Window`."""
+        """Return which elements of a part to read as a sample: every `step`-th element that is still undecided."""
         return range(self.low[part] + self.step - 1, self.high[part], self.step)
 
     def narrow(self, parts: Tensor, step: int) -> None:

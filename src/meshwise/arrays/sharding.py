@@ -158,7 +158,7 @@ def as_layout(
 
 
 def overlaps(shape: Shape, held: Sharding, wanted: Sharding) -> Iterator[tuple[int, int, Slices, Slices]]:
-    """Yield the blocks of elements to copy when the sharding of an array changes from `held` to `wanted`."""
+    """Yield (source part, target part, slices of source, slices of target) of each block to copy for a new sharding."""
     for target, place in enumerate(wanted.places):
         wants = wanted.interval(shape, target)
         if held.dim is None:

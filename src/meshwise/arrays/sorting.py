@@ -4,8 +4,8 @@ Along a dim that is not split, each device sorts the part that it holds.
 
 A split vector is sorted in four steps. Each part is sorted where it lies. `selection.cuts` finds how many elements of
 each part belong on which device. These elements are exchanged. Each device merges what it received. Every element moves
-at most once, which is the minimum for a result that lies as the operand does. The samples that are read, some hundred
-elements a round, come on top. argsort also sends the position of each element in its part.
+at most once, which is the minimum for a result that is sharded like the operand. In addition, each round reads some
+hundred elements as samples. argsort also sends the position of each element in its part.
 
 An array with other dims that is to be sorted along its split dim is first split along another dim, and then back, which
 moves as much as two transposes.
@@ -82,7 +82,7 @@ class SortedParts:
 
 
 def sort_parts(x: Array, name: str, *, descending: bool = False, where: bool = False) -> SortedParts:
-    """Sort a split vector."""
+    """Sort a split vector. where: whether to also keep what `indices` needs."""
     space, held = x.space, x.sharding
     local: list[Tensor] = []
     if where:
@@ -115,7 +115,7 @@ def indices(x: Array, done: SortedParts, name: str) -> list[Tensor]:
 def swapped(
     x: Array, sizes: Sequence[Sequence[int]], parts: Sequence[Tensor], dtype: torch.dtype, name: str
 ) -> list[list[Tensor]]:
-    """Exchange entries between parts."""
+    """Exchange entries between parts. Return, for each local part, what it got from each part."""
     space, places = x.space, x.sharding.places
     segments = {}
     for (k, _), part in zip(space.local(x.sharding), parts, strict=True):

@@ -55,7 +55,7 @@ class Space:
         return [(part, place) for part, place in placed.numbered if place in self.here]
 
     def placed(self, shape: Shape, device: Any = None, wanted: Layout | Sharding | None = None) -> Sharding:
-        """Return the sharding of a new array."""
+        """Return the sharding of a new array, as the user asks for it by a device or a layout."""
         if isinstance(wanted, Layout):
             return self._known(wanted.of(shape))
         if wanted is not None and not isinstance(wanted, Sharding):
@@ -103,7 +103,7 @@ class Space:
 
 
 def find_space(devices: Any, default_float: torch.dtype) -> Space:
-    """Return the `Space` of these devices."""
+    """Return the `Space` of the devices that a user asks for, or of the ranks of this run."""
     world = rank_context().world
     if world.size == 1:
         found = find_devices(devices)

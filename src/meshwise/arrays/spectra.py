@@ -138,7 +138,7 @@ def _eigen(name: str, result: Callable[[tuple[Array, ...]], Any]) -> Callable[..
 
 def _tall(x: Array) -> Array | None:
     """Return `x` as a matrix that is divided by rows, if it is so tall that each part can first be factored alone
-    (`tall_qr`)."""
+    (`tall_qr`), otherwise None."""
     if not is_one_split(x) or any(length != 1 for length in x.shape[:-2]):
         return None
     flat = one_matrix(x)

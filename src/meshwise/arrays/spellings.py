@@ -2,7 +2,7 @@
 
 They are other names, or functions that are composed of the standard's functions.
 
-`ALIASES` are other names for functions of a namespace. Functions in this file call those of their array's namespace.
+`ALIASES` are other names for functions of a namespace. Functions in this file call others of their array's namespace.
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ def ptp(x: Any, /, axis: Any = None) -> Any:
 
 
 def average(x: Any, /, axis: Any = None, weights: Any = None) -> Any:
-    """Return the mean."""
+    """Return the mean, or with `weights` the weighted mean."""
     x = as_array("average", x)
     if weights is None:
         return x.mean(axis)
@@ -273,7 +273,7 @@ def float_power(x1: Any, x2: Any, /) -> Any:
 def unique(
     x: Any, /, return_index: bool = False, return_inverse: bool = False, return_counts: bool = False, axis: Any = None
 ) -> Any:
-    """Return the distinct elements in ascending order."""
+    """Return the distinct elements in ascending order, and after them what the `return_` options ask for."""
     x = as_array("unique", x)
     if axis is not None:
         raise UsageError(f"unique(axis={axis}) is not supported. Leave axis out to find distinct elements.")

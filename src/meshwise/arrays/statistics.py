@@ -1,8 +1,8 @@
 """Compute mean, variance, standard deviation, argmax and argmin.
 
-Each device computes the results for its part, and these are combined once. For a variance, these are counts, means and
-sums of squared distances, which are combined as Chan, Golub and LeVeque do. For argmax and argmin, these are the values
-with their global indices.
+Each device computes partial results for its part, which are combined once. For a variance, they are counts, means and
+sums of squared distances, combined as by Chan, Golub and LeVeque. For argmax and argmin, they are values with their
+global indices.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def var(x: Any, /, axis: Any = None, *, correction: float = 0.0, ddof: float = 0
     counts = [size * (count // x.shape[dim]) for size in rows.values()]
 
     def combine(partials: Tensor) -> Tensor:
-        """Return the variance of all elements."""
+        """Combine the means and sums of squares of all parts into the variance."""
         means, squares = partials.unbind(-1)
         centre = torch.zeros_like(means[0])
         for number, own in zip(counts, means, strict=True):
@@ -81,7 +81,7 @@ def var(x: Any, /, axis: Any = None, *, correction: float = 0.0, ddof: float = 0
 
 
 def real_of_nan(part: Tensor) -> Tensor:
-    """Return the real part of a complex tensor."""
+    """Return the real part of a complex tensor. A real tensor is returned unchanged."""
     return part.real.clone() if part.is_complex() else part
 
 

@@ -48,7 +48,7 @@ def extreme(op: Op) -> Op:
 
 
 def _by_order(op: Op) -> Op:
-    """Wrap `op` to work on uint64 numbers that are passed as int64 with the same bits."""
+    """Wrap a comparison, maximum or minimum to work on uint64 numbers that are passed as int64 with the same bits."""
 
     def run(a: Tensor, b: Tensor) -> Tensor:
         found = op(a ^ LOWEST, b ^ LOWEST)

@@ -61,7 +61,7 @@ def by_bits(rule: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def axis_of(axis: int, ndim: int, what: str) -> int:
-    """Return `axis` counted from the front."""
+    """Return `axis` counted from the front. Raises IndexError if there is no such axis."""
     if not hasattr(axis, "__index__"):
         raise TypeError(f"{what}: axis must be an integer, but it is {axis!r}.")
     if not -ndim <= axis < ndim:
