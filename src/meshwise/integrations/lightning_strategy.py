@@ -59,7 +59,7 @@ class Ranks(OfTrainer):
         return self.engine.program.plain(wholes(tree))
 
 
-# An ABC, as Lightning's strategies are: an object's class can only be replaced by one of the same layout.
+# An ABC like Lightning's strategies: an object's class can only be changed to a class of the same layout.
 class DistributedStrategy(ABC):
     """Overrides methods of Lightning's strategy for a single device."""
 
@@ -289,4 +289,4 @@ def _see_all_rows(ranks: Ranks, model: nn.Module) -> None:
             metric: Any = module
             state = metric.__getstate__()
             del metric.__dict__["update"], metric.__dict__["compute"]
-            metric.__setstate__(state)  # wraps the methods again, now those of DistributedMetric
+            metric.__setstate__(state)  # wraps the methods again, now of DistributedMetric

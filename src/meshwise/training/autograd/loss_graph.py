@@ -2,8 +2,8 @@
 
 The functions read the autograd graph: the operators that led to the loss, and the values that these operators saved.
 
-Autograd nodes keep operands and arguments in attributes named `_saved_…`, which are not public. The names used here are
-those of torch 2.13, in `tools/autograd/derivatives.yaml`.
+Autograd nodes keep operands and arguments in attributes named `_saved_…`, which are not public. The names used here
+come from torch 2.13 (`tools/autograd/derivatives.yaml`).
 """
 
 from __future__ import annotations

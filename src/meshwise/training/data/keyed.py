@@ -5,7 +5,7 @@ A drawn element is a function of (seed, step, microbatch, call, global element i
 One device draws a dropout mask for the whole microbatch. Under a plan, each rank takes its rows of this same mask.
 Draws are intercepted as operators, whatever code calls them: `nn.Dropout`, attention, LSTMs.
 
-    which call it is    known by a number drawn from torch's generator, which starts alike on every rank; recomputation
+    which call it is    known by a number drawn from torch's generator, which every rank seeds equally; recomputation
                         resets that generator, so that a repeated call gets the same mask
     which rows          `meshwise check` knows the shape that one device drew for the call. The dim that is shorter in
                         the same ratio as the rows is the batch dim. Other shorter dims have less padding. A run takes

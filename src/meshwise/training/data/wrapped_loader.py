@@ -2,8 +2,8 @@
 
 Each batch that the wrapper yields is paired with the rank's share of the DataLoader's batch from which it was made.
 
-A wrapper may read ahead: it may have read further batches when it yields one. But it yields one batch for each batch
-that it reads, in the same order, so batches and shares can be paired.
+A wrapper may read ahead: it may have read further batches when it yields a batch. But it yields one batch for each
+batch that it reads, in the same order, so batches and shares can be paired.
 """
 
 from __future__ import annotations

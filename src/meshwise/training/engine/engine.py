@@ -175,7 +175,7 @@ class Engine:
     # Models and optimizers.
 
     def add_models(self, models: Sequence[nn.Module], plan: Plan) -> None:
-        """Apply `plan` in place to those of `models` that the engine does not hold yet. Collective."""
+        """Apply `plan` in place to the `models` that the engine does not hold yet. Collective."""
         self.program.add_models(models, plan)
         current().held = functools.partial(held_bytes, self.program)
         current().parameters = self.program.named_parameters

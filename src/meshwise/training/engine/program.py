@@ -118,7 +118,7 @@ class Program:
         return begins
 
     def add_models(self, models: Sequence[nn.Module], plan: Plan) -> None:
-        """Apply the plan in place to those of `models` that this method has not seen before. Collective."""
+        """Apply the plan in place to the `models` that this method has not seen before. Collective."""
         new = [model for model in models if not any(model is known for known in self.models)]
         if not new:
             return

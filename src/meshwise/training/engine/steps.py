@@ -67,7 +67,7 @@ def batches(
 ) -> Generator[Batch, None, None]:
     """Yield batches from `source` while all ranks continue."""
     now = loop or LoopRead()
-    pass_by(AS_WRITTEN)  # AS_WRITTEN omits what models' hooks call, since that is compiled with the models
+    pass_by(AS_WRITTEN)  # AS_WRITTEN omits the code that models' hooks call, which is compiled with the models
     if engine.script and engine.world.size > 1 and engine.reads.is_elsewhere(now):
         engine.events.begins()
     heard = engine.events.of_loop(0)

@@ -1,6 +1,6 @@
 """Weigh a loss by the number of items in its mean.
 
-Means of unequal parts then add up to the mean of the whole.
+The scaled means of unequal parts add up to the mean over the whole batch.
 """
 
 from __future__ import annotations

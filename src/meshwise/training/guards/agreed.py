@@ -40,7 +40,7 @@ class Agreed:
 
     def __init__(self, world: World, settings: Callable[[], Settings], losses: FiniteLosses | None = None) -> None:
         self.settings, self._losses = settings, losses
-        self._alike = 1 - 1 / world.size  # a mean above this means that all signs are equal, in any precision
+        self._alike = 1 - 1 / world.size  # a larger mean shows that all signs are equal, in any precision
         self.rehearses = False
         self._now: Settings = ()
         self._crc = 0

@@ -43,7 +43,7 @@ class LossLooks:
         self.close()
 
     def close(self) -> bool:
-        """Stop watching for collectives. Return whether the program itself has called one since the last backward."""
+        """Stop watching for collectives. Return whether the program called one itself since the last backward."""
         foreign, self._foreign = self._foreign, None
         return foreign is not None and foreign.close()
 

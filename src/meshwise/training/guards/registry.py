@@ -2,7 +2,7 @@
 
 Each guard has a file. The engine imports none of them; only `agreed` sends values along with the loss.
 
-If several guards would raise in one event, the first in this order does, the same on every rank.
+If several guards would raise in one event, the first in this order raises, the same one on every rank.
 """
 
 from __future__ import annotations

@@ -55,9 +55,9 @@ class Job:
     name: used in messages and for the run's folder. Default: the name of the variable that holds the job.
     model: a function that builds the model, called once on every rank. All ranks start with the values of rank 0.
     loss: `loss(model, batch)` returns a scalar, the mean over the samples of `batch`, or `(mean, weight)`. There,
-        `weight` is the number of items in the mean, such as the number of tokens for a mean over tokens. Gradients are
-        those of the exact weighted mean over the global batch.
-    reduction: `sum` if the loss is a sum over the samples of `batch`. Gradients are then those of the sum over the
+        `weight` is the number of items in the mean, such as the number of tokens for a mean over tokens. Gradients
+        belong to the exact weighted mean over the global batch.
+    reduction: `sum` if the loss is a sum over the samples of `batch`. Gradients then belong to the sum over the
         global batch, and the test loss of a job without metrics is the mean per sample. By default, the loss is taken
         to be a mean, but a run on several devices is refused if meshwise finds that it is a sum. `mean` allows it.
     optimizer: a function that makes the optimizer from the parameters.

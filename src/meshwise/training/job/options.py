@@ -126,7 +126,7 @@ class RunOptions(NodeOptions):
         check_trackers(self.log)
         if self.devices is not None and not self.devices.strip():
             raise UsageError("--devices is empty. Use 2xcpu or all, or remove --devices.")
-        if isinstance(self.plan, str | Path) and self.plan != AUTO:  # read it now, for the run's record
+        if isinstance(self.plan, str | Path) and self.plan != AUTO:  # read the file now, for the run's record
             object.__setattr__(self, "plan", PlanText(plan_text(self.plan)))
         if self.restarts is not None and self.restarts < 0:
             raise UsageError(f"--restarts must be at least 0, but it is {self.restarts}.")
@@ -202,7 +202,7 @@ def settle(options: Any, *counts: str) -> None:
 
     Raises UsageError for an invalid argument, or a count below 1.
     """
-    if isinstance(options.job, Job):  # name it now: a worker's `__main__` does not hold the job
+    if isinstance(options.job, Job):  # name the job now: a worker's `__main__` does not hold it
         object.__setattr__(options, "job", options.job.named())
     object.__setattr__(options, "args", argument_texts(options.args))
     for name in counts:

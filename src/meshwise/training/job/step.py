@@ -1,4 +1,4 @@
-"""Compute a job's step: microbatches forward and backward, then the optimizer.
+"""Compute a job's step: forwards and backwards of microbatches, then the optimizer.
 
 Microbatches run one after another, or in the order of a pipeline's stages.
 """
@@ -237,7 +237,7 @@ def _step_with_closure(engine: Engine, job: Job, state: RunState, parts: Sequenc
 def _clip(engine: Engine, job: Job, state: RunState) -> None:
     pipeline = engine.program.pipeline
     if pipeline is not None and state.scaler.is_enabled():  # either all stages take the step, or none does
-        state.scaler.scale(torch.zeros((), device=engine.program.device))  # the first call of `scale` initializes it
+        state.scaler.scale(torch.zeros((), device=engine.program.device))  # the first call initializes the scaler
         state.scaler.unscale_(state.optimizer)
         for found in found_infinite(state.scaler, state.optimizer):
             collectives.all_reduce(local_of(found), "max", pipeline.pipe.group, of="the loss scaler's decision")

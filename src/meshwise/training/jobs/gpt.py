@@ -30,7 +30,7 @@ ONE_IN = 16  # one file in this many is held out
 SHORTEST = 24  # bytes; a shorter text is not used as a document
 SKIPPED = {"site-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo"}  # not library code, or often missing
 IGNORED = -100  # the target that cross entropy ignores
-START = 256  # the token that stands before every document; the others are its bytes
+START = 256  # the token before every document; the other tokens are the document's bytes
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Give each rank its view of files that rank 0 writes.
 
     rank 0          before it first changes a path, keeps a copy or hard link of it, or notes that it was absent
-    other ranks     read their own file, or else the kept one, or else the user's
+    other ranks     read their own file, or else the kept file, or else the user's file
     torch.save      runs on rank 0 alone; the others read the saved file through a hard link
     subprocess.run  runs on rank 0 alone; the others get its result, and see the files that it has changed
 

@@ -33,7 +33,7 @@ from meshwise.workers.failure import Failure
 from meshwise.workers.join import rank_context, store_of_ranks
 
 OPENED, ENDED = "opened", "ended"
-WAIT, ROUND = 5.0, 0.1  # seconds to wait for the others to end, and between two polls
+WAIT, ROUND = 5.0, 0.1  # seconds to wait for other ranks to end, and between two polls
 
 
 class JoinedRun:

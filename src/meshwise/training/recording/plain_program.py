@@ -63,7 +63,7 @@ def end() -> Recording | None:
 
 
 def tell_what_is_missing(script: str) -> None:
-    """At the end of a program, warn the user on rank 0 if its workers exchanged nothing: each then has trained a
+    """At the end of a program, warn the user on rank 0 if its workers exchanged nothing, so that each has trained a
     separate model."""
     for program in _programs:
         if program.recording is not None and program.world.rank == 0 and not program.exchanges:

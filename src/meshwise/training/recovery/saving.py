@@ -51,7 +51,8 @@ PATIENCE = 10.0  # seconds that a save may take before the next one is skipped
 
 
 class Saver:
-    """Saves the state of a run into `folder`, repeatedly. Every rank makes one; call `settle` or `close` at the end."""
+    """Saves the state of a run into `folder`, repeatedly. Every rank makes a Saver, and calls `settle` or `close` at
+    the end."""
 
     def __init__(
         self,
@@ -94,8 +95,8 @@ class Saver:
     def save(
         self, make: Callable[[], Any], facts: Mapping[str, Any], *, wait: bool = False, began: float | None = None
     ) -> bool:
-        """Save a state, or return False if an earlier one is still being written. make: returns what this rank holds of
-        the state, as a tree of plain values and tensors."""
+        """Save a state, or return False if an earlier state is still being written. make: returns what this rank holds
+        of the state, as a tree of plain values and tensors."""
         with current().span("checkpoint"):
             self._asked = time.monotonic() if began is None else began
             key, number, _ = self._begin()
@@ -210,7 +211,7 @@ class Saver:
         return content if self._world.rank == 0 else []
 
     def _written(self, writing: Writing) -> None:
-        """Write a checkpoint, report the result, and remove older ones."""
+        """Write a checkpoint, report the result, and remove older checkpoints."""
         writing.run()
         self.write_seconds = time.monotonic() - writing.began
         step, before = writing.facts["step"], self.wrong

@@ -1,6 +1,6 @@
 """Encode state as plain values and named tensors, and decode it.
 
-The encoded state contains no code, so that reading it runs none.
+The encoded state contains no code, so reading it runs no code.
 
 JSON has no tuples, no keys other than text, and no non-finite numbers. Such a value is written as an object with one
 entry, such as `{"$tuple": [...]}`. A tensor is written as `{"$tensor": "model/0.weight"}`. A tensor that occurs twice

@@ -224,7 +224,7 @@ class LoopState:
         if loader is not self._loader:
             return
         if early:  # `step_ends` was not called for the last batch
-            by_steps = self._saves.steps is not None  # a save by time needs all ranks, and one may have failed
+            by_steps = self._saves.steps is not None  # a save by time needs all ranks, and a rank may have failed
             self._due |= self._count() and by_steps and self._clock.is_due(self._step)
         self._between, self._due = True, self._due or self._saves.in_background
 

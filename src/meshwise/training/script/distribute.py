@@ -206,7 +206,7 @@ def backward(
     weight: how many items `loss` is a mean over, if these are not samples. For a mean over tokens, this is the number
         of tokens. For a class-weighted mean, it is the sum of the class weights of the targets
         (`weight=class_weights[y].sum()`).
-    reduction: `sum` for a loss that is a sum over this rank's samples. The gradients are then those of the sum over the
+    reduction: `sum` for a loss that is a sum over this rank's samples. The gradients then belong to the sum over the
         whole batch. By default, a loss that is known to be a sum raises UsageError on several devices. `mean` turns off
         this check.
 

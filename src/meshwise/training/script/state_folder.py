@@ -1,6 +1,6 @@
 """Hold the folder of `mw.checkpoint` for one program at a time.
 
-The states of each start of a program can be told apart from those of earlier starts.
+States that this start of the program saves can be told apart from states of earlier starts.
 
 Rank 0 locks `state.lock`, and claims a number for the states that this start saves (records/claims.py): the claim
 records the run. Tested in tests/training/script/test_state_folder.py.

@@ -97,7 +97,7 @@ class Memory:
     """How much memory of a device this process uses, in bytes.
 
     allocated: the memory of its tensors. On a CPU, this is the resident memory of the whole process.
-    reserved: the memory that torch has taken from the driver, including that of tensors. None on a CPU.
+    reserved: the memory that torch has taken from the driver, including the memory of tensors. None on a CPU.
     peak: the largest value of `allocated` so far."""
 
     device: str

@@ -1,6 +1,6 @@
 """Find the requested trackers.
 
-A tracker is a function that takes values by name, and a step. The known ones are in integrations/trackers.py.
+A tracker is a function that takes values by name, and a step. The named trackers are in integrations/trackers.py.
 """
 
 from __future__ import annotations

@@ -227,7 +227,7 @@ def _local(loss: Tensor) -> Tensor:
 
 
 def _one(tensors: Any, gradients: Any) -> Tensor:
-    """Return a scalar whose backward equals that of `tensors` with the given `gradients`."""
+    """Return a scalar whose backward gives the same gradients as `tensors` with the given `gradients`."""
     each: tuple[Tensor, ...] = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
     given = (gradients,) if gradients is None or isinstance(gradients, Tensor) else tuple(gradients)
     given = given if len(given) == len(each) else given * len(each)

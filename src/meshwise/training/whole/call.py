@@ -5,8 +5,8 @@
     through    the model gets split tensors: each operator runs by its rule, or on the whole. Always exact. The model's
                own submodules may then run apart.
 
-Inside a call that runs apart, a gradient covers only this rank's part (parallel/splits/crossing.py), so it is not scaled
-on its way.
+Inside a call that runs apart, a gradient covers only this rank's part (parallel/splits/crossing.py), so it is not
+scaled on its way.
 """
 
 from __future__ import annotations
@@ -68,7 +68,8 @@ class Divided:
 
     @contextlib.contextmanager
     def drawing(self) -> Iterator[None]:
-        """Let a call draw from this rank's own random stream, so that the loop still draws the same on all ranks."""
+        """Let a call draw from this rank's own random stream, so that the loop still draws the same numbers on all
+        ranks."""
         device = self.engine.world.device
         before = states(device)
         key = self.key or (zlib.crc32(before[0].numpy().tobytes()),)  # a resumed run has the same state

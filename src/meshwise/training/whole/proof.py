@@ -81,7 +81,7 @@ class _Quiet(TorchFunctionMode):
     def __init__(self, ask: Callable[[bool, str], bool]) -> None:
         super().__init__()
         self.ask, self.answers = ask, list[tuple[str | None, bool]]()
-        self.given: Iterator[tuple[str | None, bool]] | None = None  # in the second run, the answers of the first
+        self.given: Iterator[tuple[str | None, bool]] | None = None  # in the second run, the answers of the first run
         self.made: list[weakref.ref[Tensor]] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

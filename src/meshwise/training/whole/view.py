@@ -88,7 +88,7 @@ class WholeView:
     backward = staticmethod(_mean_backward)
 
     def __init__(self, engine: Engine, *, files: bool) -> None:
-        """files: whether the program writes its files on every rank; those of rank 0 are kept."""
+        """files: whether the program writes its files on every rank; rank 0's files are kept."""
         self.engine, self.axis = engine, DataAxis()
         self.divided = Divided(engine, self.axis)
         self.backwards = Backwards(engine, self.axis, self._say)
@@ -157,5 +157,5 @@ class WholeView:
     def _whole(self, batch: Any, part: BatchSlice, read_own: bool) -> Any:
         engine = self.engine
         self.divided.key = engine.draw_key
-        engine.draw_key, engine.part = None, replace(part, whole=True)  # the loop draws the same on all ranks
+        engine.draw_key, engine.part = None, replace(part, whole=True)  # the loop draws alike on all ranks
         return whole_batch(batch, part, self.axis, read_own=read_own)
