@@ -61,8 +61,8 @@ def over_another_group(evidence: Evidence) -> str:
 
 
 def exchanges_by_hand(evidence: Evidence) -> str:
-    """Return a sentence that names the first module with wrong outputs and the source lines of the collectives that it
-    calls. Return an empty string if it calls none."""
+    """Return a sentence that names the first module with wrong outputs, and the lines of the collectives that it calls.
+    Return "" if it calls none."""
     lines = evidence.exchanges_in(evidence.first.name)
     before = f"everything before it{evidence.not_seen(evidence.first.facts['at'])} is equal"
     text = f"{evidence.where(evidence.first.name)} is the first whose outputs differ; {before}"

@@ -149,7 +149,7 @@ def _exchanged_by_hand(evidence: Evidence) -> Cause | None:
 
 def _random_recompute(evidence: Evidence) -> str:
     """Return a sentence if a block under activation checkpointing draws other random numbers in its recomputation than
-    in its forward pass, but only under the plan. Return an empty string otherwise."""
+    in its forward pass, but only under the plan. Return "" otherwise."""
     reference, actual = evidence.steps
     if not actual.rng_mismatch or reference.rng_mismatch:
         return ""

@@ -62,7 +62,7 @@ OF_BATCH = (
 
 def own_statistics(evidence: Evidence) -> str:
     """Return a sentence about a module whose buffers differ after the step, because it keeps statistics of this rank's
-    samples only. Return an empty string if its buffers agree."""
+    samples only. Return "" if its buffers agree."""
     name, kind = evidence.first.name, evidence.first.facts["class"]
     kept = [d.name for d in evidence.faults("buffers") if owner_of(d.name) == name]
     if not kept:
@@ -110,7 +110,7 @@ def _is_not_summed(evidence: Evidence) -> bool:
 
 def _is_read_by_every_rank(evidence: Evidence) -> str:
     """Return a sentence about a value that every rank computes from all samples, so that `mw.sum` counts each sample
-    once per rank. Return an empty string if there is none."""
+    once per rank. Return "" if there is none."""
     one, plan = (evidence.first.facts.get(side, math.nan) for side in ("one device", "the plan"))
     again = near(plan, one * evidence.plan.devices) and evidence.first.name.startswith("mw.sum")
     return COUNTED.format(name=evidence.first.name, both=evidence.both_numbers()) if again else ""

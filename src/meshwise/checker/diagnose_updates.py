@@ -54,8 +54,8 @@ def other_microbatches(evidence: Evidence) -> str:
 
 
 def accumulates_by_ranks(evidence: Evidence) -> str:
-    """Return a sentence if the number of microbatches in the first step seems to depend on the number of ranks: it is
-    the number on one device, multiplied or divided by the number of ranks. Return an empty string otherwise."""
+    """Return a sentence if the number of microbatches in the first step is the number on one device, multiplied or
+    divided by the number of ranks. Return "" otherwise."""
     ranks, first = evidence.plan.devices, evidence.first
     if ranks == 1 or first.name != MICROBATCHES or first.step > 1:
         return ""
@@ -83,7 +83,7 @@ def changed_by_a_load(evidence: Evidence) -> str:
 
 def changed_behind_step(evidence: Evidence) -> str:
     """Return a sentence if the first wrong value changes between optimizer.step() and the next batch under the plan,
-    but not on one device. Return an empty string otherwise."""
+    but not on one device. Return "" otherwise."""
     (one, plan), name = evidence.steps, evidence.first.name
     if name not in plan.changed_behind or name in one.changed_behind:
         return ""
@@ -93,7 +93,7 @@ def changed_behind_step(evidence: Evidence) -> str:
 
 def began_anew(evidence: Evidence) -> str:
     """Return a sentence if the optimizer's state is reset under the plan, but not on one device, before the step with
-    the first difference. Return an empty string otherwise."""
+    the first difference. Return "" otherwise."""
     (one, plan), step = evidence.steps, evidence.first.step
     if step == 1:
         return ""
@@ -136,7 +136,7 @@ def lost_by_a_resume(evidence: Evidence) -> str:
 
 def _kept_in_low_precision(evidence: Evidence) -> str:
     """Return a sentence if the plan rounds a parameter or an optimizer state to a lower precision than one device does.
-    Return an empty string otherwise."""
+    Return "" otherwise."""
     name = evidence.first.name
     if evidence.first.kind == "optimizer state":
         reference, actual = (step.optimizer_state.get(name) for step in evidence.steps)

@@ -124,7 +124,7 @@ def line_of(number: Joined) -> str:
 
 
 def _line(place: str) -> str:
-    """Return the source code at `place`, which is `FILE:LINE`. Return an empty string if there is no such line."""
+    """Return the source code at `place`, which is `FILE:LINE`. Return "" if there is no such line."""
     file, _, line = place.rpartition(":")
     linecache.checkcache(file)
     return linecache.getline(file, int(line)).strip() if line.isdigit() else ""

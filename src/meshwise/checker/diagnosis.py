@@ -50,8 +50,8 @@ ranks_differ = Evidence.ranks_differ
 
 
 def module_of(difference: Difference, comparison: Comparison) -> str:
-    """Return the name of the module in which a difference arose: the module whose output differs, or the module that
-    holds the differing parameter or gradient. Return an empty string if the difference belongs to no single module."""
+    """Return the name of the module whose output differs, or that holds the differing parameter or gradient. Return ""
+    if the difference belongs to no single module."""
     if difference.kind in ("module outputs", "modules"):
         return difference.name
     if difference.kind in ("clipped gradients", "scheduler", "evaluation"):  # clipping covers all gradients at once
@@ -154,7 +154,7 @@ def _is_scheduled(evidence: Evidence) -> bool:
 
 def _rate_times_ranks(evidence: Evidence) -> str:
     """Return a sentence if the learning rate of the first step, under the plan, is the rate on one device times the
-    number of ranks, or times its square root. Return an empty string otherwise."""
+    number of ranks, or times its square root. Return "" otherwise."""
     rate, other = _rates(evidence)
     ranks = evidence.plan.devices
     scaled = {ranks: str(ranks), math.sqrt(ranks): f"the root of {ranks}"}

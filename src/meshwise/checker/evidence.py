@@ -66,7 +66,7 @@ class Evidence:
 
     def or_padding(self) -> str:
         """Return a sentence that names padding as another possible cause, if ranks pad their samples to different
-        lengths. Return an empty string if they do not."""
+        lengths. Return "" if they do not."""
         theirs = dict[Any, list[int]]()
         for output in self.steps[1].outputs if self.plan.tensor == self.plan.context == 1 else ():
             theirs.setdefault(output.key, []).extend(output.shape[1:2])

@@ -163,7 +163,9 @@ def _is_size(node: ast.expr) -> bool:
 
 def divided_evaluations(places: Iterable[tuple[str, int]], count: int) -> Iterator[str]:
     """Yield a warning for each evaluation that divides its loss by `count`, the number of backwards in a training step.
-    places: the lines of the loops that evaluate."""
+
+    places: the lines of the loops that evaluate.
+    """
     for file, line in places if count > 1 else ():
         sources = sources_in(file)
         names = [name for source in sources for name in _divisors(source)]

@@ -30,7 +30,10 @@ class RowDraws(KeyedDraws):
     _part: SplitPart | None = None
 
     def draw_for(self, part: SplitPart, reference: Sequence[Draw]) -> None:
-        """From now on, draw for the rows that this rank has of a split tensor. reference: the draws on one device."""
+        """From now on, draw for the rows that this rank has of a split tensor.
+
+        reference: the draws on one device.
+        """
         self._part, self._layout = part, by_reference(reference, Rows(0, part.own, part.length, part.own))
 
     def attempt(self) -> Callable[[], None]:

@@ -65,7 +65,10 @@ defaults. A technique without a field depends on the model."""
 
 
 def techniques_of(plan: Plan, *, compiled: bool = False) -> list[Technique]:
-    """Return the techniques that a plan may use, in their order. compiled: whether the user had compiled the model."""
+    """Return the techniques that a plan may use, in their order.
+
+    compiled: whether the user had compiled the model.
+    """
     used = changed(plan).keys() | ({"compile"} if compiled else set())
     wanted = [place.split(".") for place, names in TECHNIQUES if not names or used & set(names.split())]
     return [getattr(import_module(f"{parallel.__name__}.{file}"), name) for file, name in wanted]

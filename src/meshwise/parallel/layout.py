@@ -33,8 +33,10 @@ UNEVEN = 8  # dims shorter than UNEVEN * ranks are split evenly or not at all
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer with a weight parameter that can be split. outputs, inputs: the dims of the weight for output and input
-    features."""
+    """A layer with a weight parameter that can be split.
+
+    outputs, inputs: the dims of the weight for output and input features.
+    """
 
     name: str
     module: nn.Module

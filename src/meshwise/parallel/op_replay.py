@@ -31,7 +31,10 @@ class ReplayMismatch(Exception):
 
 @dataclass(frozen=True)
 class StorageView:
-    """A tensor as a view of a recorded storage. storage: the number of the storage. nbytes: the size of the storage."""
+    """A tensor as a view of a recorded storage.
+
+    storage, nbytes: the number and the size of the storage.
+    """
 
     storage: int
     nbytes: int

@@ -143,7 +143,10 @@ class Passing:
         self.checked = 0
 
     def begin(self, every: Sequence[Sequence[Action]], keys: Sequence[object]) -> None:
-        """Begin a step. every: the actions of each rank. keys: see `Pipeline.begin`."""
+        """Begin a step.
+
+        every: the actions of each rank. keys: see `Pipeline.begin`.
+        """
         self._keys = [(key, torch.is_grad_enabled()) for key in keys]
         own = self._pipe.rank
         self._coming = {

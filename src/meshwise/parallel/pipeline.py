@@ -84,8 +84,10 @@ class Pipeline:
         return self.pipe.size - 1
 
     def note(self, whole: int) -> str:
-        """Return a sentence for the user on which blocks each stage has. whole: the number of elements in all
-        parameters."""
+        """Return a sentence for the user on which blocks each stage has.
+
+        whole: the number of elements in all parameters.
+        """
         cut = [self._blocks[lo:hi] for lo, hi in self._ranges]
         parts = [[p for _, block in blocks for p in block.parameters()] for blocks in cut]
         text = "; ".join(

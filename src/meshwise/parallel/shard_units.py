@@ -60,8 +60,10 @@ def _places(module: nn.Module) -> Counter[int]:
 
 
 def check_can_be_sharded(model: nn.Module, module: nn.Module, ignored: Collection[nn.Parameter] = ()) -> None:
-    """Raise PlanError, naming the parameter, if `fully_shard` cannot shard `module`. ignored: parameters to leave
-    out."""
+    """Raise PlanError, naming the parameter, if `fully_shard` cannot shard `module`.
+
+    ignored: parameters to leave out.
+    """
     names = {id(p): name for name, p in model.named_parameters()}
     own = [p for p in module.parameters() if p not in ignored]
     for p in own:

@@ -141,7 +141,10 @@ class LaneNames:
 
 
 def find(race: Race, names: LaneNames, name: str = "") -> Finding:
-    """Describe a race in words. name: the name of the tensor in the program, or "" if it is unknown."""
+    """Describe a race in words.
+
+    name: the name of the tensor in the program, or "" if it is unknown.
+    """
     earlier, later = race.earlier, race.later
     here, there = names.name(later.lane), names.name(earlier.lane, later.lane)
     before, after = _place(earlier), _place(later)

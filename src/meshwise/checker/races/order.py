@@ -74,8 +74,10 @@ class Order:
             _join(self._clock(lane), recorded.seen)
 
     def host_waits(self, seen: Clock) -> None:
-        """Record that the host has waited for work of the streams. seen: for each stream, the number of its last work
-        that is done. All earlier work of the stream is done, too."""
+        """Record that the host has waited for work of the streams.
+
+        seen: for each stream, the number of its last work that is done.
+        """
         _join(self._host, seen)
 
     def seen_by(self, lane: Lane) -> Clock:

@@ -71,7 +71,10 @@ class Axis:
 
 @dataclass(frozen=True)
 class MeshAxis(Axis):
-    """A named axis of the device mesh. group: the ranks that differ from this rank only on this axis."""
+    """A named axis of the device mesh.
+
+    group: the ranks that differ from this rank only on this axis.
+    """
 
     name: str
     size: int

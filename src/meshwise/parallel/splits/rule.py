@@ -142,7 +142,10 @@ def row(x: SplitTensor, place: int) -> Tensor:
 
 
 def padded(part: SplitPart, pads: list[int], at: int) -> tuple[list[int], SplitPart]:
-    """Return this rank's padding, and how the padded tensor is split. pads: the padding of the whole tensor."""
+    """Return this rank's padding, and how the padded tensor is split.
+
+    pads: the padding of the whole tensor.
+    """
     before, behind = pads[at : at + 2]
     if _one_run(part).length == 0 or before < 0 or behind < 0:
         raise NoRule

@@ -92,8 +92,10 @@ def level_of(part: SplitPart) -> int:
 
 
 def parts_of(thing: Any, above: int = -1) -> tuple[SplitPart, ...]:
-    """Return how `thing` is split over each axis. The result is empty if `thing` is not split. above: only axes with a
-    greater index in `LEVELS` count. By default, all axes count."""
+    """Return how `thing` is split over each axis. The result is empty if `thing` is not split.
+
+    above: only axes with a greater index in `LEVELS` count. By default, all axes count.
+    """
     if not isinstance(thing, SplitTensor):
         return ()
     return tuple(part for level, part in thing.parts.items() if level > above)
@@ -160,8 +162,10 @@ def whole_shape(tensor: Tensor) -> torch.Size:
 
 @dataclass(frozen=True)
 class Form:
-    """The form of one tensor that a stage sends to the next. parts: how it is split over ranks. Empty for a whole
-    tensor."""
+    """The form of one tensor that a stage sends to the next.
+
+    parts: how the tensor is split over ranks. Empty for a whole tensor.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype

@@ -60,7 +60,10 @@ class Known:
         return self if self.parent is None else self.parent.root
 
     def get(self, reduce: bool = False) -> Tensor | float | None:
-        """Return the sum, or None if it is not known. reduce: whether to make it known, which is collective."""
+        """Return the sum, or None if it is not known.
+
+        reduce: if the sum is not known, compute it. Collective.
+        """
         if self.value is None:
             if self.parent is not None:
                 above = self.parent.get(reduce)
@@ -70,8 +73,10 @@ class Known:
         return self.value
 
     def sent(self, room: int = 2) -> Tensor:
-        """Return this rank's part, or [part, count] in float32 or wider if there is a count. room: on the CPU, pad
-        these two with zeros to this length."""
+        """Return this rank's part, or [part, count] in float32 or wider if there is a count.
+
+        room: on the CPU, pad these two with zeros to this length.
+        """
         assert self.local is not None
         if self.count is None:
             return self.local
@@ -84,7 +89,10 @@ class Known:
         return torch.from_numpy(numbers)
 
     def set(self, made: Tensor, times: int = 1) -> None:
-        """Store the sum over the ranks of what `sent` returned. made: this sum, divided by `times`."""
+        """Store the sum over the ranks of what `sent` returned.
+
+        made: this sum, divided by `times`.
+        """
         self.local = None
         if self.count is None:
             self.value = made if times == 1 else made * times
