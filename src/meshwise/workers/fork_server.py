@@ -57,7 +57,7 @@ class Forks:
         """The server's process. None if it has not started, or if this launcher did not start it (see LISTENS)."""
 
     def server(self, variables: Mapping[str, str]) -> Forks:
-        """Start the server, with this environment, if it does not run yet."""
+        """Start the server, with this environment, if it does not run yet. Return this object."""
         if self._line is not None:
             return self
         if address := os.environ.get(LISTENS):
@@ -192,7 +192,7 @@ class ForkedWorker:
 
 
 def serve(line: socket.socket, work: Callable[[], int], interrupted: Any = signal.default_int_handler) -> int:
-    """Run the fork server: for each request, fork a process that calls `work`."""
+    """Run the fork server: for each request, fork a process that calls `work`. Return the exit code in each of them."""
     for ignored in (*WARNINGS, signal.SIGINT):
         signal.signal(ignored, signal.SIG_IGN)
     gc.freeze()  # a worker's garbage collector skips imported objects, so their memory pages stay shared

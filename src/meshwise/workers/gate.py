@@ -1,14 +1,14 @@
 """Stop all ranks after the same step, without a collective.
 
 On a halt, each rank begins no further step and reports the last step that it began. The largest of these becomes the
-last step of all ranks: ranks behind it catch up, ranks at it stop, so no rank waits in a collective for one that has
+last step of all ranks: ranks behind it catch up, ranks at it stop, so no rank waits in a collective for a rank that has
 stopped earlier. Until a halt is asked for, this costs nothing. meshwise's launcher asks over the side channel; under
 another launcher, the ranks agree in the store (stopping.py).
 
 If no rank has begun a step, the script may never begin one: it gets SIGINT, the signal of a Ctrl-C.
 
 Before a known time limit ends the run, rank 0 asks for such a stop (`watch_time`): when the time left is less than one
-step and three saves take, as measured in this run. The limit is `--time-limit`, or that of a Slurm job:
+step and three saves take, as measured in this run. The limit is `--time-limit`, or the limit of a Slurm job:
 SLURM_JOB_END_TIME, and what `squeue` says once a minute, since a job's limit may change while the job runs. No signal
 from the scheduler is needed.
 """

@@ -106,7 +106,7 @@ class Line:
 
 
 def enter(connection: socket.socket, secret: bytes, purpose: str, timeout: float) -> Line:
-    """Authenticate a connection as its client: check the server's proof of the secret, then send this side's proof."""
+    """Authenticate a connection as its client: check the server's proof, then prove the secret. Return the line."""
     try:
         client, session = _proven(connection, secret, purpose, timeout)
         connection.sendall(client)
@@ -145,7 +145,7 @@ def _read(connection: socket.socket, size: int, until: float, begins: bytes = b"
 
 
 def admit(connection: socket.socket, secret: bytes, purpose: str) -> Line:
-    """Authenticate a connection as its server, within TIMEOUT seconds."""
+    """Authenticate a connection as its server, within TIMEOUT seconds, and return the line."""
     until = time.monotonic() + TIMEOUT
     asked, nonce = _read(connection, ASKS, until, HELLO), secrets.token_bytes(NONCE)
     server, client, session = proofs(secret, purpose, asked[len(HELLO) :], nonce)

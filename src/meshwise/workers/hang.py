@@ -43,7 +43,11 @@ _OF_A_STEP = ("data", "forward", "backward", "optimizer")
 
 @dataclass(frozen=True)
 class Hang:
-    """A message for the user about a hang."""
+    """A message for the user about a hang.
+
+    over: whether the run must end.
+    stalls: False if the message says that a rank goes on.
+    """
 
     rank: int
     text: str

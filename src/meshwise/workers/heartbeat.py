@@ -53,7 +53,13 @@ class CollectiveCall:
 
 @dataclass(frozen=True)
 class Beat:
-    """What a rank last reported about its progress."""
+    """What a rank last reported about its progress.
+
+    beats: the number of reports.
+    ours: whether the rank is in the training loop of a job.
+    overlaps: whether collectives run beside other work, as on an accelerator.
+    begun: how many collectives the rank has entered, by group.
+    """
 
     beats: int = 0
     step: int = 0

@@ -1,8 +1,8 @@
 """Join a run: read the environment, take a device, initialize torch.distributed.
 
-By default, gloo listens at the address to which the machine's own name resolves. On many machines that is a loopback
-address (Debian writes 127.0.1.1 into /etc/hosts), or there is none: other machines then cannot reach the rank.
-`interface_towards` finds the network interface that gloo must use.
+By default, gloo listens at the address to which the machine's own name resolves. On many machines this is a loopback
+address (Debian writes 127.0.1.1 into /etc/hosts), or the name has no address. Other machines cannot reach the rank
+then. `interface_towards` finds the network interface that gloo must use.
 """
 
 from __future__ import annotations
@@ -187,8 +187,8 @@ def _refuse_without_rank_0(world: World) -> None:
 
 
 def store_of_ranks() -> Any:
-    """Connect to a key-value store that all ranks can reach before there is a process group. If torchrun starts the
-    ranks again, they do not see the keys of the earlier start.
+    """Return a connection to a key-value store that all ranks can reach before there is a process group. If torchrun
+    starts the ranks again, they do not see the keys of the earlier start.
 
     Raises UsageError if MASTER_ADDR or MASTER_PORT is not set.
     """
@@ -248,7 +248,7 @@ def _addresses_of(host: str) -> list[str]:
 
 
 def _source_of(host: str) -> str:
-    """Return the address from which this machine would send a packet to `host`, without sending one."""
+    """Return the address from which this machine would send a packet to `host`, or "". No packet is sent."""
     for address in _addresses_of(host)[:1]:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:

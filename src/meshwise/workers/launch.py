@@ -165,8 +165,8 @@ class _Launcher:
                 self._fail(failure.culprit(failures, self.size))
 
     def _ended(self) -> bool:
-        """Check whether the workers of this machine have ended and those of other machines are done. `end` kills a
-        worker that is done but does not exit in time."""
+        """Check whether this machine's workers have ended, and other machines' workers are done. `end` kills a worker
+        that is done but does not exit in time."""
         here = self._over() and all(w.seconds > END_TIMEOUT or w.process.poll() is not None for w in self.workers)
         return here and (self.nodes is None or self.nodes.all_done())
 

@@ -70,8 +70,8 @@ class Machines:
         return None if told is None else Member(**told)
 
     def meet(self, asked: Mapping[str, Any] | None = None) -> Nodes:
-        """Wait for all machines, and begin the first attempt of the run. If the run has already begun, make the other
-        machines stop after a step, and join its next attempt.
+        """Wait for all machines, begin the first attempt of the run, and return its machines. If the run has already
+        begun, make the other machines stop after a step, and join its next attempt.
 
         asked: settings that must be equal on all machines. Raises UsageError if the run that this machine joins has
         other settings.
@@ -191,8 +191,8 @@ class Machines:
             time.sleep(0.02)
 
     def announce(self, number: int, members: Sequence[Member], facts: Mapping[str, Any]) -> Nodes:
-        """Begin attempt number `number` with these machines. The leader has the first ranks. Only the leader calls this
-        method."""
+        """Begin attempt number `number` with these machines, and return them. The leader has the first ranks. Only the
+        leader calls this method."""
         others = sorted((m for m in members if m.node != self.me.node), key=lambda m: m.node)
         own = next(m for m in members if m.node == self.me.node)
         listener = listening(listens_at(alone=self.rdzv is not None and is_here(self.rdzv[0])))

@@ -22,8 +22,7 @@ STRANGERS = 20.0  # seconds to keep trying while the listener does not know the 
 
 @dataclass(frozen=True, kw_only=True)
 class NodeOptions:
-    """The options about the machines of a run: how many there are, the index of this one, and how to reach machine
-    0."""
+    """The options about the machines of a run: their number, the index of this machine, and how to reach machine 0."""
 
     nnodes: Annotated[int, OfThisStart("number of machines")] = 1
     node_rank: Annotated[int, OfThisStart("index of this machine, from 0")] = 0
@@ -58,7 +57,7 @@ class NodeOptions:
 
 
 def joined(address: tuple[str, int], node: int, nnodes: int, local_size: int) -> Machines:
-    """Connect this machine to the store of machine 0 at `address`, and wait until that store is there."""
+    """Connect this machine to the store of machine 0 at `address`, once it is there. Return the run's machines."""
     name = f"{node}.{secrets.token_hex(8)}"
     where, secret, host = f"--rdzv {address[0]}:{address[1]}", secret_at(address), listens_at(alone=is_here(address[0]))
     port, listens = (address[1], taken(address[1])) if node == 0 else (0, None)

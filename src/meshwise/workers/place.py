@@ -1,6 +1,6 @@
 """Find the place of this process among those of its launcher.
 
-The place is read from environment variables. Launchers are tried from the innermost outwards; the first one whose
+The place is read from environment variables. Launchers are tried from the innermost outwards; the first launcher whose
 variables are set is taken.
 
 A batch script of Slurm has SLURM_PROCID and SLURM_NTASKS too, although it is one process. Only a step has the variables

@@ -2,10 +2,11 @@
 
 No other process knows the secret. It comes from the environment, or from a file that the processes share.
 
-The file is in the folder of the start. The first process there makes the file, with a new secret, so that none waits
-for a file to appear, which NFS shows up to a minute late; rank 0 adds its addresses. Only an open file that belongs
-to this user and that no other user may read is trusted; a link at its path is not followed. Folders above it may be
-links that others can change; the only file of this user that they can put there is an older one of the same name.
+The file is in the folder of the start. The first process there makes the file, with a new secret, so that no process
+waits for a file to appear, which NFS shows up to a minute late; rank 0 adds its addresses. Only an open file that
+belongs to this user and that no other user may read is trusted; a link at its path is not followed. Folders above it
+may be links that others can change; the only file of this user that they can put there is an older one of the same
+name.
 """
 
 from __future__ import annotations
@@ -116,7 +117,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _opened(path: Path, flags: int) -> int:
-    """Open a file that only this user can access. Raises OSError with the reason if other users can access it."""
+    """Open a file, and return its descriptor. Raises OSError with the reason if other users can access the file."""
     # O_NONBLOCK: if a pipe is at this path, do not wait for its other end.
     descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
     if why := _not_private(os.fstat(descriptor)):
@@ -128,7 +129,7 @@ def _opened(path: Path, flags: int) -> int:
 
 
 def _not_private(facts: os.stat_result) -> str:
-    """Return why an open file is not private to this user, such as `… (owner 0, mode 100644, 1 links)`."""
+    """Return why an open file is not private to this user, such as `… (owner 0, mode 100644, 1 links)`, or ""."""
     private = stat.S_ISREG(facts.st_mode) and facts.st_uid == os.geteuid() and not facts.st_mode & 0o077
     if private and facts.st_nlink == 1:
         return ""

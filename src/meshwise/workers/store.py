@@ -1,6 +1,6 @@
 """Serve the key-value store in which launchers meet, and exchange with it.
 
-Each launcher keeps a store: if the one in use is lost, the next takes over.
+Each launcher keeps a store: if the store in use is lost, another store takes over.
 
 An exchange is one message each way: a machine sends its values, and receives what has changed since its last exchange,
 with the seconds for which each machine has been silent. A thread of each launcher makes one exchange after another, and

@@ -46,7 +46,7 @@ SOCKET_ROOM = 107 - len("/pymp-12345678/listener-12345678")  # bytes of a socket
 
 
 def main() -> int:
-    """Run a worker: bind it to its CPU cores, open its side channel, and run its task."""
+    """Run a worker: bind it to its CPU cores, open its side channel, and run its task. Return the exit code."""
     if sys.argv[1] == CALL:
         return answer(Path(sys.argv[2]))
     die_with_parent()
@@ -68,7 +68,8 @@ def main() -> int:
 
 
 def main_of_fork() -> int:
-    """Run the worker in a process that the fork server has forked."""
+    """Run the worker in a process that the fork server has forked. If the device cannot be used after the fork, start
+    Python anew in this process."""
     if DEVICE_KIND in os.environ and lost_by_fork(os.environ[DEVICE_KIND]):
         if LISTENER in os.environ:
             os.set_inheritable(int(os.environ[LISTENER]), True)
@@ -77,7 +78,7 @@ def main_of_fork() -> int:
 
 
 def answer(task: Path) -> int:
-    """Call the function of `task` for `Forks.call`. Write its result, or how it failed, to a file."""
+    """Call the function of `task` for `Forks.call`. Write its result, or how it failed, to a file. Return 0."""
 
     if sys.stdout is not None and sys.stderr is not None:
         last_words.watch(sys.stdout, sys.stderr)
