@@ -41,7 +41,8 @@ Seconds = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class TimeDifference:
-    """One kind of time in a step, compared between two runs."""
+    """One kind of time in a step, compared between two runs. `ratio` is `second` / `first`, and its 95 % interval is
+    from `low` to `high`. `clear` is True if the difference is more than chance."""
 
     kind: str
     first: float

@@ -213,7 +213,7 @@ def _communication(shares: _Shares, stragglers: Sequence[Finding]) -> Iterator[F
 
 
 def _most_expensive(collectives: Sequence[CollectiveReport], steps: int) -> str:
-    """Describe in a sentence the collectives that take the most time: their number a step, kind, size and time."""
+    """Describe the collectives that take the most time, by number a step, kind, size and time. "" if there are none."""
     if not collectives:
         return ""
     first = collectives[0]

@@ -2,8 +2,8 @@
 
 The report has the time that each stage takes, its waits for other stages, and the bubble.
 
-The bubble is the share of the time from a step's first forward to its last backward in which a rank has no forward and
-no backward under way, mean over ranks. The schedule's own bubble is found by simulating the recorded order of actions.
+From a step's first forward to its last backward, the bubble is the share of time in which a rank runs neither a forward
+nor a backward, as the mean over ranks. The schedule's own bubble is found by simulating the recorded order of actions.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ shows that rank 0's clock is ahead by `theirs - (sent + received) / 2`, to withi
 burst of round trips, only the shortest counts. A line fitted through the bursts gives the drift. If the clocks wander
 more than the samples' errors allow, offsets are interpolated between bursts.
 
-After that, no all-reduce may end on any rank before the last rank has arrived at it. Where one still does, the clocks
-must be wrong, and they are shifted by the smallest amounts that correct it.
+After that, no all-reduce may end on any rank before the last rank has arrived at it. If an all-reduce does, the clocks
+must be wrong, and they are shifted by the smallest amounts that correct this.
 """
 
 from __future__ import annotations

@@ -79,7 +79,8 @@ def report_views(
 
 
 def run_folder(run: str | Path | None) -> Path:
-    """Return the folder of a run."""
+    """Return the folder of a run, given its path or name; None is the newest run. Raises UsageError if there is
+    none."""
     folder = names.newest_run(RUNS) if run is None else Path(run)
     folder = folder if folder.exists() else find_run(RUNS, str(run))
     names.read_run(folder)
@@ -87,7 +88,7 @@ def run_folder(run: str | Path | None) -> Path:
 
 
 def step_range(text: str | None) -> tuple[int, int] | None:
-    """Parse `--steps 100:110` as the first and the last step."""
+    """Parse `--steps 100:110` as the first and the last step. None if not given. Raises UsageError for other text."""
     if text is None:
         return None
     first, _, last = text.partition(":")

@@ -2,8 +2,8 @@
 
 The report has every number that any view shows, and the display text of each.
 
-Text, page, trace, Mermaid and JSON are drawn from report and timeline alone. A field's type
-names its unit, which says how the number is written: `html_page.report_dict` has both the numbers and their texts.
+All views (text, page, trace, Mermaid, JSON) are drawn from the report and the timeline alone. A field's type names its
+unit, which says how the number is written: `html_page.report_dict` has both the numbers and their texts.
 """
 
 from __future__ import annotations
