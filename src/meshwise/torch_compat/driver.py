@@ -1,9 +1,9 @@
 """Call CUDA and libc functions that torch does not expose.
 
 
-`torch.cuda.device_count()` reads CUDA_VISIBLE_DEVICES again, through NVML, even after the driver has read it. The count
-that the driver keeps is private, and so is whether a forked process may ask it. PyTorch's own tests use
-`torch.cuda._sleep`. Read in torch 2.11, 2.13 and 2.15: `cuda/__init__.py`, `csrc/cuda/Module.cpp`.
+`torch.cuda.device_count()` reads CUDA_VISIBLE_DEVICES again, through NVML, even after the driver has read it. The
+functions that return the driver's own count, and whether a forked process may use the driver, are private. PyTorch's
+own tests use `torch.cuda._sleep`. Read in torch 2.11, 2.13 and 2.15: `cuda/__init__.py`, `csrc/cuda/Module.cpp`.
 """
 
 from __future__ import annotations

@@ -3,8 +3,9 @@
 These are the values that a program computes from numbers and from the integers in its batch.
 
 Models read such values: rates along the depth (`linspace(...).item()`), or whether a mask has zeros. A value is a real
-CPU tensor beside the fake one; what is computed from values alone has a value too. Views share real memory, so each of
-them shows writes in place; if a write cannot be carried out, all of them lose their value.
+CPU tensor that belongs to the fake tensor. A result that is computed from known values has a value too. Views share
+real memory, so a write in place changes the values of all of them. If a write cannot be carried out, all of them lose
+their values.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Queries of events and streams, which the hooks leave out, are added.
 
-Read in torch 2.11, 2.13 and 2.15: `cuda/_gpu_trace.py`, `c10/cuda/CUDAEvent.h`, `CUDAFunctions.h`. The trace
-cannot be switched off: without a listener, it is dropped. Freed memory is given by its address alone, on any device.
+Read in torch 2.11, 2.13 and 2.15: `cuda/_gpu_trace.py`, `c10/cuda/CUDAEvent.h`, `CUDAFunctions.h`. The trace cannot be
+switched off: without a listener, it is dropped. Freed memory is reported by its address alone, without its device.
 """
 
 from __future__ import annotations

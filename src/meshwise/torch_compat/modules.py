@@ -234,7 +234,7 @@ WIDE = {
     torch.complex64: torch.complex128,
     torch.complex32: torch.complex128,
 }
-"""For each narrow floating or complex dtype, the wider dtype in which `meshwise check` computes in its place."""
+"""For each narrow floating or complex dtype, the wider dtype that `meshwise check` uses instead."""
 
 
 def stored_in(tensor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -61,8 +61,8 @@ class FlatBucket:
 
 
 class PlainBucket:
-    """Parameters whose gradients fit one bucket. It is full only when the backward ends, so torch's reducer could not
-    send it during the backward."""
+    """Parameters whose gradients fit into one bucket. The bucket is full only when the backward ends, so torch's
+    reducer could not send it during the backward."""
 
     def __init__(self, members: list[nn.Parameter], ranks: int) -> None:
         self.members, self.ranks = members, ranks

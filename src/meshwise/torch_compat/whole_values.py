@@ -209,7 +209,7 @@ def _on_parts(handler: Callable[..., Any], operator: Any, arguments: tuple[Any, 
 def _on_a_plain_number(
     handlers: dict[Any, Any], operator: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]
 ) -> Any:
-    """Add up a DTensor's partial sums before an operator combines it with a tensor of other placements."""
+    """Run an operator on a DTensor and a tensor of other placements, after adding up the DTensor's partial sums."""
     first, second = arguments[:2]
     either: Any = first if isinstance(first, DTensor) else second
     if (
