@@ -6,9 +6,9 @@ Collectives run over all ranks or over a group. No other file of meshwise calls 
 ranks work on the same samples, so "all ranks" means this rank and the ranks that work on other samples. `everyone()` is
 the group of the whole run.
 
-In a world of one rank, every function returns at once. Otherwise, it records a span in the timeline and a row in each
-open `comm_log`. The span has the number of bytes. For a collective over all ranks, it also has a number that is equal
-on all of them, since all ranks enter these collectives in the same order. `of` says what is sent, for the report:
+In a world of one rank, every function returns at once. Otherwise, each call records a span in the timeline and a row in
+each open `comm_log`. The span has the number of bytes. The span of a collective over all ranks also has a number, which
+is equal on all ranks, since they enter these collectives in the same order. `of` says what is sent, for the report:
 "gradients", "batch norm". Tensors of any dtype, layout and size give right results, also under gloo (see
 torch_compat/collectives.py). Ranks of a group are numbered within the group. Not covered: the broadcast of initial
 values that DDP makes itself.
@@ -71,7 +71,7 @@ def begin_sum(tensor: Tensor, *, of: str = "") -> Future[Tensor]:
 
 
 def begin_mean(tensor: Tensor, *, of: str = "") -> Future[Tensor]:
-    """Begin an in-place average over all ranks. Each rank divides before the sum, so that fp16 does not overflow."""
+    """Begin to average `tensor`, like `begin_sum`. Each rank divides before the sum, so that fp16 does not overflow."""
     return _begin_sum(tensor, of, mean=True)
 
 
@@ -97,7 +97,7 @@ def sum_now(tensor: Tensor, *, of: str = "") -> None:
 
 
 def _begin_sum(tensor: Tensor, of: str, *, mean: bool) -> Future[Tensor]:
-    """Begin a sum (or mean) over all ranks. The recorded span ends when the result is available."""
+    """Begin a sum or mean over all ranks, and return its future. The recorded span ends when the result is there."""
     group = DIVIDING[0]
     size = dist.get_world_size(group) if dist.is_initialized() else 1
     if mean:
@@ -230,7 +230,7 @@ def barrier(group: Group = None) -> None:
 
 
 def gather_objects(value: Any, group: Group = None) -> list[Any]:
-    """Gather the `value` of every rank in rank order. A value may be anything that pickle accepts."""
+    """Return the `value` of every rank, in rank order. A value may be anything that pickle accepts."""
     parts: list[Any] = [value] * world_size(group)
     if len(parts) > 1:
         with recorded("all-gather", 0, group, "main"):

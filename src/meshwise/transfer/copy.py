@@ -6,7 +6,8 @@ All such copies go through one function, `copy`.
     to(batch, "cuda:1")            the same for every tensor of a tuple, list, dict or module
 
 A copy between two devices goes directly, from peer to peer, or staged through the host (`path.py`); the log names the
-path. Such copies do get corrupted (pytorch issue 132397: zeros under an IOMMU); `verify=True` detects that.
+path. On some machines, such copies are corrupted (pytorch issue 132397: zeros under an IOMMU); `verify=True` detects
+this.
 """
 
 from __future__ import annotations
@@ -220,7 +221,7 @@ def _run(dst: Tensor, src: Tensor, way: str, row: tuple[str, str, str, int], opt
 
 
 def _on_stream(dst: Tensor, src: Tensor, stream: torch.Stream | None, non_blocking: bool) -> Seconds:
-    """Copy with torch, which makes the current streams of both devices wait for each other. Time the copy."""
+    """Copy with torch, which makes both devices' current streams wait for each other. Return the time of the copy."""
     owner = src.device if has_streams(src.device) else dst.device  # torch copies on the source's stream
     current = torch.get_device_module(owner).current_stream(owner)
     run = stream or current

@@ -1,4 +1,4 @@
-"""Define the stages of a pipeline, and what each one lacks.
+"""Define the stages of a pipeline, and what each stage lacks.
 
 The stages are ranks that each hold a part of a model's layers and work on the same samples.
 
@@ -148,7 +148,7 @@ def kept(mail: Mail) -> Iterator[None]:
 def pass_on(mail: Mail, way: tuple[int, int, int], change: Callable[[Any], Any]) -> None:
     """Pass on what was sent to a simulated rank that does not run.
 
-    way: the rank that has sent it, the rank that does not run, and the next one.
+    way: the rank that has sent it, the rank that does not run, and the next rank.
     change: takes what was sent, and returns what the next rank receives.
     """
     source, through, target = way
@@ -177,7 +177,7 @@ def send_object(value: Any, target: int, group: Group) -> Callable[[], None]:
 
 
 def receive_object(source: int, group: Group) -> Any:
-    """Receive an object that rank `source` sends with `send_object`."""
+    """Receive an object that rank `source` sends with `send_object`, and return it."""
     if _mail:
         return pickle.loads(_mail[-1][collectives.ranks_of(group)[source], _own()].pop(0))
     device = collectives.device_of(group)

@@ -1,4 +1,4 @@
-"""Trace meshwise's own collectives, and find those of the program.
+"""Trace meshwise's own collectives, and detect the program's collectives.
 
 Backends count all collectives that begin, whoever calls them. While a `Foreign` counter is open, meshwise counts how
 many of these are its own; while none is open, its collectives only check that the list `COUNTERS` is empty.
