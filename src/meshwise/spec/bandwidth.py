@@ -1,8 +1,8 @@
 """Compute algorithm and bus bandwidth, as nccl-tests define them.
 
-Algorithm bandwidth is the size of the data divided by the time. Bus bandwidth is algorithm bandwidth times a factor. It
-can be compared with the speed of one link, whatever the number of ranks: it is the load of a link if the ring, or the
-only sender, is the bottleneck.
+Algorithm bandwidth is the size of the data divided by the time. Bus bandwidth is algorithm bandwidth times a factor.
+Bus bandwidth can be compared with the speed of one link for any number of ranks, since it is the load of a link if the
+ring, or the only sender, is the bottleneck.
 """
 
 from __future__ import annotations

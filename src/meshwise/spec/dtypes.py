@@ -64,7 +64,7 @@ def dtypes_of(
     precision: str, param_dtype: str | None = None, compute_dtype: str | None = None, grad_dtype: str | None = None
 ) -> Dtypes:
     """Return the dtypes of a plan with these fields. `precision` sets all three dtypes, and each other argument
-    replaces one.
+    replaces one of them.
 
     Raises PlanError for combinations that do not work.
     param_dtype: the dtype of stored parameters. By default `fp32`, or `fp64` if that is the precision.

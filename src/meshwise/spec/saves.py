@@ -17,7 +17,7 @@ class Saves:
     """When a run saves its state, and how many checkpoints it keeps.
 
     steps, seconds: after how many steps or seconds the state is saved. If both are None, it is saved in the background,
-        as often as costs little time. It is also saved at the end, and when the run is stopped.
+        at intervals that cost little time. It is also saved at the end, and when the run is stopped.
     keep: the number of checkpoints that are kept.
     """
 

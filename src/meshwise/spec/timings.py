@@ -57,7 +57,7 @@ def fitted(
 
 
 def in_step(timings: Timings, *, network: bool = False) -> Timings:
-    """Return the times of calls in a training step: those that were measured after computing, if there are any.
+    """Return the times of calls in a training step: the times measured after computing, if there are any.
 
     network: whether the calls cross a network. After a pause, a network may be faster for a while (cloud providers sell
         such bursts), but the calls of a step follow each other and use the burst up. So the longer time is taken.
@@ -69,7 +69,7 @@ def in_step(timings: Timings, *, network: bool = False) -> Timings:
 
 
 def _line(sizes: Sequence[int], seconds: Sequence[float]) -> tuple[float, float]:
-    """Fit the line `time = latency + seconds per byte * size` to measurements."""
+    """Fit the line `time = latency + seconds per byte * size` to measurements. Return (latency, seconds per byte)."""
     if len(sizes) == 1 or max(sizes) == min(sizes):
         return 0.0, median(seconds) / max(sizes[0], 1)
     weights = [1 / time**2 for time in seconds]
