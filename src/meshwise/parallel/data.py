@@ -48,7 +48,7 @@ _skipped = WeakIdKeyDictionary()  # parameters that a rank may skip
 _made = itertools.count()  # numbers the `DataParallel` objects, which all ranks make in the same order
 _GRADIENT = operator.attrgetter("grad")
 _IS_TRAINED = operator.attrgetter("requires_grad")
-ALONE = 2  # references to memory that only the bucket uses: its tensor, and the storage object made to count
+ALONE = 2  # reference count of memory that only the bucket uses: its tensor, and the storage made to count
 LATE_GRACE = 30.0  # seconds for all ranks to reach a parameter that is new to the reduction
 
 

@@ -70,7 +70,7 @@ def picked(x: SplitTensor, index: Tensor) -> SplitTensor:
     mine = [each[each // long == axis.rank] % long for each in wanted]
     sent = torch.cat([functional.pad(each, (0, longest - len(each))) for each in mine])
     local = x.movedim(dim, 0)
-    local = local if part.own else torch.cat([local, local.new_zeros(1, *local.shape[1:])])  # a row of unused zeros
+    local = local if part.own else torch.cat([local, local.new_zeros(1, *local.shape[1:])])  # index_select needs a row
     local = local.index_select(0, sent.to(x.device)).unflatten(0, (axis.size, longest))
     got = kept_within(level_of(part), local, through(_Exchange, local, axis)).flatten(0, 1)
     owner = wanted[axis.rank] // long
