@@ -139,7 +139,7 @@ class Restarts:
         return devices if plan is None else on_devices(plan, devices).devices
 
     def moves_to(self, where: str) -> None:
-        """Record that the next attempt runs on other devices."""
+        """Record that the next attempt runs on other devices. where: these devices in words, such as `4 devices`."""
         under = "" if self.plan_now is None else f" under {self.plan_now}"
         self._change = ", ".join(filter(None, [self._change, f"on {where}{under}"]))
 
@@ -236,8 +236,7 @@ class Restarts:
 
 
 def refuse_without_progress(folder: Path, facts: Mapping[str, Any]) -> None:
-    """Raise WorkerFailed if a submitted run makes no progress: its last three attempts began where the next would
-    begin."""
+    """Raise WorkerFailed if a submitted run makes no progress: its last three attempts began at the same step."""
     submission, sessions = facts.get("submission"), facts.get("sessions", [])
     if not isinstance(submission, Mapping):
         return

@@ -60,7 +60,7 @@ class Alone:
         return False
 
     def go_on(self, restarts: Restarts, error: WorkerFailed, size: int, halt: Halt) -> tuple[WorkerFailed, str]:
-        """Begin the next attempt. Return the last attempt's error and a sentence, or raise the error to give up."""
+        """Begin the next attempt. Return the last error and a sentence, or raise the error if the run ends."""
         if (last := error if halt.ends else restarts.after(error)) is not None:
             raise last
         try:
@@ -140,7 +140,8 @@ class Several:
         return more > 0 and restarts.could_use(self.nodes.size + more) > self.nodes.size
 
     def go_on(self, restarts: Restarts, error: WorkerFailed, size: int, halt: Halt) -> tuple[WorkerFailed, str]:
-        """Agree with the other machines on the next attempt, after an attempt has ended. Returns as `Alone.go_on`."""
+        """Agree with the other machines on the next attempt, after one has ended. Returns what `Alone.go_on`
+        returns."""
         before, look = self.nodes, partial(_look, halt)
         self.machines.report({**_facts(error), "size": size, "stopped": halt.ends})
         told = self.machines.next(look)
@@ -154,7 +155,7 @@ class Several:
         return _as_seen(news["error"], before), str(news["sentence"])
 
     def _decide(self, restarts: Restarts, look: Look) -> Nodes | dict[str, Any]:
-        """Decide whether the run continues. Return the next attempt's machines, or the error's facts if it ends."""
+        """Decide whether the run continues. Return the next attempt's machines, or facts about the error."""
         reports = self.machines.reports(look)
         error = _error_of(reports)
         joined = all(report["code"] == JOINED for report in reports.values())

@@ -123,7 +123,7 @@ def send(job: BatchJob, word: str, arguments: Sequence[str]) -> tuple[Path, str 
 
 
 def send_again(run: Path, options: SubmitOptions, sbatch: Sequence[str]) -> tuple[Path, str | None]:
-    """Submit a run's batch script again, with the current program. Return what `send` does."""
+    """Submit a run's batch script again, with the current program. Returns what `send` returns."""
     facts, (sent, task) = names.read_run(run), array_of(run)
     if not (sent / SCRIPT).is_file():
         raise UsageError(f"{run} was not started by meshwise submit. Use meshwise run --resume {run}")

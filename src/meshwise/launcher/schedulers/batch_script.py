@@ -39,7 +39,7 @@ class BatchJob:
 
 
 def nodes_of(text: str) -> tuple[int, int]:
-    """Return the smallest and the largest number of nodes that `4` or `2-8` stands for."""
+    """Return the smallest and the largest number of nodes that a text such as `4` or `2-8` allows."""
     if not _NODES.fullmatch(text):
         raise UsageError(f"--nodes must be a number such as 4, or a range such as 2-8, but it is {text}.")
     low, _, high = text.partition("-")

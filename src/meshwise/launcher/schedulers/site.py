@@ -52,7 +52,7 @@ class Site:
 
 
 def find_site(named: str | Path | None = None, *, beside: Path = Path(), home: Path | None = None) -> Site:
-    """Read a cluster's settings from the file `named`, or from site.toml here, in `beside` or in the user's config."""
+    """Read a cluster's settings from `named`, or the first site.toml: here, in `beside` or in the user's config."""
     if named is not None:
         return read_site(Path(named))
     config = Path(os.environ.get("XDG_CONFIG_HOME") or (home or Path.home()) / ".config")
