@@ -171,7 +171,7 @@ def replay(works: Sequence[Work], cap: int | None = None, first: Sequence[int] =
 def _events(works: Sequence[Work], first: Sequence[int]) -> Iterator[Allocate | Free]:
     for number, size in enumerate(first):
         yield Allocate(-1 - number, size, "temporary")
-    for work in works:  # `replay` skips held storages that it knows
+    for work in works:  # `replay` skips storages that it has
         yield from work.held
         yield from (event for event in work.events if not isinstance(event, Launch))
 

@@ -68,7 +68,7 @@ def group_of(ranks: Sequence[int], machine: Machine) -> Group:
 
 
 def _measured(collective: CollectiveOperation, machine: Machine, group: Group, backend: str) -> Priced | None:
-    """Estimate the time of a collective from the machine's measurements of this kind. Return None if none applies."""
+    """Estimate the time of a collective from the machine's measurements of this kind. Return None if there are none."""
     tables = [c for c in machine.collectives if c.kind == collective.kind and c.backend == backend]
     if not tables:
         return None

@@ -207,7 +207,7 @@ def _most_first(works: Iterable[Work]) -> list[Operation]:
 
 
 def _read(path: Path) -> tuple[dict[str, float], dict[str, Sequence[int]]]:
-    """Return the seconds and the internal allocations of each call in a cache file. Both are empty without a file."""
+    """Return the seconds and the internal allocations of each call in a cache file. Both are empty if unreadable."""
     try:
         table = json.loads(path.read_text(encoding="utf-8"))
         seconds = {str(call): float(value) for call, value in table["seconds"].items()}

@@ -80,7 +80,7 @@ def sort_of(operation: Operation) -> str:
 
 
 def product_of(operation: Operation) -> Product | None:
-    """Return the matrix product that an operator computes, or None if it computes none or the shapes do not tell."""
+    """Return the matrix product that an operator computes, or None if there is none or its shape is unknown."""
     sort = _sort_of_name(operation.name)
     if sort == "convolution":
         return _of_convolution(operation)

@@ -46,7 +46,7 @@ class Places(Recorder):
         super().__init__(on=False)
         self._microbatch: Callable[[], int] = lambda: -1
         self._name = self._inside = self._last = ""
-        self._starts: list[int] = []  # number of the first autograd node in or after each block
+        self._starts: list[int] = []  # the first autograd node of each entry in `_blocks`
         self._blocks: list[str] = []
 
     def follow(self, model: nn.Module, microbatch: Callable[[], int]) -> None:

@@ -235,7 +235,7 @@ class Record:
                 self._categories.setdefault(number, "gradients")
 
     def cut(self) -> tuple[tuple[Allocate, ...], tuple[Event, ...]]:
-        """Return the memory in use now and the events recorded so far. Then record new events from the beginning."""
+        """Return the memory in use now and the events recorded so far, and clear these events."""
         events, self.events = self.events, []
         self.collectives = AsyncCollectives()
         fake_device.begin_record()

@@ -105,7 +105,7 @@ class Stages:
 
     @property
     def sort(self) -> Plan:
-        """The traced plan without sizes that do not distinguish stages: degrees of axes, number of microbatches."""
+        """A key, equal for plans with the same kinds of stages: the traced plan with small axes and one microbatch."""
         axes = {axis: min(getattr(self.few, axis), 2) for axis in AXES if axis != "pipeline"}
         return with_few(self.few, **axes, accumulate=1)
 
@@ -229,7 +229,7 @@ def check_third(found: Sequence[Trace], stages: Stages, count: int, axis: Growth
 
 
 def without_third(found: Sequence[Trace], few: bool) -> list[Trace]:
-    """Remove the trace of the third of FEW_STAGES stages. few: whether these stages stand for more."""
+    """Remove the trace of the third of FEW_STAGES stages. few: whether the traced stages stand for more."""
     return [*found[:THIRD], *found[THIRD + 1 :]] if few and len(found) == FEW_STAGES else list(found)
 
 
@@ -254,8 +254,8 @@ def with_all_stages(
 
 
 def fills_once(plan: Plan) -> bool:
-    """Return whether a plan has so few microbatches that its first stage gets the last one before the first backward,
-    or right after it. Under shard, what an action does depends on that."""
+    """Return whether a plan has so few microbatches that its first stage gets the last microbatch before the first
+    backward, or right after it. Under shard, what an action does depends on that."""
     return plan.shard > 1 and plan.pipeline > 1 and plan.schedule == "1f1b" and plan.accumulate <= plan.pipeline + 1
 
 

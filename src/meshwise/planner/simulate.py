@@ -101,7 +101,7 @@ def all_that_join(costs: Sequence[Cost], ends: Mapping[str, str]) -> Iterator[Se
 
 
 def launched_in_time(costs: Sequence[Cost], ends: Mapping[str, str]) -> Iterator[Sequence[Cost]]:
-    """Yield rows of operators. In a row, the host launches each before the previous one can have ended."""
+    """Yield rows of operators. The host launches each operator of a row before the previous one can have ended."""
     first, ahead = 0, 0.0  # ahead: seconds of work that the device still has when the host launches
     for place, cost in enumerate(costs):
         ahead -= _at(cost.host, ends)
@@ -139,7 +139,7 @@ EVENLY = 1e-7
 
 
 def around(costs: Sequence[Cost], left_out: range) -> tuple[int, ...]:
-    """Return the places of a rank's last launches in the two microbatches before the left-out ones, and two after."""
+    """Return the place of a rank's last launch in each of the two microbatches before and after the left-out ones."""
     near = left_out.start - 2, left_out.start - 1, left_out.stop, left_out.stop + 1
     last = {cost.launch.microbatch: cost.place for cost in costs}
     return tuple(last[number] for number in near)

@@ -160,7 +160,7 @@ class Tracer:
     def _growth(
         self, least: Sequence[Trace], actions: Sequence[Actions], longer: Callable[[], Sequence[Trace]]
     ) -> list[Growth]:
-        """Return what grows with the number of microbatches, by a step of one more, or else by longer traces."""
+        """Find what grows with the number of microbatches, from a step of one more, or else from longer traces."""
         with contextlib.suppress(NotExtrapolable):
             return [growth_of(each, with_more(each), own) for each, own in zip(least, actions, strict=True)]
         return [growth_of(*three) for three in zip(least, longer(), actions, strict=True)]
