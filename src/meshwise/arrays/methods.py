@@ -48,7 +48,7 @@ UNARY = {"neg": "negative", "pos": "positive", "abs": "abs", "invert": "bitwise_
 
 
 def of_this_space(x: Array, value: Any) -> Array | None:
-    """Convert a NumPy array or scalar, torch tensor or list to an array of the namespace of `x`. None for others."""
+    """Convert NumPy values, a tensor or a list to an array of the namespace of `x`. Return None for other types."""
     return asarray(x.space, value) if isinstance(value, np.ndarray | np.generic | Tensor | list | tuple) else None
 
 

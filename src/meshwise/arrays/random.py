@@ -39,7 +39,7 @@ class Generator:
         self.seed(seed)
 
     def seed(self, seed: int | None = None) -> None:
-        """Restart the generator with this seed."""
+        """Restart the generator with this seed, by default with a random seed."""
         if seed is None:
             seed = secrets.randbits(63)
             if self._space.over_ranks:

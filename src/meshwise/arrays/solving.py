@@ -48,7 +48,7 @@ class SlogDet(NamedTuple):
 
 
 def cholesky(x: Array, /, *, upper: bool = False) -> Array:
-    """Return the Cholesky factor L of a positive-definite matrix."""
+    """Return the lower Cholesky factor of a positive-definite matrix, or with `upper` the upper one."""
     x = as_matrices("cholesky", x, square=True)
     if not (is_one_split(x) and is_large(x)):
         return matrix_of_each(x, "cholesky", partial(torch.linalg.cholesky, upper=upper))
@@ -177,7 +177,7 @@ def _by_columns(x: Array, name: str) -> Array:
 
 
 def _squeezed(found: Array, given: Array, stack: tuple[int, ...]) -> Array:
-    """Give a solution its final shape."""
+    """Add missing stack dims to a solution, and remove its last dim if the right-hand side was a vector."""
     if len(found.shape) < 2 + len(stack):
         found = with_stack(found, Array((), found.sharding, (*stack, 0, 0), found.dtype, found.space))
     return layout.squeeze(found, -1) if len(given.shape) == 1 else found

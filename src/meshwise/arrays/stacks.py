@@ -30,7 +30,7 @@ Function = Callable[[Tensor], Any]
 
 
 def as_matrices(name: str, given: Any, *, square: bool = False) -> Array:
-    """Convert `given` to an array of floats with at least two dims."""
+    """Convert `given` to floats. Raises ValueError unless it is a matrix or a stack of matrices, square if `square`."""
     x = as_floats(name, given)
     if len(x.shape) < 2 or (square and x.shape[-1] != x.shape[-2]):
         raise ValueError(
