@@ -60,10 +60,7 @@ class Known:
         return self if self.parent is None else self.parent.root
 
     def get(self, reduce: bool = False) -> Tensor | float | None:
-        """Return the sum, or None if it is not known.
-
-        reduce: if the sum is not known, compute it. Collective.
-        """
+        """Return the sum, or None if it is not known. With `reduce`, compute the sum if needed, which is collective."""
         if self.value is None:
             if self.parent is not None:
                 above = self.parent.get(reduce)
@@ -73,10 +70,8 @@ class Known:
         return self.value
 
     def sent(self, room: int = 2) -> Tensor:
-        """Return this rank's part, or [part, count] in float32 or wider if there is a count.
-
-        room: on the CPU, pad these two with zeros to this length.
-        """
+        """Return this rank's part, or [part, count] in float32 or wider if there is a count. room: on the CPU, pad
+        these two with zeros to this length."""
         assert self.local is not None
         if self.count is None:
             return self.local
