@@ -68,7 +68,7 @@ def _distribute(trainer: Any, engine: Engine, add: Add, share: Share) -> Any:
 
 
 def _on_ranks(name: str) -> Callable[..., Any]:
-    """Return the Trainer's method `name`, changed to raise KeyboardInterrupt, not SystemExit, if the run is stopped."""
+    """Return a method that calls the Trainer's `name`. It raises KeyboardInterrupt if the run is stopped."""
 
     def run(self: DistributedTrainer, *args: Any, **options: Any) -> Any:
         handler = signal.getsignal(signal.SIGINT)

@@ -50,7 +50,7 @@ def seed_order(loader: DataLoader[Any], seed: int | None) -> None:
 
 
 def loop_begins(state: Any, loader: Any) -> None:
-    """Tell accelerate that a loop over this loader begins, so that accelerate can tell when the loader is exhausted."""
+    """Tell accelerate that a loop over this loader begins, so that it knows when the loader is exhausted."""
     state._add_dataloader(loader)
 
 

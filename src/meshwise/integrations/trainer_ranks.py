@@ -55,7 +55,7 @@ class Ranks(OfTrainer):
         self.loss = steps.backward(self.engine, loss, weight, "sum" if self.kind == SUM else "mean")
 
     def whole_loss(self, loss: Tensor) -> Tensor:
-        """Return the loss of a whole evaluation batch, given the loss of this rank's part of the batch. Collective."""
+        """Return the loss of a whole evaluation batch, given the loss of this rank's part. Collective."""
         own = loss.detach().double().reshape(())
         weight = torch.as_tensor(1.0 if self.kind == SUM else self.samples if self.weight is None else self.weight)
         weight = weight.to(own) * (self.samples > 0)
@@ -94,7 +94,7 @@ def first_loss(ranks: Ranks, compute: Callable[..., Any], items: Any, args: Any,
 
 
 def loss_of(result: Any) -> Tensor:
-    """Return the loss from the result of `compute_loss`, which may be a tuple of the loss and the model's outputs."""
+    """Return the loss from the result of `compute_loss`, which may be a tuple (loss, model outputs)."""
     loss: Tensor = result[0] if isinstance(result, tuple) else result
     return loss
 
@@ -184,7 +184,7 @@ def _rows(ranks: Ranks, most: int | None, tensor: Tensor) -> Tensor:
 
 
 def _padded(own: Tensor, dim: int, value: float, first: bool) -> Tensor:
-    """Pad dimension `dim` of a tensor with `value` to the greatest size that this dimension has on any rank."""
+    """Pad dimension `dim` of a tensor with `value` to its greatest size on any rank."""
     if dim >= own.ndim:
         return own
     most = int(collectives.all_reduce(torch.tensor(own.shape[dim]), "max"))

@@ -61,7 +61,7 @@ def summed_loss(loss: Tensor) -> str:
 
 
 def _walk(node: Any) -> Iterator[tuple[Any, deque[Any]]]:
-    """Yield each node of a graph, breadth-first from `node`, with the queue to which the caller adds nodes to visit."""
+    """Yield (node, queue) breadth-first from `node`. The caller adds the next nodes to the queue."""
     open_nodes, seen = deque([node]), {None}
     while open_nodes:
         node = open_nodes.popleft()
@@ -105,7 +105,7 @@ def _divides_not(product: Any) -> bool:
 
 
 def _constant(node: Any) -> Tensor | None:
-    """Return the operand of a product or quotient if it needs no gradient. None if both operands need one."""
+    """Return the operand of a product or quotient that needs no gradient, or None."""
     (left, _), (right, _) = node.next_functions
     return node._saved_self if left is None else node._saved_other if right is None else None
 
@@ -183,7 +183,7 @@ def _is_divided_sum(node: Any, samples: int) -> bool:
 
 
 def _divisor(node: Any) -> list[Tensor]:
-    """Return the divisor in a list if `node` divides the sum of a tensor by a number; otherwise an empty list."""
+    """Return [divisor] if `node` divides the sum of a tensor by a number, otherwise []."""
     above, below = (each for each, _ in node.next_functions)
     is_sum, number = above is not None and above.name() == "SumBackward0" and below is None, node._saved_other
     return [number] if is_sum and number is not None and number.numel() == 1 else []

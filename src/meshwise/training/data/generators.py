@@ -85,7 +85,7 @@ def set_global_states(states: States) -> None:
 
 
 def packed(states: Any) -> Any:
-    """Convert generator states to a form that any file format can hold, also JSON. Bytes become hexadecimal text."""
+    """Convert generator states to values that JSON can hold. Bytes become hexadecimal text."""
     if isinstance(states, bytes):
         return states.hex()
     return [packed(state) for state in states] if isinstance(states, tuple) else states
@@ -106,8 +106,8 @@ def handles_of(*holders: Any) -> tuple[Handle, ...]:
 
 @dataclass(frozen=True)
 class Draws:
-    """Two functions that call a given function to draw the order of an epoch. `begin` draws from a recorded state of
-    the generators if there is one, and `go_on` from their present state."""
+    """Two functions that call a given function to draw an epoch's order: `begin` from a recorded state of the
+    generators if there is one, `go_on` from their present state."""
 
     begin: Callable[[Callable[[], Any]], Any]
     go_on: Callable[[Callable[[], Any]], Any]

@@ -176,7 +176,7 @@ class ExactDraws:
         self.unkeyed: set[str] = set()
 
     def of_microbatch(self, key: tuple[int, int, int], part: BatchSlice) -> KeyedDraws:
-        """Return the object that computes the random numbers for this rank's samples of a microbatch, by `key`."""
+        """Return the draws for this rank's samples of a microbatch, keyed by `key`."""
         rows = Rows(part.first, len(part.indices), part.micro, part.samples)
         draws = KeyedDraws(key, rows, by_rows(rows), attention_as_operators=True)
         draws.unkeyed = self.unkeyed
@@ -189,8 +189,8 @@ class ExactDraws:
 
 
 def on_one_device(call: int, operator: str, shape: tuple[int, ...]) -> tuple[tuple[int, ...], None]:
-    """Return the layout of a draw on a rank that has all rows of the batch: the shape itself, and None because no dim
-    is divided. This function is a `DrawLayout`, so it takes arguments that it does not need."""
+    """Return the layout of a draw on a rank that has all rows of the batch: the shape itself, and no divided dim. Takes
+    the arguments of a `DrawLayout`."""
     return shape, None
 
 

@@ -81,7 +81,7 @@ def divides_evenly(total: int, world: World) -> bool:
 def batch_bounds(
     samples: int, batch_size: int, begin: int = 0, left_out: Sequence[tuple[int, int]] = ()
 ) -> Iterator[tuple[int, int]]:
-    """Yield the begin and the end of each global batch, from sample `begin` on, without the ranges in `left_out`."""
+    """Yield the begin and the end of each global batch from sample `begin` on. Skips `left_out`."""
     if not left_out:
         starts = range(begin, samples, batch_size)
         return zip(starts, itertools.chain(starts[1:], (samples,)), strict=False)

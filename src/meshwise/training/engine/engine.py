@@ -130,7 +130,7 @@ class Engine:
     narrow: Dtypes | None = None
     """The dtypes in which the models compute; None if these are the dtypes of the stored tensors."""
     stored: Dtypes | None = None
-    """The dtypes to which batches are cast. None if the plan stores tensors in float32: batches are then not cast."""
+    """The dtypes to which batches are cast. None if the plan stores float32: no batch is then cast."""
 
     def __init__(
         self,
@@ -185,13 +185,13 @@ class Engine:
         self.narrow = dtypes if dtypes.computed != dtypes.stored or dtypes.computed not in ("fp32", "fp64") else None
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
-        """Replace the parameters in an optimizer with those that the models have under the plan, such as shards."""
+        """Replace the parameters in an optimizer with the models' parameters under the plan, such as shards."""
         self.program.add_optimizer(optimizer)
         self.phases.optimizers = True
 
     @property
     def notes(self) -> list[str]:
-        """All notices about the plan and the program. Every rank keeps them, although only rank 0 prints them."""
+        """All notices about the plan and the program. Every rank keeps them, and rank 0 prints them."""
         return self.notify.all
 
     @property

@@ -71,7 +71,7 @@ class Events:
     due: float = math.inf
     """After this many backwards of the program, a listener expires. `tell` must then be called to remove it."""
     state: object = None
-    """Replaced by a new object when the listeners change, so that a loop notices that its `OfLoop` is outdated."""
+    """Replaced when the listeners change, so that a loop notices that its `OfLoop` is outdated."""
 
     def __init__(self, backwards: Callable[[], int]) -> None:
         """backwards: returns the number of backwards so far."""

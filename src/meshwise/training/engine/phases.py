@@ -26,7 +26,7 @@ LOSS_EVERY = 0.2  # seconds between two recorded losses, because reading every l
 
 
 class Phases:
-    """Tracks the current phase of a training loop, such as forward or backward, and counts the steps of the loop."""
+    """Tracks the phase of a training loop, such as forward or backward, and counts its steps."""
 
     def __init__(self) -> None:
         self.steps = 0

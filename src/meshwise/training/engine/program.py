@@ -96,7 +96,7 @@ class Program:
         return {str(number): model for number, ref in self._roots.items() if (model := ref()) is not None}
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
-        """Return a dict of the parameters of all modules that still exist, by name. A shared parameter appears once."""
+        """Return the parameters of all modules that still exist, by name. A shared parameter appears once."""
         names: dict[nn.Parameter, str] = {}
         for prefix, ref in self._modules.items():
             for name, p in module.named_parameters(recurse=False) if (module := ref()) is not None else ():
@@ -110,7 +110,7 @@ class Program:
         return "cpu" if first is None else str(first.device)
 
     def begins_with(self, models: Sequence[nn.Module]) -> bool:
-        """Return whether a new training program begins with these models. If so, record its beginning."""
+        """Return whether a new training program begins with these models, and record its beginning."""
         new = any(all(model is not known for known in self.models) for model in models)
         begins = new and self.backwards > self.began
         if begins:
@@ -251,14 +251,14 @@ class Program:
         return plain(result) if isinstance(result, Tensor) else map_tensors(plain, result)
 
     def begin_backward(self) -> None:
-        """Count a backward that is about to begin. Record which optimizers have stepped since the previous backward."""
+        """Count a backward that begins. Record which optimizers have stepped since the previous backward."""
         self.backwards += 1
         if self._stepped and self._stepped != self.in_use:  # list them in an order that is the same on every rank
             self.in_use = [ref for optimizer in self.optimizers if (ref := weakref.ref(optimizer)) in self._stepped]
         self._stepped.clear()
 
     def reduced_backward(self, loss: Tensor, last: bool, factor: Callable[[], Tensor] | None) -> None:
-        """Run the backward of a microbatch of a job. last: whether this is the last microbatch of its step."""
+        """Run the backward of a job's microbatch. last: whether it is the last microbatch of its step."""
         if self.reduction is not None:
             self.reduction.backward(loss, reduce=last, factor=factor, whole=True)
         else:

@@ -139,7 +139,7 @@ class ModelStream:
             handle.remove()
 
     def enter(self) -> None:
-        """Begin a forward: keep the state of the program's stream, and seed the generators for this forward."""
+        """Begin a forward: keep the program's stream, and seed the generators."""
         self._depth += 1
         if self._depth > 1 or self._paused():
             return

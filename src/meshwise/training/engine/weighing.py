@@ -132,7 +132,7 @@ def _split_weight(
 
 
 def refuse_loss(loss: Tensor, part: BatchSlice | None) -> NoReturn:
-    """Raise UsageError for a loss that is not one number, or that is used outside a loop over a distributed loader."""
+    """Raise UsageError for a loss that is not one number, or is outside a loop over a distributed loader."""
     if part is not None:
         raise UsageError(
             f"mw.backward needs a loss of one number, not of shape {tuple(loss.shape)}. Call loss.mean() first."

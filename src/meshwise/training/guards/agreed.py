@@ -62,7 +62,7 @@ class Agreed:
         return self._signs[1]
 
     def compare(self, means: Tensor, seen: Seen | None = None) -> None:
-        """Check that the checksums of all ranks are equal, given their means. On a GPU, the next call checks them."""
+        """Check that the ranks' checksums are equal, given their means. On a GPU, the next call checks."""
         if self.rehearses:
             return
         held = self._now, seen

@@ -60,7 +60,7 @@ class FiniteLosses:
                 self.found(seen)
 
     def found(self, seen: Seen) -> None:
-        """Count a loss whose mean over the ranks is not finite, and report it if it is the first."""
+        """Count a loss whose mean over the ranks is not finite. Report the first."""
         number, step, part, own = seen
         self._count, self._last = self._count + 1, number
         if self._count > 1:

@@ -25,7 +25,7 @@ from meshwise.transfer.groups import get_rank
 
 
 class BestEpoch:
-    """The best evaluation of a run so far. It is the same on all ranks, because metrics are computed over all ranks."""
+    """The best evaluation of a run so far. It is equal on all ranks, since metrics cover all ranks."""
 
     def __init__(self, job: Job, folder: Path | None, *, resumed: bool) -> None:
         """folder: where the best weights are saved, or None. resumed: whether to read the best one from there."""

@@ -76,7 +76,7 @@ class JobRun:
     epoch_began: tuple[float, int] = (0.0, 0)
     """When this epoch began in this process, and how many samples had been read before."""
     began: dict[str, int] = field(default_factory=dict)
-    """The epoch and the step at which training began in this process. They are not 0 if the run was resumed."""
+    """The epoch and the step at which training began in this process; 0 unless the run was resumed."""
 
 
 def run_job(job: Job, options: RunOptions, folder: Path | None, send: Send | None = None) -> dict[str, Any]:

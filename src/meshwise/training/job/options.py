@@ -50,7 +50,7 @@ class PlanText:
 
 @dataclass(frozen=True)
 class RunOptions(NodeOptions):
-    """The options of a run. An option that the user did not give has its default, mostly None or an empty tuple."""
+    """The options of a run. Options that the user did not give have their defaults."""
 
     job: Annotated[Job | str | None, JOB] = None
     _: KW_ONLY

@@ -32,7 +32,7 @@ NARROW_WEIGHTS = "safetensors has no complex128: weights.safetensors stores comp
 def make_engine(
     session: RankContext, plan: Plan, notify: Callable[[str], None] = lambda text: None, *, exact_random: bool = False
 ) -> Engine:
-    """Make the engine that runs a job under `plan`. notify: a function that prints a note on the plan for the user."""
+    """Make the engine that runs a job under `plan`. notify: prints a note on the plan for the user."""
     draws = ExactDraws() if exact_random else None
     return attach(Engine(divide_work(plan, session.world), session.gate, notify, draws=draws))
 

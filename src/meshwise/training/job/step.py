@@ -81,7 +81,7 @@ class Microbatches:
         return self._weights.losses
 
     def as_stages(self, pipeline: Pipeline) -> Losses:
-        """Run the forward and backward passes of all microbatches in the order of this rank's pipeline schedule."""
+        """Run forwards and backwards of all microbatches in the order of this rank's pipeline schedule."""
         actions = pipeline.begin([shapes_of(batch) for batch, _ in self._parts])
         last = len(actions) - 1  # every schedule ends with a backward
         opened: dict[tuple[int, int], tuple[Pass, Tensor | None, KeyedDraws | None]] = {}

@@ -76,7 +76,7 @@ def count_classes(where: Path) -> int:
 
 
 def find_file(where: Path, part: str, kind: str) -> Path:
-    """Return the file with the `images` or `labels` (`kind`) of one part of the data set in the folder `where`."""
+    """Return the file with the `images` or `labels` (`kind`) of a data set's part in the folder `where`."""
     wanted = [f"*{start}-{kind}-idx{DIMS[kind]}-ubyte" for start in PARTS[part]]
     plain, packed = ([file for name in wanted for file in where.glob(name + end)] for end in ("", ".gz"))
     if len({file.name.removesuffix(".gz") for file in plain + packed}) != 1:

@@ -18,7 +18,7 @@ from meshwise.training.job.job import Job
 from meshwise.workers.environment import read_world
 
 VERBS = {"meshwise.launcher.run", "meshwise.checker.check"}
-"""Modules whose functions train a job. A script has imported such a module only if it uses one of these functions."""
+"""Modules whose functions train a job. A script imports such a module only if it uses one of them."""
 
 
 def is_plain(script: Path) -> bool:

@@ -89,7 +89,7 @@ def once(rank: int, size: int, folder: str, *, shared: bool = True) -> Iterator[
 
 
 def free(path: str | Path) -> None:
-    """Let every rank use a file, or the files in a folder, as they are, because meshwise itself writes there."""
+    """Let every rank use a file or a folder as it is, because meshwise itself writes there."""
     there = os.path.realpath(path)
     if there not in _free:
         _free.append(there)

@@ -50,14 +50,14 @@ def choose_plan(given: Plan | str | Path | None, engine: Engine) -> Plan:
 
 
 def plan_of_run(world: World) -> Plan | None:
-    """Return the plan of the run, from the file that MESHWISE_PLAN names. None if MESHWISE_PLAN is not set."""
+    """Return the run's plan from the file that MESHWISE_PLAN names. None if it is not set."""
     named = os.environ.get(PLAN_FILE)
     return read_plan(named, world.size) if named else None
 
 
 def fit_to_world(plan: Plan, world: World, notify: Callable[[str], None]) -> Plan:
-    """Check that `plan` suits this number of ranks and a training loop in a user's script, and return it. On one
-    device, the result is without all that needs several devices."""
+    """Return `plan`, after a check that it suits this number of ranks and a script's own loop. On one device, return it
+    without what needs several."""
     if world.size == 1 and plan.devices > 1:
         notify(f"one device: the axes of {plan}, and techniques that need several devices, are ignored.")
         plan = on_one_device(plan)

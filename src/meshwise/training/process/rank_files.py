@@ -65,7 +65,7 @@ class RankFiles(FileFunctions):
         self._log = os.open(f"{folder}/log{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
     def call(self) -> str:
-        """Return the path for this call's result. Its name depends on the user's lines and their number of calls."""
+        """Return the path for this call's result, named by the user's lines and their number of calls."""
         self._calls[lines := user_lines()] += 1
         made = f"{self._shared}/made/{hashlib.md5(repr((lines, self._calls[lines])).encode()).hexdigest()}"
         if self._rank == 0:
@@ -95,7 +95,7 @@ class RankFiles(FileFunctions):
                 self.save(partial(save, thing, path, *rest, **named), logical, parts.values())
 
     def _is_users(self) -> bool:
-        """Return whether the user's code, and not a library, calls a replaced function in the script's process."""
+        """Return whether the user's code, not a library, calls a replaced function in the script's process."""
         frame = sys._getframe(2)
         while frame.f_back is not None and frame.f_code.co_filename.startswith((OURS, subprocess.__file__)):
             frame = frame.f_back

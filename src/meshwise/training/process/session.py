@@ -113,7 +113,7 @@ def _explain(error: BaseException) -> None:
 
 
 def program_ends() -> None:
-    """Run the checks that are only possible at the end of the program. Raises LossError if one of them fails."""
+    """Run the checks for the end of the program. Raises LossError if a check fails."""
     for engine in engines:
         engine.events.send("evaluations_end")
         engine.given.close()
@@ -172,7 +172,7 @@ def _new() -> Engine:
 
 
 def tell(text: str) -> None:
-    """Print a line for the user. The launcher of meshwise prints it if there is one. Otherwise it goes to stderr."""
+    """Print a line for the user, by meshwise's launcher if there is one, otherwise on stderr."""
     channel = rank_context().channel
     if channel is not None:
         channel.send("note", text=text)

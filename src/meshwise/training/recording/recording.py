@@ -129,7 +129,7 @@ def record_script(
     recorder: Recorder | None = None,
     clocks: Clocks | None = None,
 ) -> Recording | None:
-    """Record a script with its own training loop, until its process ends. Return None if there is no run folder."""
+    """Record a script with its own training loop, until its end. Return None without a run folder."""
     named = os.environ.get(RUN_FOLDER)
     if named is None:
         return None

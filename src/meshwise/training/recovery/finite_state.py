@@ -18,7 +18,7 @@ from meshwise.torch_compat.sharding import local_of
 from meshwise.transfer import collectives, stages
 
 _Named = tuple[str, Tensor, bool]
-"""(name, tensor, whether the tensor must contain neither NaN nor infinity; otherwise only NaN is wrong)."""
+"""(name, tensor, whether infinity is an error; NaN always is)."""
 _OWN = "torch.optim"  # the state of torch's own optimizers is never inf
 
 
@@ -30,8 +30,8 @@ def not_finite_names(models: Mapping[str, nn.Module]) -> frozenset[str]:
 def not_finite_in(
     models: Mapping[str, nn.Module], optimizers: Mapping[str, Optimizer], known: frozenset[str]
 ) -> tuple[str, str]:
-    """Return the name of the first entry of the state that contains NaN or infinity, and the ranks with such entries;
-    "" for both if there are none. Entries named in `known` are not checked."""
+    """Return the first entry of the state with NaN or infinity, and the ranks with such entries; "" twice for none.
+    Entries in `known` do not count."""
     every = collectives.gather_objects(not_finite_here(models, optimizers, known), collectives.everyone())
     ranks = [rank for rank, name in enumerate(every) if name]
     return (every[ranks[0]], ranks_text(ranks)) if ranks else ("", "")

@@ -65,7 +65,7 @@ def honour(
 def _honour_groups(
     optimizer: Optimizer, before: Any, now: Any, say: Callable[[str], object], *, scheduled: bool
 ) -> None:
-    """Apply the optimizer settings that the program has changed since the state was saved, and report each change."""
+    """Apply the optimizer settings that the program changed after the save, and report each change."""
     if len(before) != len(now) or len(now) != len(optimizer.param_groups):
         return  # different groups are reported when the state is loaded
     for number, (old, new) in enumerate(zip(before, now, strict=True)):

@@ -118,7 +118,7 @@ class Saver:
         return True
 
     def _begin(self) -> tuple[str, int, bool]:
-        """Before the first save, prepare the folder. Return (key, attempt number, whether all ranks see the folder)."""
+        """Prepare the folder, once. Return (key, attempt number, whether all ranks see the folder)."""
         if self._begun is None:
             self._store = own_connection_to_store() if self._world.size > 1 else HashStore()
             key = secrets.token_hex(8)
@@ -151,7 +151,7 @@ class Saver:
         return values, {name: plainly_held(tensor) for name, tensor in tensors.items()}
 
     def _agreed(self, values: Any, shapes: Mapping[str, Held], digests: Sequence[tuple[int, str]]) -> Any:
-        """Return the plain values of all ranks, merged into one tree. Update `_deal` if any tensors have changed."""
+        """Return all ranks' plain values, merged into one tree. Update `_deal` if it is outdated."""
         everyone, own = collectives.everyone(), tuple(each for each, _ in digests)
         if self._deal is None or self._deal.digests != own:
             ranks = collectives.gather_objects(shapes, everyone)
@@ -233,7 +233,7 @@ class Saver:
             files.prune(self.folder, keep=keep, abandoned=[*old, *left], room=writing.room)
 
     def _settle(self, patience: float | None) -> None:
-        """Wait for the save that is being written, at most until `patience` seconds after it began."""
+        """Wait for the save that is being written, until `patience` seconds after its start."""
         if self._thread is None or self._writing is None:
             return
         left = None if patience is None else max(0.0, self._writing.began + patience - time.monotonic())

@@ -157,7 +157,7 @@ def _read_state(optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
 
 
 def compare_states(own: dict[str, Any], saved: dict[str, Any]) -> None:
-    """Raise CheckpointError unless the saved state_dict of a model has the same names and shapes as this model's."""
+    """Raise CheckpointError unless a saved state_dict has the names and shapes of this model's state_dict."""
     there, here = ({name: tuple(getattr(value, "shape", ())) for name, value in side.items()} for side in (saved, own))
     if other := [name for name in here | there if here.get(name) != there.get(name)]:
         shapes = f"{there.get(other[0], 'none')} in it and {here.get(other[0], 'none')} in this model"

@@ -61,7 +61,7 @@ class Writing:
     closing: threading.Event = field(default_factory=threading.Event)
     said: str = ""
     room: Path | None = None
-    """The directory of this attempt of the run (`room_of` in records/claims.py). None if there is no such directory."""
+    """The directory of this attempt of the run (`room_of` in records/claims.py), or None."""
 
     @property
     def bytes(self) -> int:
@@ -124,7 +124,7 @@ class Writing:
 
 
 def why_not(error: OSError, folder: Path, needed: int) -> str:
-    """Return a text that says why something could not be written, with the free and the needed disk space."""
+    """Return a text that says why a write failed, with the free and the needed disk space."""
     free = ""
     with contextlib.suppress(OSError):
         free = f", {bytes_text(shutil.disk_usage(folder).free)} free, {bytes_text(needed)} needed"

@@ -37,7 +37,7 @@ _loaders = itertools.count(1)  # numbers the loaders, which every rank makes in 
 
 
 class OverLoader:
-    """Stands in for the loader in `_loader`, and takes from that loader any attribute that it lacks itself."""
+    """Stands in for the loader in `_loader`, and takes missing attributes from it."""
 
     _loader: Any
 
@@ -51,8 +51,8 @@ class OverLoader:
 
 
 class DistributedLoader(OverLoader):
-    """Yields every batch of the user's DataLoader, or this rank's slice of it if the program sees its rank's rows. Its
-    `len` and other attributes are those of the DataLoader.
+    """Yields every batch of the user's DataLoader, whole or, with view="rank", this rank's slice. Its `len` and other
+    attributes are those of the DataLoader.
 
     The order of the samples is the one that torch's DataLoader would draw at this point of the program on rank 0."""
 

@@ -55,7 +55,7 @@ def hold(folder: Path) -> HeldFolder:
 
 
 def _held(folder: Path) -> tuple[FolderLock | None, int | None, str]:
-    """Lock the folder, and claim a number for this start of the program. Return (lock, number, why it was refused)."""
+    """Lock the folder, and claim a number for this start. Return (lock, number, why it was refused)."""
     lock = None
     try:
         folder.mkdir(parents=True, exist_ok=True)

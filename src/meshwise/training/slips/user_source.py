@@ -41,8 +41,8 @@ class Source:
         return function.attr if of_meshwise else ""  # type: ignore[union-attr]
 
     def given_to(self, name: str) -> list[ast.expr]:
-        """Return the expressions that the scope assigns to a name, such as `a + b` for `a += b`. If there are none,
-        return the expressions that the module assigns to it."""
+        """Return the expressions that the scope assigns to a name, such as `a + b` for `a += b`, or else those assigned
+        to it in the module."""
         for scope in (self.scope, self.tree):
             nodes = list(inside(scope))
             if any(isinstance(node, ast.arg) and node.arg == name for node in nodes):
@@ -52,7 +52,7 @@ class Source:
         return []
 
     def value(self, node: ast.expr) -> ast.expr:
-        """Return the expression that a name stands for if it is assigned once, otherwise `node` itself."""
+        """Return the value of a name that is assigned once, or else `node` itself."""
         for _ in range(DEEP):
             values = self.given_to(node.id) if isinstance(node, ast.Name) else []
             node = values[0] if len(values) == 1 else node

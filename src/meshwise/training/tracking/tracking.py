@@ -222,7 +222,7 @@ def logged() -> dict[str, Any]:
 
 
 def go_on_after(state: Mapping[str, Any]) -> None:
-    """After a state is loaded, cut metrics.jsonl to the lines from before its save. state: what `logged` returned."""
+    """Cut metrics.jsonl to the lines that it had when `logged` returned `state`."""
     folder, tracking = _folder(), _of_script()
     if folder is not None and tracking is not None and state.get("run") == str(folder.resolve()):
         tracking.cut(state["lines"])

@@ -49,7 +49,7 @@ def _is_alike(thing: Any, depth: int = 4) -> bool:
 
 
 def whole_batch(batch: Any, own: BatchSlice, axis: DataAxis, *, read_own: bool) -> Any:
-    """Return a batch as the program sees it, whole. read_own: whether `batch` has only this rank's rows."""
+    """Return `batch` as the program sees it. read_own: whether it has only this rank's rows."""
     if heard and not read_own:
         heard[0]("a batch", list(all_leaves(batch)), {})
 

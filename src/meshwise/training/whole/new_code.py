@@ -47,8 +47,8 @@ def new_code() -> Iterator[Instructions]:
 def look_again(
     new: Instructions, verdict: Verdict, before: Any, prove: Callable[[Any], Verdict], device: str
 ) -> tuple[str | None, bool]:
-    """Prove a call again after it has run new code, from the attributes that the module had before the call. Return why
-    the call cannot run apart, or None, and whether the proof has run all of the new code."""
+    """Prove a call again after it ran new code, with its module's earlier attributes. Return why the call cannot run
+    apart, or None, and whether the proof ran all of that code."""
     after, answers = verdict.attributes(), iter([answer for op, answer in verdict.answers if op])
     verdict.set_attributes(before)
     with new_code() as again:

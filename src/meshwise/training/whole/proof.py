@@ -169,8 +169,8 @@ def prove(
     engine: Engine,
     ask: Callable[[bool, str], bool],
 ) -> Verdict:
-    """Return a verdict on whether calls like `inner(*args, **kwargs)` may run apart. args, kwargs: trees with split
-    tensors. ask: returns all ranks' answer to a question about all rows, given this rank's answer and a reduction."""
+    """Return a verdict on calls like `inner(*args, **kwargs)`. args, kwargs: trees with split tensors. ask: returns all
+    ranks' answer to a question about all rows, given this rank's answer and a reduction."""
     device = engine.world.device
     state, before, quiet = ModuleState(list(module.modules())), states(device), _Quiet(ask)
 
