@@ -11,7 +11,7 @@ defined here. Nothing is imported from Lightning, so `lightning` and `pytorch_li
     values      `self.log`, metrics and predictions get plain tensors of the whole batch
     files       rank 0 writes whole tensors, even if a plan divides them; any number of devices can resume from them
 
-Based on the source of Lightning 2.6. Tested in tests/training/script/test_lightning.py.
+Based on the source of Lightning 2.6. 
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ from meshwise.transfer import collectives
 from meshwise.workers.join import rank_context
 
 STATES = "meshwise"
-"""The key of the loaders' states in Lightning's checkpoints. Lightning ignores it, and can resume without meshwise."""
+"""The key of the loaders' states in Lightning's checkpoints. Lightning without meshwise ignores it."""
 
 
 @dataclass(eq=False)
@@ -44,7 +44,7 @@ class Ranks(OfTrainer):
         return self.engine.plan.parameters_divided or self.engine.plan.state_divided
 
     def close(self, training: bool) -> None:
-        """Close loops that Lightning has left open: those over training loaders if `training`, otherwise the others."""
+        """Close the loops that Lightning has left open, over training loaders or, if not `training`, over others."""
         for batches in list(self.open[training]):
             batches.close()
         self.open[training].clear()

@@ -47,7 +47,7 @@ from meshwise.workers.join import rank_context, rejoin
 
 TRAINER = "transformers.trainer"
 UNLIKE = ("_runtime", "_per_second", "_time", "total_flos", "num_input_tokens_seen")
-"""Endings of the names of logged values that may differ between ranks: times, and counts that depend on padding."""
+"""Endings of names of logged values that may differ between ranks: times, and counts with padding."""
 SWEEP = {"what": "hyperparameter_search", "instead": "write a loop over the trials, with a new Trainer for each"}
 
 

@@ -51,7 +51,7 @@ class TrainerLoader(OverLoader):
     end_of_dataloader, remainder = False, -1
 
     def __init__(self, loader: DistributedLoader, state: Any) -> None:
-        """state: accelerate's GradientState, which records for each running loop whether it is at its last batch."""
+        """state: accelerate's GradientState, which records whether each running loop is at its last batch."""
         self._loader, self._state, self.skipped = loader, state, 0
         self._reader = loader.wrapper = Reader()  # type: ignore[assignment]
 

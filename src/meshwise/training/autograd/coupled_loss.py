@@ -36,7 +36,7 @@ _seen: Any = WeakIdKeyDictionary()  # tensors on which a program has registered 
 
 
 def couples_samples(loss: Tensor, samples: int) -> bool:
-    """Return whether a loss combines samples with each other, so it is not a mean or sum with one term per sample."""
+    """Return whether a loss combines samples, so that it is no mean or sum of one term per sample."""
     if samples < 2 or not loss.requires_grad or loss.grad_fn is None or loss.numel() != 1:
         return False
     if (found := _between(loss.grad_fn, samples)) is None:
@@ -128,7 +128,7 @@ def _has_hooked(nodes: set[Any]) -> bool:
 
 
 def _are_coupled(loss: Tensor, rows: list[tuple[Any, int]]) -> bool:
-    """Return whether a change of the samples with even index changes the gradients of the samples with odd index."""
+    """Return whether a change of samples with even index changes gradients of samples with odd index."""
     edges = [GradientEdge(node, number) for node, number in rows]
     first = torch.autograd.grad(loss, edges, create_graph=True, allow_unused=True)
     used = [(edge, got) for edge, got in zip(edges, first, strict=True) if got is not None and got.requires_grad]

@@ -47,7 +47,7 @@ LEAF = "torch::autograd::AccumulateGrad"
 
 
 def summed_loss(loss: Tensor) -> str:
-    """Return the name of a loss function that `loss` sums over samples without dividing by their number, or ""."""
+    """Return the name of a loss that `loss` sums over samples without dividing by their number, or ""."""
     for node, following in _walk(loss.grad_fn):
         kind, below = node.name(), below_of(node)
         if kind in KNOWN and getattr(node, "_saved_reduction", None) == SUM:
@@ -76,7 +76,7 @@ def below_of(node: Any) -> list[Any]:
 
 
 def _of_each(elements: Any) -> str:
-    """Return the name of the loss function that `elements`, a graph node, computes for each sample; "" if none."""
+    """Return the name of the loss that `elements`, a graph node, computes for each sample, or ""."""
     what = "a loss"
     for node, following in _walk(elements):
         kind, below = node.name(), below_of(node)
@@ -172,7 +172,7 @@ def is_of_items(loss: Tensor, rows: int) -> bool:
 
 
 def signed(number: int) -> int:
-    """Convert a number that an autograd node stores as an unsigned 64-bit integer back to the signed integer."""
+    """Convert an unsigned 64-bit number, as autograd nodes store it, back to the signed number."""
     return number - 2**64 if number >= 2**63 else number
 
 

@@ -99,7 +99,7 @@ def unpacked(states: Any) -> Any:
 
 
 def handles_of(*holders: Any) -> tuple[Handle, ...]:
-    """Return handles of the generators in the attribute `generator` of loaders and samplers, without duplicates."""
+    """Return handles of the generators of loaders and samplers (attribute `generator`), each once."""
     found = {id(g): g for holder in holders if isinstance(g := getattr(holder, "generator", None), torch.Generator)}
     return tuple(_torch_handle(generator) for generator in found.values())
 
@@ -130,7 +130,7 @@ class ProgramGenerator:
 
     @contextlib.contextmanager
     def loop(self) -> Iterator[None]:
-        """Return a context manager for a loop. Draws inside the loop do not affect torch's generator outside it."""
+        """Return a context manager for a loop. Draws in it do not affect torch's generator outside of it."""
         if not self.seeded:
             yield
             return
@@ -160,7 +160,7 @@ class ProgramGenerator:
 
 
 class OrderGenerators:
-    """The generators from which a loader draws its order. Their states can be read, set and restored for a replay."""
+    """The generators from which a loader draws its order. Their states can be read, set and replayed."""
 
     def __init__(self, program: ProgramGenerator, handles: tuple[Handle, ...]) -> None:
         self._program, self._handles = program, handles
@@ -177,7 +177,7 @@ class OrderGenerators:
                 handle.set_state(state)
 
     def take_rank_0s(self) -> States:
-        """Set the generators of every rank to the states of rank 0's generators. Returns these states. Collective."""
+        """Set every rank's generators to the states of rank 0's generators, and return them. Collective."""
         own = self.states()
         states: States = collectives.broadcast_object(own)
         if states != own:

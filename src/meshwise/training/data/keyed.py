@@ -92,7 +92,7 @@ class KeyedDraws:
         self._calls: dict[int, int] = {}
         self.log: list[Draw] = []
         self.unkeyed: set[str] = set()
-        """Random operators that this class cannot compute from `key`. Each rank draws their numbers independently."""
+        """Random operators that are not computed from `key`. Each rank draws their numbers itself."""
 
     @contextlib.contextmanager
     def forward(self) -> Iterator[None]:

@@ -47,13 +47,13 @@ class BatchSlice:
 
 
 def epoch_order(seed: int, epoch: int, samples: int) -> Tensor:
-    """Return the order in which epoch number `epoch` (from 0) reads `samples` samples, as int64 of shape (samples,)."""
+    """Return the order in which epoch `epoch` (from 0) reads its samples, as int64 of shape (samples,)."""
     key = (seed * GOLDEN + epoch) % 2**32  # torch's CPU generator uses only 32 bits of a seed
     return torch.randperm(samples, generator=torch.Generator().manual_seed(key))
 
 
 def part(start: int, stop: int, parts: int, index: int) -> tuple[int, int]:
-    """Divide the range [start, stop) into `parts` contiguous ranges, and return the range number `index`."""
+    """Divide the range [start, stop) into `parts` contiguous ranges, and return range `index`."""
     size, rest = divmod(stop - start, parts)
     first = start + index * size + min(index, rest)
     return first, first + size + (index < rest)
@@ -149,5 +149,5 @@ def batch_slice(order: Tensor, start: int, stop: int, total: int, world: World) 
 
 
 def sequential_slices(samples: int, batch_size: int, world: World) -> Iterator[BatchSlice]:
-    """Yield this rank's part of each batch of a data set that is read from front to back, as in an evaluation."""
+    """Yield this rank's part of each batch of a data set that is read in order, as in an evaluation."""
     return batch_slices(torch.arange(samples), batch_size, world)

@@ -104,7 +104,7 @@ def _batch_reader(data: Any, settings: LoaderSettings) -> Callable[[Tensor], Any
 
 
 def rows_at(tensor: Tensor, indices: Tensor) -> Tensor:
-    """Return `tensor[indices]`, the rows at these indices. Where possible, `index_select` is used, which is faster."""
+    """Return `tensor[indices]`, by `index_select` where possible, which is faster."""
     plain = type(tensor) is Tensor and tensor.device == indices.device and tensor.layout == torch.strided
     return tensor.index_select(0, indices) if plain and tensor.dim() > 1 else tensor[indices]
 

@@ -43,7 +43,7 @@ from meshwise.transfer import collectives
 
 Pairs = Iterator[tuple[Any, BatchSlice]]
 Order = Callable[[Draws, int], Tensor]
-"""A function (draws, epoch) that returns the indices of an epoch's samples in the order in which they are read."""
+"""A function (draws, epoch) that returns the indices of an epoch's samples in reading order."""
 STREAMS = ("whole", "per-rank")
 _ARRAYS = (Tensor, numpy.ndarray)
 _KEPT = ("pin_memory", "timeout")
@@ -169,7 +169,7 @@ def _then(shares: Iterator[BatchSlice], end: Callable[[], object]) -> Iterator[B
 
 
 def _stream(loader: DataLoader[Any], world: World) -> LoaderSpec:
-    """Split the batches of an iterable data set, before they are collated. Each loader worker makes its own batches."""
+    """Split batches of an iterable data set before collation. Each loader worker makes its own batches."""
     collate = loader.collate_fn
     batches_of_items = _of_items(loader, batch_size=loader.batch_size, drop_last=loader.drop_last)
     pairs = _read_alike(batches_of_items, len, lambda items, own: collate(items[own]), world)
@@ -179,7 +179,7 @@ def _stream(loader: DataLoader[Any], world: World) -> LoaderSpec:
 def _read_alike(
     source: Iterable[Any], rows_of: Callable[[Any], int], take: Callable[[Any, slice], Any], world: World
 ) -> Callable[..., Pairs]:
-    """Return the function `pairs` for a loader from which each rank reads whole batches, and keeps its own rows."""
+    """Return the function `pairs` for a loader. Each rank reads whole batches, and keeps its own rows."""
 
     def pairs(draws: Draws, epoch: int, begin: int, most: int | None = None) -> Pairs:
         batches = draws.begin(lambda: _behind(begin, iter(source), rows_of))

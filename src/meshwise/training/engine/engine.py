@@ -48,9 +48,9 @@ from meshwise.transfer import collectives
 from meshwise.workers.gate import StepGate
 
 Microbatch = tuple[Any, BatchSlice]
-"""The data of a microbatch on this rank, and the `BatchSlice` that says which samples of the global batch they are."""
+"""The data of a microbatch on this rank, and the `BatchSlice` of its samples in the global batch."""
 Seen = tuple[int, int, BatchSlice | None, Tensor | float]
-"""Facts about one backward: its number, its step's number, this rank's part of the batch, and this rank's loss."""
+"""One backward: its number, its step's number, this rank's part of the batch, and this rank's loss."""
 NOTHING = contextlib.nullcontext()
 
 

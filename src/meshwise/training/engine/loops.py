@@ -37,11 +37,11 @@ class LoopRead:
     padded: bool = False
     part: BatchSlice | None = None
     earlier: BatchSlice | None = None
-    """The slice of an earlier batch of another size in this loop, if no backward came after it; otherwise None."""
+    """The slice of an earlier batch of another size in this loop, if no backward followed; or None."""
 
 
 class Loops:
-    """The loops of a script that have begun and not ended. They may be nested, or advance together as by `zip`."""
+    """The open loops of a script. They may be nested, or advance together as by `zip`."""
 
     def __init__(self, world: World) -> None:
         self._world, self.ranks = world, world.size

@@ -40,7 +40,7 @@ class Phases:
         self._stepped = False
         self._before = "idle"  # the phase in which the last backward began
         self.optimizers = False
-        """Whether the program's optimizers are known. If they are not, each batch with a backward counts as a step."""
+        """Whether the program's optimizers are known. If not, each batch with a backward counts as a step."""
         self._counted = 0.0
         self.number = 0
         """The number of the step that the newest backward belongs to."""

@@ -60,7 +60,7 @@ class Program:
         self.joined_at: int | None = None
         """The value of `backwards` at the last `mw.sum` or `mw.mean` with grad=True; None without such a call."""
         self.coupled_gradients = False
-        """Whether ranks exchange gradients inside the backward, so that gradients depend on other ranks' losses."""
+        """Whether ranks exchange gradients in the backward, so that they depend on other ranks' losses."""
         self.pipeline: parallel.pipeline.Pipeline | None = None
         """Runs the stages of this rank, if the plan has a pipeline; otherwise None."""
         self.stage_cost: Callable[[str, nn.Module], float] | None = None  # see `Job.stage_cost`
@@ -244,7 +244,7 @@ class Program:
             )
 
     def plain(self, result: Any) -> Any:
-        """Return the result of a loss function with its tensors converted to plain tensors, see `Reduction.plain`."""
+        """Return the result of a loss function with plain tensors (see `Reduction.plain`)."""
         plain = self._plain if self.reduction is None else self.reduction.plain
         if plain is None:
             return result

@@ -48,7 +48,7 @@ AS_WRITTEN = [
     *(f"meshwise.{name}" for name in ("training.script", "training.slips", "training.tracking", "torch_compat")),
     *(f"meshwise.{name}" for name in ("transfer", "reports", "workers", "parallel.data", "parallel.step_hooks")),
 ]
-"""Modules that torch.compile must not trace, in case a program compiles a function that contains a whole step."""
+"""Modules that torch.compile must not trace if a program compiles a function with a whole step."""
 ALONE = (
     "{here}: rank {rank} reads a gradient that mw.accumulate() has not added up over the ranks yet, and {other}. All "
     "ranks must read this gradient together. Read it outside of code that only some ranks run, or run the last batch "
@@ -172,7 +172,7 @@ def _weighted(engine: Engine, own: Tensor, before: Tensor, weight: Tensor | floa
 
 
 def _alone(program: Program, loss: Tensor, before: Tensor) -> Tensor:
-    """Run the backward on one device, without reducing gradients. Raise UsageError if there are several ranks."""
+    """Run the backward on one device, without reducing gradients. Raise UsageError on several ranks."""
     program.check_has_models()
     program.plain(loss).backward()
     return program.plain(before.detach())  # type: ignore[no-any-return]

@@ -104,7 +104,7 @@ class Agreed:
 
 
 def held_alike(program: Program) -> Settings:
-    """Return values that must be equal on all ranks: optimizer settings and, at some backwards, a sum of parameters."""
+    """Return what must be equal on all ranks: optimizer settings and, at some backwards, a parameter sum."""
     found, count = settings_of(program.in_use), program.backwards - program.began
     return found if count < 2 or count & (count - 1) else found + sums_of(program)
 

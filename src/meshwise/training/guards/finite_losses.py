@@ -90,7 +90,7 @@ class FiniteLosses:
             raise LossError(text)
 
     def _conclude(self) -> str:
-        """Return an error text if the last loss is not finite, or "". Tell the user if only earlier losses were not."""
+        """Return an error text if the last loss is not finite. Otherwise report earlier losses that were not."""
         self.look()
         self.look()
         backwards = self._program.backwards

@@ -44,7 +44,7 @@ class OwnCollectives:
         engine.ends.callback(put([dist], "is_initialized", _alone))
 
     def check(self, model: nn.Module) -> None:
-        """Raise UsageError if a module stores a collective, which it would call with values that are already whole."""
+        """Raise UsageError if a module stores a collective, which would get values that are already whole."""
         for module in model.modules():
             for name in (self._theirs[id(each)] for each in vars(module).values() if id(each) in self._theirs):
                 kept = KEPT.format(kind=type(module).__name__, name=name, why=WHY, size=self._engine.world.size)
@@ -56,7 +56,7 @@ class OwnCollectives:
 
 
 def _alone(function: Callable[[], bool]) -> Callable[[], bool]:
-    """Make `is_initialized` return False to the program, or torchmetrics would sum values that are already whole."""
+    """Make `is_initialized` return False to the program, or torchmetrics would sum whole values."""
 
     @functools.wraps(function)
     def is_initialized() -> bool:

@@ -26,7 +26,7 @@ NAMES = {"lr": "lr", "momentum": "momentum", "betas": "betas", "weight_decay": "
 
 
 def settings_differ(ranks: Sequence[Settings]) -> str:
-    """Return a sentence that says how a rank's settings differ from rank 0's settings; "" if they do not."""
+    """Return a sentence on how a rank's settings differ from rank 0's settings, or ""."""
     for rank, settings in enumerate(ranks):
         if len(settings) != len(ranks[0]):  # garbage is collected at different times, so lengths may differ
             continue
@@ -59,7 +59,7 @@ def _alike(one: float, other: float) -> bool:
 
 
 def diverged(ranks: Sequence[Settings]) -> str:
-    """Return a sentence that says how the ranks' parameters differ; "" if they do not."""
+    """Return a sentence on how the ranks' parameters differ, or ""."""
     for rank, settings in enumerate(ranks):
         for (name, _, value), (_, _, of_rank_0) in zip(settings, ranks[0], strict=False):
             if name == PARAMETERS and not _alike(value, of_rank_0):

@@ -212,7 +212,7 @@ def settle(options: Any, *counts: str) -> None:
 
 
 def _still_valid(earlier: Mapping[str, Any], given: RunOptions) -> dict[str, Any]:
-    """Return the options of an earlier run that still apply when this run is resumed with the options `given`."""
+    """Return the options of an earlier run that still apply if it is resumed with the options `given`."""
     known = {name for name, _, option in options_of(RunOptions) if option.recorded}
     left = {name: value for name, value in earlier.items() if name in known and value is not None}
     left |= {name: tuple(value) for name, value in left.items() if isinstance(value, list)}

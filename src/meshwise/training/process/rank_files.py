@@ -307,7 +307,7 @@ class LaterFiles(RankFiles):
                     (os.rmdir if os.path.isdir(mine) else os.unlink)(mine)
 
     def read(self, call: Callable[[], Any]) -> Any:
-        """Return the result of a call that reads files. Repeat the call if rank 0 notes a change meanwhile."""
+        """Return the result of a call that reads files. Repeat it if rank 0 notes a change meanwhile."""
         while True:
             heard = self._heard()
             try:

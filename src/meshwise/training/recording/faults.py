@@ -42,7 +42,7 @@ def arm(faults: Sequence[Fault], rank: int, folder: Path | None) -> None:
 
 
 def watch(recorder: Recorder) -> None:
-    """Make `recorder` inject the faults that `arm` has chosen for this process. Without faults, it stays unchanged."""
+    """Make `recorder` inject the faults that `arm` has chosen for this process, if any."""
     if _armed:
         recorder.__class__ = FaultyRecorder
 

@@ -58,7 +58,7 @@ def begin(say: Callable[[str], None], own_group: Callable[[], None] | None = Non
 
 
 def end() -> Recording | None:
-    """Stop watching calls to torch, since the program calls meshwise from now on. Return its recording, if any."""
+    """Stop watching calls to torch, as the program now calls meshwise. Return its recording, if any."""
     return _programs.pop().close() if _programs else None
 
 
@@ -175,7 +175,7 @@ class PlainProgram:
             raise gate.stop(self._phases.done)
 
     def _is_inside(self) -> bool:
-        """Return whether to ignore the current call to torch, because the training loop itself does not make it."""
+        """Return whether to ignore the current call to torch, which the training loop itself does not make."""
         return self._inside or threading.get_ident() != self._thread
 
     @contextlib.contextmanager

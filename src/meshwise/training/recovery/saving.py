@@ -83,7 +83,7 @@ class Saver:
         self.wrong = ""
         """The reason why the last save failed, or "" if it did not fail."""
         self.stall_seconds = self.write_seconds = 0.0
-        """How many seconds the last save stopped the training, and how many its writing took in the background."""
+        """How many seconds the last save stopped the training, and how many its background writing took."""
 
     def size_of(self, make: Callable[[], Any]) -> int:
         """Return how many bytes the tensors of a state take, over all ranks. make: as in `save`. Collective."""

@@ -117,7 +117,7 @@ def restore_objects(objects: Objects, tree: Mapping[str, Any]) -> None:
 
 
 def load_model(model: nn.Module, saved: dict[str, Any]) -> None:
-    """Call `model.load_state_dict` with values that may be `Stored` tensors. Each rank reads only its part of them."""
+    """Call `model.load_state_dict` with values that may be `Stored`. Each rank reads only its part."""
     own, lacking = model.state_dict(keep_vars=True), stages.lacks(model)
 
     def given(name: str, value: Any) -> Any:

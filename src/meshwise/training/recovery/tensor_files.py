@@ -60,7 +60,7 @@ class Held:
 
 @dataclass(frozen=True)
 class WriteItem:
-    """A part of the tensor `name` that a rank holds, and writes to a file: (begin, end) of its indices for each dim."""
+    """A part of the tensor `name` that a rank writes to a file. box: (begin, end) of its indices in each dim."""
 
     name: str
     box: Box

@@ -120,7 +120,7 @@ class LoopState:
         return self._step
 
     def begin(self) -> None:
-        """Restore the saved state, if there is one, and begin to save the state of the loop. Collective."""
+        """Restore the saved state, if any, and begin to save the loop's state. Collective."""
         world = rank_context().world
         self._never_finite = not_finite_names(self._parts.things["model"])
         held = self._held = hold(self._folder)
@@ -270,7 +270,7 @@ class LoopState:
         return finishes
 
     def stops(self) -> None:
-        """Save the state if possible, because the run was asked to stop. All ranks stop before the same batch."""
+        """Save the state if possible, as the run must stop. All ranks stop before the same batch."""
         if self._saver is None:
             return
         self._saver.settle()

@@ -286,7 +286,7 @@ def mean(value: Real, weight: float | Tensor | None = None, *, grad: bool = Fals
 
 
 def _sees_whole() -> bool:
-    """Return whether the program sees whole batches, so that its numbers already cover all ranks."""
+    """Return whether the program sees whole batches: its numbers already cover all ranks."""
     return bool(engines) and engines[-1].whole is not None
 
 

@@ -171,7 +171,7 @@ NOT_OURS = (
 
 
 def _is_alone(engine: Engine, verb: str, value: Any) -> bool:
-    """Check a call of `mw.sum` or `mw.mean` with grad=True. Return whether the value already covers the whole batch."""
+    """Check a call of `mw.sum` or `mw.mean` with grad=True. Return whether its value covers the whole batch."""
     if not isinstance(value, Tensor):
         raise UsageError(f"{user_place()}: {verb}(…, grad=True) needs a tensor, but got a {type(value).__name__}.")
     plan, part = engine.plan, engine.part

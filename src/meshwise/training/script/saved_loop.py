@@ -21,7 +21,7 @@ from meshwise.training.tracking import tracking
 from meshwise.workers.join import rank_context
 
 Loaders = DistributedLoader | Sequence[DistributedLoader] | None
-"""The loader of the training loop, or a sequence of this loader and further loaders that the same loop reads."""
+"""The loader of the training loop, or a sequence of it and other loaders that the loop reads."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class LoopParts:
 
 
 def parts_of(engine: Engine, given: Mapping[str, Things], loader: Loaders, extra: Any) -> LoopParts:
-    """Return the parts of a loop that were given to `mw.checkpoint`. Raise UsageError for objects of another kind."""
+    """Return the parts of a loop that `mw.checkpoint` was given. Raise UsageError for other objects."""
     things = {kind: _named(each) for kind, each in given.items()}
     for kind, cls in (("model", nn.Module), ("optimizer", Optimizer), ("scheduler", object)):
         for each in things[kind].values():
@@ -131,7 +131,7 @@ def _named(things: Things) -> dict[str, Any]:
 
 
 def forgotten(engine: Engine, given: Sequence[Any]) -> str:
-    """Return a warning about objects that the program trains with, but that no call of `mw.checkpoint` saves."""
+    """Return a warning about objects that the program trains with, but `mw.checkpoint` does not save."""
     saved = {id(p) for each in given if isinstance(each, nn.Module) for p in each.parameters()}
     known = {id(each) for each in given}
     lost: list[tuple[str, Any]] = [

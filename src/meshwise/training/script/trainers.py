@@ -19,7 +19,7 @@ TRAINERS = {
     "lightning.pytorch.trainer.trainer": "meshwise.integrations.lightning",
     "pytorch_lightning.trainer.trainer": "meshwise.integrations.lightning",
 }
-"""The modules of Trainers that can be distributed, and for each the module that defines its `INTEGRATION`."""
+"""Maps the modules of Trainers that can be distributed to the modules of their `INTEGRATION`."""
 Add = Callable[[list[nn.Module]], None]
 """Calls `mw.distribute` for models."""
 Share = Callable[[Any], Any]

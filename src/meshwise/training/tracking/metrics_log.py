@@ -59,7 +59,7 @@ class MetricsLog:
         self.tracking = Tracking(folder if first else None, [*usual, *trackers] if first else (), self.note)
 
     def begin(self, step: int) -> None:
-        """Open the trackers, and remove the records of steps after `step`, because the run will repeat these steps."""
+        """Open the trackers, and remove the records of steps after `step`, which the run will repeat."""
         if self._folder is not None and self._world.rank == 0:
             names.keep_metrics(self._folder, attempt(), lambda record: record.get("step", 0) <= step)
             lines = read_lines(self._folder / names.METRICS)

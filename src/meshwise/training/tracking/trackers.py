@@ -32,7 +32,7 @@ class OpenTracker:
 
 
 def check_trackers(wanted: Sequence[str]) -> None:
-    """Raise UsageError if a name is not the name of a tracker, or if the tracker's library is not installed."""
+    """Raise UsageError for an unknown tracker, or a tracker whose library is not installed."""
     for name in wanted:
         check_known("log", name, TRACKERS)
         if find_spec(name) is None:

@@ -92,7 +92,7 @@ class Tracking:
                     tracker.track(values, step)
 
     def _append(self, path: Path) -> None:
-        """Append all records that are not written yet, also those that did not fit on a full disk earlier."""
+        """Append all unwritten records, also earlier records that did not fit on a full disk."""
         try:
             if self._held is None:
                 self._hold()
@@ -214,7 +214,7 @@ def log_to(*trackers: str | Tracker) -> None:
 
 
 def logged() -> dict[str, Any]:
-    """Return the run's folder and the number of lines in metrics.jsonl, to be saved with the state of a training."""
+    """Return the run's folder and the number of lines in metrics.jsonl, to save with a state."""
     folder, tracking = _folder(), _of_script()
     if folder is None or tracking is None:
         return {}

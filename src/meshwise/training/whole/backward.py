@@ -191,7 +191,7 @@ class Backwards:
         allow_unused: bool | None = None,
         **_: Any,
     ) -> tuple[Tensor | None, ...]:
-        """Return gradients of sharded parameters. The graph holds gathered copies of them, so this runs a backward."""
+        """Return gradients of sharded parameters. The graph has gathered copies, so this runs a backward."""
         held = [p for ref in self._parameters if (p := ref()) is not None]
         if create_graph or any(all(x is not p for p in held) for x in asked):
             raise UsageError(

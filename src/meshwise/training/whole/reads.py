@@ -22,7 +22,7 @@ from meshwise.torch_compat.torch_function import is_asked
 from meshwise.training.whole.proof import ASKED, Verdict
 
 looked_at = weakref.WeakSet[nn.Module]()
-"""The modules in which registrations are counted. Not a slice of a ModuleList, which is a new module each time."""
+"""The modules in which registrations are counted. A slice of a ModuleList is a new module and not counted."""
 registered = [0]
 """How often a module in `looked_at` got a submodule or a parameter."""
 
