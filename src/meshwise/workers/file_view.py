@@ -4,7 +4,7 @@ Files that the program wrote are there; all other files stay in place.
 
 scratch_files.py applies this view to Python's file functions. Code that bypasses them (C++, Rust, other programs) fails
 if it would change a file of the user, provided that Linux supports Landlock, which restricts writes (`lock_files`).
-Interface: docs.kernel.org/userspace-api/landlock.html. Tested in tests/workers/test_scratch_files.py.
+Interface: docs.kernel.org/userspace-api/landlock.html.
 """
 
 from __future__ import annotations

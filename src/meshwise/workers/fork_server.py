@@ -57,7 +57,8 @@ class Forks:
         """The server's process. None if it has not started, or if this launcher did not start it (see LISTENS)."""
 
     def server(self, variables: Mapping[str, str]) -> Forks:
-        """Start the server, with this environment, if it does not run yet. Return this object."""
+        """Start the server, with this environment, if it does not run yet.
+        Return this object."""
         if self._line is not None:
             return self
         if address := os.environ.get(LISTENS):
@@ -177,7 +178,8 @@ class ForkedWorker:
         return self.server.hear(self._facts).get("pid")
 
     def poll(self) -> int | None:
-        """Return the worker's exit code, or minus the number of the signal that killed it. None while it runs."""
+        """Return the worker's exit code, or minus the number of the signal that killed it.
+        None while it runs."""
         status = self.told()
         return _status_of_ended(self.pid) if status is None and self.pid is not None else status
 
@@ -192,7 +194,8 @@ class ForkedWorker:
 
 
 def serve(line: socket.socket, work: Callable[[], int], interrupted: Any = signal.default_int_handler) -> int:
-    """Run the fork server: for each request, fork a process that calls `work`. Return the exit code in each of them."""
+    """Run the fork server: for each request, fork a process that calls `work`.
+    Return the exit code in each of them."""
     for ignored in (*WARNINGS, signal.SIGINT):
         signal.signal(ignored, signal.SIG_IGN)
     gc.freeze()  # a worker's garbage collector skips imported objects, so their memory pages stay shared
@@ -253,7 +256,8 @@ def _waited(process: subprocess.Popen[bytes]) -> int | None:
 
 
 def _status_of_ended(pid: int) -> int | None:
-    """Return the exit status of a zombie, a process that has ended but for which nobody has waited. None for others."""
+    """Return the exit status of a zombie, a process that has ended but for which nobody has waited.
+    None for others."""
     fields = stat_of(pid)
     return os.waitstatus_to_exitcode(int(fields[-1])) if fields[:1] == ["Z"] else None
 

@@ -262,7 +262,8 @@ def seconds_needed(gate: StepGate, guess: float) -> float:
 
 
 def left_by_squeue(job: str) -> float | None:
-    """Ask squeue how many seconds a Slurm job may still run. Return None if squeue does not answer."""
+    """Ask squeue how many seconds a Slurm job may still run.
+    Return None if squeue does not answer."""
     command = ["squeue", "--noheader", "--jobs", job, "--format", "%L"]
     try:
         shown = subprocess.run(command, capture_output=True, text=True, timeout=ANSWER, stdin=subprocess.DEVNULL)

@@ -106,7 +106,8 @@ class Line:
 
 
 def enter(connection: socket.socket, secret: bytes, purpose: str, timeout: float) -> Line:
-    """Authenticate a connection as its client: check the server's proof, then prove the secret. Return the line."""
+    """Authenticate a connection as its client: check the server's proof, then prove the secret.
+    Return the line."""
     try:
         client, session = _proven(connection, secret, purpose, timeout)
         connection.sendall(client)

@@ -1,7 +1,5 @@
 """Detect a hanging rank, explain it, and end it at a limit.
 
-The launcher detects a hang within seconds and explains it in one sentence.
-
 A rank is silent while it reports no progress (heartbeat.py). Not every silence is a hang: a silent rank may wait for
 another rank, and a script may be silent on all ranks as long as it likes. A silence is a hang if it lasts longer than
 the present activity of the rank may take. This is checked for
@@ -90,7 +88,8 @@ def patience(beat: Beat, longest: Mapping[str, float], limit: float, *, stopped:
 
 
 def find_stall(beats: Mapping[int, Beat], silent: Collection[int]) -> Stall | None:
-    """Find the ranks that cause a hang, and the ranks that wait for them. None if there is no hang."""
+    """Find the ranks that cause a hang, and the ranks that wait for them.
+    None if there is no hang."""
     waits = {rank: _wait(beats[rank], all_silent=len(silent) == len(beats)) for rank in silent}
     waiting = {rank: wait for rank, wait in waits.items() if wait is not None}
     late = {rank: _late(beats, wait) for rank, wait in waiting.items()}

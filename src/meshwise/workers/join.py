@@ -133,7 +133,8 @@ def made_process_group() -> bool:
 
 
 def _take_device(world: World) -> World:
-    """Make this worker see only its own accelerator, if possible, as `cuda:0`. Return `world` with this device."""
+    """Make this worker see only its own accelerator, if possible, as `cuda:0`.
+    Return `world` with this device."""
     given = os.environ.get(VISIBLE)
     if not world.device and world.size > 1:
         _see_one_gpu(world.local_rank)  # before the first use of the driver, which reads the environment once
@@ -225,7 +226,8 @@ def leave() -> None:
 
 
 def interface_towards(host: str) -> str | None:
-    """Return the network interface that gloo must use to reach `host`, such as `eth0`. None if gloo needs no hint."""
+    """Return the network interface that gloo must use to reach `host`, such as `eth0`.
+    None if gloo needs no hint."""
     own: dict[str, str] = {
         address.address: name
         for name, addresses in psutil.net_if_addrs().items()
@@ -248,7 +250,8 @@ def _addresses_of(host: str) -> list[str]:
 
 
 def _source_of(host: str) -> str:
-    """Return the address from which this machine would send a packet to `host`, or "". No packet is sent."""
+    """Return the address from which this machine would send a packet to `host`, or "".
+    No packet is sent."""
     for address in _addresses_of(host)[:1]:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:

@@ -5,9 +5,9 @@
     watch      messages and exit statuses, until every worker is done or one has failed
     end        no worker is left running, whatever happened
 
-A worker that exits without reporting that it is done has failed, whatever its exit code. Elastic agents, in contrast,
-take exit code 0 for success, and report the first process that ended, which is often a victim of the real culprit. A
-rank that hangs is reported, and ends the run at a limit: hang.py. Not covered: restarting workers.
+A worker that exits without reporting that it is done has failed, whatever its exit code. Elastic agents take exit code
+0 for success, and report the process that ended first, which is often a victim. A rank that hangs is reported, and ends
+the run at a limit: hang.py. Not covered: restarting workers.
 """
 
 from __future__ import annotations

@@ -202,7 +202,8 @@ class Machines:
         return self.nodes
 
     def announced(self, after: int) -> Beginning | None:
-        """Return the attempt after number `after` that the leader has announced. None if this machine takes no part."""
+        """Return the attempt after number `after` that the leader has announced.
+        None if this machine takes no part."""
         told = self.meeting.try_get("begins")
         begins = None if told is None else Beginning.of(told)
         if begins is None or begins.number <= after or all(m.name != self.me.name for m in begins.members):

@@ -57,7 +57,8 @@ class NodeOptions:
 
 
 def joined(address: tuple[str, int], node: int, nnodes: int, local_size: int) -> Machines:
-    """Connect this machine to the store of machine 0 at `address`, once it is there. Return the run's machines."""
+    """Connect this machine to the store of machine 0 at `address`, once it is there.
+    Return the run's machines."""
     name = f"{node}.{secrets.token_hex(8)}"
     where, secret, host = f"--rdzv {address[0]}:{address[1]}", secret_at(address), listens_at(alone=is_here(address[0]))
     port, listens = (address[1], taken(address[1])) if node == 0 else (0, None)

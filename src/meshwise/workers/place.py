@@ -111,7 +111,8 @@ ALONE = Place()
 
 
 def number(environment: Mapping[str, str], name: str, default: int | None = None) -> int:
-    """Return the environment variable `name` as a whole number. Raises UsageError if it is not a number."""
+    """Return the environment variable `name` as a whole number.
+    Raises UsageError if it is not a number."""
     text = environment.get(name, "" if default is None else str(default))
     try:
         return int(text)
@@ -137,7 +138,8 @@ def place_in(environment: Mapping[str, str]) -> Place:
 
 
 def of_torchrun(environment: Mapping[str, str]) -> Place | None:
-    """Return the place of a process that has the variables RANK and WORLD_SIZE. None without these."""
+    """Return the place of a process that has the variables RANK and WORLD_SIZE.
+    None without these."""
     if not {"RANK", "WORLD_SIZE"} <= environment.keys():
         return None
     rank, size = number(environment, "RANK"), number(environment, "WORLD_SIZE")
@@ -162,7 +164,8 @@ def of_torchrun(environment: Mapping[str, str]) -> Place | None:
 
 
 def of_mpi(environment: Mapping[str, str]) -> Place | None:
-    """Return the place of this process among all ranks, as mpirun's variables describe it. None without these."""
+    """Return the place of this process among all ranks, as mpirun's variables describe it.
+    None without these."""
     if number(environment, OPEN + "SIZE", 1) > 1:
         names = [OPEN + name for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")]
         job = environment.get("PMIX_NAMESPACE") or environment.get("OMPI_MCA_ess_base_jobid", "")

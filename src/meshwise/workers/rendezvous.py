@@ -107,7 +107,8 @@ def _reaches(address: str, port: int) -> bool:
 
 
 def open_door(place: Place, port: int, folder: Path) -> Secret:
-    """On rank 0, start threads that tell the other ranks the port at which they meet. Return the start's secret."""
+    """On rank 0, start threads that tell the other ranks the port at which they meet.
+    Return the start's secret."""
     secret = secret_of(place.key, folder)
     let_in, answered = dict[int, str](), set[int]()
 

@@ -117,7 +117,8 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _opened(path: Path, flags: int) -> int:
-    """Open a file, and return its descriptor. Raises OSError with the reason if other users can access the file."""
+    """Open a file, and return its descriptor.
+    Raises OSError with the reason if other users can access the file."""
     # O_NONBLOCK: if a pipe is at this path, do not wait for its other end.
     descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
     if why := _not_private(os.fstat(descriptor)):

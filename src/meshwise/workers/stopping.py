@@ -141,7 +141,8 @@ def _follow(store: Any, world: World, gate: StepGate) -> None:
 
 
 def _found(store: Any, keys: list[str], seconds: float, over: threading.Event = _over) -> bool:
-    """Wait until the store has all keys, for at most `seconds` or until `over` is set. Return whether it has them."""
+    """Wait until the store has all keys, for at most `seconds` or until `over` is set.
+    Return whether it has them."""
     until = time.monotonic() + seconds
     while not store.check(keys):
         if over.wait(ROUND) or time.monotonic() > until:

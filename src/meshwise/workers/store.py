@@ -161,14 +161,16 @@ class Meeting:
 
     @property
     def silence(self) -> float | None:
-        """How many seconds ago the store last answered, if this is too long ago. Otherwise None."""
+        """How many seconds ago the store last answered, if this is too long ago.
+        Otherwise None."""
         now = time.monotonic()
         if not self.heard or self._over.is_set():
             return None
         return now - self.heard if self.error is not None or now - self.heard > SILENCE else None
 
     def silence_of(self, name: str) -> float | None:
-        """Return how many seconds ago the store last heard from a machine, if this is too long ago. Otherwise None."""
+        """Return how many seconds ago the store last heard from a machine, if this is too long ago.
+        Otherwise None."""
         seconds = self._silent.get(name, 0.0)
         return seconds if seconds > SILENCE else None
 

@@ -3,7 +3,7 @@
 This module also tells whether a process computes, by its CPU time.
 
 The state is read from /proc. A signal asks a process for its stack (heartbeat.py). It is sent only to processes that
-handle it, since it would kill others. Tested in tests/workers/test_hang.py.
+handle it, since it would kill others.
 """
 
 from __future__ import annotations
@@ -65,7 +65,8 @@ def standing(pid: int, stack: Path) -> ProcessState:
 
 
 def stuck_child(pid: int, stack: Path) -> ProcessState | None:
-    """Return a child process, such as a loader worker, that seems to hang. None if none does."""
+    """Return a child process, such as a loader worker, that seems to hang.
+    None if none does."""
     children = children_of(pid)[:MOST_CHILDREN]
     held = next((child for child in children if state_of(child) in ("T", "t", "D")), None)
     if held is not None:

@@ -46,7 +46,8 @@ SOCKET_ROOM = 107 - len("/pymp-12345678/listener-12345678")  # bytes of a socket
 
 
 def main() -> int:
-    """Run a worker: bind it to its CPU cores, open its side channel, and run its task. Return the exit code."""
+    """Run a worker: bind it to its CPU cores, open its side channel, and run its task.
+    Return the exit code."""
     if sys.argv[1] == CALL:
         return answer(Path(sys.argv[2]))
     die_with_parent()

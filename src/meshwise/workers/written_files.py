@@ -105,7 +105,8 @@ class WrittenFiles:
         self._said = False
 
     def add(self, rank: int, path: str, where: str) -> str:
-        """Record that a rank writes a file. Return a warning for the first file that several ranks write, else ""."""
+        """Record that a rank writes a file.
+        Return a warning for the first file that several ranks write, else ""."""
         file = Path(path).parent if _EVENTS in path else Path(path)
         writers = self._writers.setdefault(file, set())
         writers.add(rank)
