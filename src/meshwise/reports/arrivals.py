@@ -64,7 +64,8 @@ class Arrivals:
     of_stages: Mapping[tuple[int, int], int]
 
     def until_of(self, ranks: Whole, numbers: Whole) -> Whole:
-        """Return until when each rank waits in the collective of this number (see `until`). ABSENT if unknown."""
+        """Return until when each rank waits in the collective of this number (see `until`).
+        ABSENT if unknown."""
         if not len(self.number):
             return np.full(len(numbers), ABSENT)
         at = np.minimum(np.searchsorted(self.number, numbers), len(self.number) - 1)
@@ -123,7 +124,8 @@ def arrival_table(spans: Spans, names: Sequence[str]) -> Arrivals:
 
 
 def _left_later(arrival: Whole, end: Whole, last_rank: Whole) -> Whole:
-    """Return how many ns after each rank a collective's last rank left the one before. Shape: (collectives, ranks)."""
+    """Return how many ns after each rank a collective's last rank left the one before.
+    Shape: (collectives, ranks)."""
     if not arrival.size:
         return np.zeros(arrival.shape, np.int64)
     row = np.arange(len(arrival))

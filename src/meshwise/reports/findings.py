@@ -111,7 +111,8 @@ def verdict_of(findings: Sequence[Finding]) -> str:
 
 
 def _balanced(table: StepTable, taken: Sequence[float]) -> str:
-    """Suggest shares of the batch in proportion to the ranks' speeds. Return "" if the speeds are about equal."""
+    """Suggest shares of the batch in proportion to the ranks' speeds.
+    Return "" if the speeds are about equal."""
     if len(taken) != len(table.ranks) or len(taken) < 2:
         return ""
     computing = table.seconds[table.steady][:, :, [KIND["forward"], KIND["backward"]]].sum(axis=2)
@@ -213,7 +214,8 @@ def _communication(shares: _Shares, stragglers: Sequence[Finding]) -> Iterator[F
 
 
 def _most_expensive(collectives: Sequence[CollectiveReport], steps: int) -> str:
-    """Describe the collectives that take the most time, by number a step, kind, size and time. "" if there are none."""
+    """Describe the collectives that take the most time, by number a step, kind, size and time.
+    "" if there are none."""
     if not collectives:
         return ""
     first = collectives[0]

@@ -1,7 +1,5 @@
 """Measure a pipeline's stages: compute, waiting, bubble.
 
-The report has the time that each stage takes, its waits for other stages, and the bubble.
-
 From a step's first forward to its last backward, the bubble is the share of time in which a rank runs neither a forward
 nor a backward, as the mean over ranks. The schedule's own bubble is found by simulating the recorded order of actions.
 """
@@ -73,7 +71,8 @@ def waits_for_stages(spans: Spans, names: Sequence[str]) -> dict[tuple[int, int]
 
 
 def pipeline_report(spans: Spans, names: Sequence[str], steps: Table) -> PipelineReport | None:
-    """Report the stages and the bubble of the pipeline in these steps. None if there is no pipeline."""
+    """Report the stages and the bubble of the pipeline in these steps.
+    None if there is no pipeline."""
     actions = actions_of(spans, names)
     if not actions["stage"].any() or not actions["forward"].any():
         return None

@@ -140,7 +140,8 @@ def _fill(rows: Spans, block: tuple[Column, ...], of_code: Column, log: RankLog)
 
 
 def _made_causal(spans: Spans, names: Sequence[str], logs: Sequence[RankLog]) -> list[Clock]:
-    """Shift the ranks' spans so that no collective ends before its last rank has arrived. Return the shifted clocks."""
+    """Shift the ranks' spans so that no collective ends before its last rank has arrived.
+    Return the shifted clocks."""
     clocks: dict[int, Clock] = {}
     for log in logs:
         clocks[log.rank] = max(clocks.get(log.rank, log.fit.clock), log.fit.clock, key=lambda clock: clock.error)

@@ -59,7 +59,8 @@ class Recorder:
         self.held: Callable[[], Mapping[str, float]] = dict
         """Returns the bytes that parameters, gradients and so on take, by name. Called whenever `memory` is called."""
         self.parameters: Callable[[], Mapping[str, Any]] = dict
-        """Returns this rank's parameters by name. An injected fault may change one of them."""
+        """Returns this rank's parameters by name.
+        An injected fault may change one of them."""
         self._codes: dict[tuple[str, str, str], int] = {}
         self._rows: list[Any] = []
         self._counters: list[Count] = []

@@ -88,7 +88,8 @@ def run_folder(run: str | Path | None) -> Path:
 
 
 def step_range(text: str | None) -> tuple[int, int] | None:
-    """Parse `--steps 100:110` as the first and the last step. None if not given. Raises UsageError for other text."""
+    """Parse `--steps 100:110` as the first and the last step. None if not given.
+    Raises UsageError for other text."""
     if text is None:
         return None
     first, _, last = text.partition(":")

@@ -17,7 +17,8 @@ from meshwise.spec.errors import UsageError
 from meshwise.spec.units import bytes_text, seconds_text
 
 MOST_BARS = 900
-"""A window gets fewer steps if it would show more bars. It has at least one step, and all steps that the user chose."""
+"""A window gets fewer steps if it would show more bars.
+It has at least one step, and all steps that the user chose."""
 WINDOW_STEPS = 5
 
 
