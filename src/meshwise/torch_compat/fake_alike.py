@@ -52,7 +52,8 @@ class Alike:
 
 
 def key_of(func: Any, args: Iterable[Any], kwargs: dict[str, Any], tensors: list[Any]) -> tuple[Any, ...] | None:
-    """Return a key that is equal for calls with equal results, or None. Adds the call's tensors to `tensors`."""
+    """Return a key that is equal for calls with equal results, or None.
+    Adds the call's tensors to `tensors`."""
     if _leaves_out(func) or torch.is_inference_mode_enabled():
         return None
     key: list[Any] = [func, torch.get_default_dtype()]

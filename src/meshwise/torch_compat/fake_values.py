@@ -62,7 +62,8 @@ def give_value(fake: Tensor, real: Tensor) -> None:
 
 
 def value_of(fake: Tensor) -> Tensor | None:
-    """Return the values of a fake tensor, or None if they are unknown. A real tensor is returned unchanged."""
+    """Return the values of a fake tensor, or None if they are unknown.
+    A real tensor is returned unchanged."""
     found = fake if type(fake) is Tensor else _beside(fake)
     return None if found is None or _lost.get(found) else found
 
@@ -135,7 +136,8 @@ def _guessed(tensor: Tensor) -> float | None:
 def with_values(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[[], Any], mode: Any, needs: tuple[Any, ...]
 ) -> Any:
-    """Run an operator on fake tensors by calling `run()`. Return its result, with its values if they are known."""
+    """Run an operator on fake tensors by calling `run()`.
+    Return its result, with its values if they are known."""
     given = list(tensors_in((args, kwargs)))
     if operator_name(func) in OVERWRITES:
         _find(given)

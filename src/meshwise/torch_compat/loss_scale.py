@@ -79,6 +79,7 @@ def always_steps() -> AbstractContextManager[Any]:
 
 
 def unscaled(loss: Tensor) -> Tensor:
-    """Return the loss as it was before a GradScaler scaled it. If it was not scaled, return `loss` itself."""
+    """Return the loss as it was before a GradScaler scaled it.
+    If it was not scaled, return `loss` itself."""
     before: Tensor = _before.get(loss, loss)
     return before

@@ -33,7 +33,8 @@ parts_of_bucket: Callable[[Tensor, list[Any]], list[Tensor]] = torch._C._nn.unfl
 data_of: Callable[[Tensor], Tensor] = vars(torch._C.TensorBase)["data"].__get__
 """Return `x.data`, also after the whole view has replaced that attribute."""
 references: Callable[[int], int] = torch._C._storage_Use_Count
-"""Return how many tensors share memory, given its `address`. The storage object that gave the address counts as one."""
+"""Return how many tensors share memory, given its `address`.
+The storage object that gave the address counts as one."""
 address = operator.attrgetter("_cdata")
 _VERSION = operator.attrgetter("_version")
 Hook = Callable[[Any], torch.futures.Future[Tensor]]

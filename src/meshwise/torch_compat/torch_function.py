@@ -30,7 +30,8 @@ def on_parts() -> AbstractContextManager[None]:
 
 
 def is_asked() -> bool:
-    """Return whether operators call `__torch_function__` of tensor subclasses now. Inside `on_parts`, they do not."""
+    """Return whether operators call `__torch_function__` of tensor subclasses now.
+    Inside `on_parts`, they do not."""
     return bool(torch._C._is_torch_function_enabled())
 
 

@@ -64,7 +64,8 @@ def tensors_in(tree: Any) -> Iterator[Tensor]:
 
 
 def _opened(tree: Any) -> tuple[Sequence[Any], Build | None]:
-    """Return a container's parts, and a function that makes such a container from new parts. ((), None) for a leaf."""
+    """Return a container's parts, and a function that makes such a container from new parts.
+    ((), None) for a leaf."""
     if isinstance(tree, PackedSequence):  # its batch sizes must stay on the CPU
         parts = [tree.data, tree.sorted_indices, tree.unsorted_indices]
         return parts, lambda new: PackedSequence(new[0], tree.batch_sizes, *new[1:])
