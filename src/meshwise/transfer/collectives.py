@@ -71,7 +71,8 @@ def begin_sum(tensor: Tensor, *, of: str = "") -> Future[Tensor]:
 
 
 def begin_mean(tensor: Tensor, *, of: str = "") -> Future[Tensor]:
-    """Begin to average `tensor`, like `begin_sum`. Each rank divides before the sum, so that fp16 does not overflow."""
+    """Begin to average `tensor`, like `begin_sum`.
+    Each rank divides before the sum, so that fp16 does not overflow."""
     return _begin_sum(tensor, of, mean=True)
 
 
@@ -97,7 +98,8 @@ def sum_now(tensor: Tensor, *, of: str = "") -> None:
 
 
 def _begin_sum(tensor: Tensor, of: str, *, mean: bool) -> Future[Tensor]:
-    """Begin a sum or mean over all ranks, and return its future. The recorded span ends when the result is there."""
+    """Begin a sum or mean over all ranks, and return its future.
+    The recorded span ends when the result is there."""
     group = DIVIDING[0]
     size = dist.get_world_size(group) if dist.is_initialized() else 1
     if mean:
@@ -230,7 +232,8 @@ def barrier(group: Group = None) -> None:
 
 
 def gather_objects(value: Any, group: Group = None) -> list[Any]:
-    """Return the `value` of every rank, in rank order. A value may be anything that pickle accepts."""
+    """Return the `value` of every rank, in rank order.
+    A value may be anything that pickle accepts."""
     parts: list[Any] = [value] * world_size(group)
     if len(parts) > 1:
         with recorded("all-gather", 0, group, "main"):

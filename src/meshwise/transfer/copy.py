@@ -128,7 +128,8 @@ def _is_leaf(item: Any) -> bool:
 def moved_to(
     leaf: Any, target: torch.device, operation: str, options: CopyOptions = DEFAULT, *, own: bool = False
 ) -> Tensor:
-    """Return `leaf` as a tensor on `target`. Log a copy as `operation`. own: whether to copy even on one device."""
+    """Return `leaf` as a tensor on `target`.
+    Log a copy as `operation`. own: whether to copy even on one device."""
     tensor = interop.from_array(leaf)
     if device_of(tensor) == target and not own:
         return tensor
@@ -221,7 +222,8 @@ def _run(dst: Tensor, src: Tensor, way: str, row: tuple[str, str, str, int], opt
 
 
 def _on_stream(dst: Tensor, src: Tensor, stream: torch.Stream | None, non_blocking: bool) -> Seconds:
-    """Copy with torch, which makes both devices' current streams wait for each other. Return the time of the copy."""
+    """Copy with torch, which makes both devices' current streams wait for each other.
+    Return the time of the copy."""
     owner = src.device if has_streams(src.device) else dst.device  # torch copies on the source's stream
     current = torch.get_device_module(owner).current_stream(owner)
     run = stream or current

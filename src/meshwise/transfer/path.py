@@ -89,7 +89,8 @@ def chunk_bytes(size: int) -> int:
 
 
 def staged(dst: Tensor, src: Tensor) -> Seconds:
-    """Copy `src` to `dst` through the host, with any strides and dtypes. Return the seconds that this took."""
+    """Copy `src` to `dst` through the host, with any strides and dtypes.
+    Return the seconds that this took."""
     if src.numel() == 0:
         return 0.0
     dst, src = dst.detach(), src.detach()

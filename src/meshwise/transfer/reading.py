@@ -112,7 +112,8 @@ def someone_is_past() -> bool:
 
 
 def _past_us(other: int) -> str | None:
-    """Describe where rank `other` is, if it has ended or entered more collectives than this rank. Otherwise None."""
+    """Describe where rank `other` is, if it has ended or entered more collectives than this rank.
+    Otherwise None."""
     store, key = default_store(), f"{KEY}/at/{other}"
     if not store.check([key]):
         return None

@@ -60,7 +60,8 @@ def _alike(first: Any, tensor: Any) -> bool:
 
 
 def _sharded_axis(tensor: DTensor) -> int | None:
-    """Return the mesh axis that shards the tensor, if exactly one axis does and it shards dim 0. Otherwise None."""
+    """Return the mesh axis that shards the tensor, if exactly one axis does and it shards dim 0.
+    Otherwise None."""
     axes = [axis for axis, placement in enumerate(tensor.placements) if not placement.is_replicate()]
     return axes[0] if len(axes) == 1 and sharding.division(tensor.placements[axes[0]]) == (0, 1) else None
 

@@ -75,7 +75,8 @@ def log(kind: str, size: int, device: torch.device, group: Group, seconds: Secon
 
 
 def begin_traced(tensor: Tensor, group: Group) -> Future[object]:
-    """Begin to sum a tensor over the group, and return the future. Each open `comm_log` gets a row for the sum."""
+    """Begin to sum a tensor over the group, and return the future.
+    Each open `comm_log` gets a row for the sum."""
     watch, took = Stopwatch(tensor.device) if OPEN else None, list[Seconds]()
     with ours():
         begun = backend.begin_sum(tensor, group)

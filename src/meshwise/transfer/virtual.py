@@ -66,7 +66,8 @@ class _Rules(TorchFunctionMode):
         super().__init__()
         self.devices, self.places = devices, devices.places
         self.maker_is_user = False
-        """Whether the running torch function got no tensor of a virtual device. New tensors are then on the host."""
+        """Whether the running torch function got no tensor of a virtual device.
+        New tensors are then on the host."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
