@@ -1,6 +1,6 @@
 """Commit and read a run's checkpoints, each whole or absent.
 
-A checkpoint is a folder. This module does not import torch.
+A checkpoint is a folder.
 
 checkpoint/step-00000040.1/    the state after step 40, saved in the first attempt
     rank0.safetensors          the pieces of tensors that rank 0 wrote
@@ -8,7 +8,7 @@ checkpoint/step-00000040.1/    the state after step 40, saved in the first attem
 
 It is written as `step-00000040.1.part`: first the files, then the manifest, each synced to the disk. Then the folder
 gets its final name. The hash is XXH3 of 128 bits, which detects bit rot and torn writes, but not forgery.
-`bench/checkpoints.py` measures the times. Tested in tests/training/recovery/test_loading.py and test_saving.py.
+`bench/checkpoints.py` measures the times.
 """
 
 from __future__ import annotations

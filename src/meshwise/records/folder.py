@@ -201,7 +201,8 @@ def begin_session(folder: Path, began: float, attempt: Mapping[str, Any] | None 
 
 
 def _given_up(session: dict[str, Any]) -> dict[str, Any]:
-    """Return an attempt's facts. If the attempt was cut off while it ran, its status becomes "failed"."""
+    """Return an attempt's facts.
+    If the attempt was cut off while it ran, its status becomes "failed"."""
     return session | {"status": "failed", "reason": KILLED} if session.get("status") == RUNNING else session
 
 

@@ -96,7 +96,8 @@ os.register_at_fork(after_in_child=_let_go_in_child)
 
 
 def _opened(folder: Path, name: str, work: Work) -> IO[str] | None:
-    """Open and lock a folder's lock file. None if the file system has no locks. Raises UsageError if it is held."""
+    """Open and lock a folder's lock file. None if the file system has no locks.
+    Raises UsageError if it is held."""
     file = (folder / name).open("a+", encoding="utf-8")
     try:
         _take(file)
