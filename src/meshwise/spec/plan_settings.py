@@ -19,7 +19,8 @@ def check_name(name: str) -> None:
 
 
 def at_precision(plan: Plan, precision: str) -> Plan:
-    """Return the plan with this precision and the dtypes it implies. A plan of this precision stays unchanged."""
+    """Return the plan with this precision and the dtypes it implies.
+    A plan of this precision stays unchanged."""
     if precision == plan.precision:
         return plan
     return replace(plan, precision=precision, **OWN_DTYPES)

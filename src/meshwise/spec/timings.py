@@ -69,7 +69,8 @@ def in_step(timings: Timings, *, network: bool = False) -> Timings:
 
 
 def _line(sizes: Sequence[int], seconds: Sequence[float]) -> tuple[float, float]:
-    """Fit the line `time = latency + seconds per byte * size` to measurements. Return (latency, seconds per byte)."""
+    """Fit the line `time = latency + seconds per byte * size` to measurements.
+    Return (latency, seconds per byte)."""
     if len(sizes) == 1 or max(sizes) == min(sizes):
         return 0.0, median(seconds) / max(sizes[0], 1)
     weights = [1 / time**2 for time in seconds]
