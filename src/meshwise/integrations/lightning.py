@@ -11,7 +11,7 @@ defined here. Nothing is imported from Lightning, so `lightning` and `pytorch_li
     values      `self.log`, metrics and predictions get plain tensors of the whole batch
     files       rank 0 writes whole tensors, even if a plan divides them; any number of devices can resume from them
 
-Based on the source of Lightning 2.6. 
+Based on the source of Lightning 2.6.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def _distribute(trainer: Any, engine: Engine, add: Add, share: Share) -> Any:
 
 
 def _on_ranks(name: str) -> Callable[..., Any]:
-    """Return a method that calls the Trainer's `name`. It raises KeyboardInterrupt if the run is stopped."""
+    """Return a method that calls the Trainer's method `name`. It raises KeyboardInterrupt if the run is stopped."""
 
     def run(self: DistributedTrainer, *args: Any, **options: Any) -> Any:
         handler = signal.getsignal(signal.SIGINT)

@@ -44,7 +44,7 @@ class Ranks(OfTrainer):
         return self.engine.plan.parameters_divided or self.engine.plan.state_divided
 
     def close(self, training: bool) -> None:
-        """Close the loops that Lightning has left open, over training loaders or, if not `training`, over others."""
+        """Close loops that Lightning no longer reads: over training loaders if `training`, otherwise over others."""
         for batches in list(self.open[training]):
             batches.close()
         self.open[training].clear()

@@ -51,8 +51,8 @@ class StepWeights:
         return mean * (weight / self.unit).to(mean.dtype)
 
     def begin_sum(self, more: Tensor | None = None) -> Callable[[], Tensor]:
-        """Begin to sum losses and weights over the ranks. The returned function waits, and returns the gradients'
-        factor."""
+        """Begin to sum losses and weights over the ranks. The returned function waits, and returns the factor for
+        gradients."""
         assert self.unit is not None
         unit, sums = self.unit, total_of(self.losses)
         sent = sums if more is None else torch.cat([sums, more.to(sums)])

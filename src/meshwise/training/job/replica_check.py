@@ -71,7 +71,7 @@ class ReplicaCheck:
 
 
 def minority(values: Sequence[object]) -> list[int]:
-    """Return the indices of the values that differ from the majority's value; all if there is none."""
+    """Return the indices of the values that differ from the majority's value; all if there is no majority."""
     value, count = Counter(values).most_common(1)[0]
     most = count > len(values) / 2
     return [place for place, each in enumerate(values) if not most or each != value]

@@ -92,7 +92,7 @@ def _rows(value: Any, samples: int, job: str) -> Any:
 
 
 def merged(pieces: Sequence[Mapping[Any, Any]]) -> dict[Any, Any]:
-    """Join the rows of all pieces: for each output a tensor, or a list of rows that cannot form one."""
+    """Join the rows of all pieces: for each output a tensor, or a list of rows that cannot form a tensor."""
     names = {tuple(piece) for piece in pieces}
     if len(names) > 1:
         raise UsageError(f"the outputs have different names: {names}. Return the same for all batches.")

@@ -229,7 +229,7 @@ class LoopState:
         self._between, self._due = True, self._due or self._saves.in_background
 
     def _count(self) -> bool:
-        """Add the optimizer steps since the last call to `_step`. Return whether there were any."""
+        """Increase `_step` by the optimizer steps since the last call. Return whether there were any."""
         phases = self._engine.phases
         ended = phases.done > self._counted
         self._step, self._counted = self._step + phases.done - self._counted, phases.done

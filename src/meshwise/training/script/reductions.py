@@ -76,8 +76,7 @@ def mean_over_ranks(
 
 
 def _samples_of(engine: Engine, verb: str, *, weighed: bool) -> int | None:
-    """Return how many samples the value passed to `mw.sum` or `mw.mean` covers on this rank; None outside of
-    batches."""
+    """Return how many samples this rank's value for `mw.sum` or `mw.mean` covers; None outside of batches."""
     ended, part = engine.reads.ended, engine.part
     if ended is None:
         engine.reads.check_one_share(verb, weighed=weighed)
@@ -122,8 +121,7 @@ def gather_over_ranks(engine: Engine, values: Any) -> Any:
 
 
 def _counts_of(engine: Engine, tensors: Sequence[Tensor]) -> list[int] | None:
-    """Return how many rows of this rank's tensors belong to each batch, such as `[4, 4, 2]`; None if they do not
-    fit."""
+    """Return how many rows of this rank's tensors belong to each batch, such as `[4, 4, 2]`, or None."""
     rows = {len(t) if t.dim() else -1 for t in tensors}
     ended, part = engine.reads.ended, engine.part
     if ended is None and part is None:

@@ -3,7 +3,7 @@
 States that this start of the program saves can be told apart from states of earlier starts.
 
 Rank 0 locks `state.lock`, and claims a number for the states that this start saves (records/claims.py): the claim
-records the run. 
+records the run.
 """
 
 from __future__ import annotations

@@ -41,8 +41,8 @@ class Source:
         return function.attr if of_meshwise else ""  # type: ignore[union-attr]
 
     def given_to(self, name: str) -> list[ast.expr]:
-        """Return the expressions that the scope assigns to a name, such as `a + b` for `a += b`, or else those assigned
-        to it in the module."""
+        """Return the expressions that the scope assigns to a name, such as `a + b` for `a += b`, or else what the
+        module assigns to it."""
         for scope in (self.scope, self.tree):
             nodes = list(inside(scope))
             if any(isinstance(node, ast.arg) and node.arg == name for node in nodes):
