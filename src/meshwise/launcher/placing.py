@@ -39,7 +39,8 @@ ASKED = "asked"
 
 
 def placed(options: RunOptions, environment: Mapping[str, str] = os.environ) -> tuple[RunOptions, bool]:
-    """Add the machines that srun or the like set up. Return the options, and whether this process is a rank."""
+    """Add the machines that srun or the like set up.
+    Return the options, and whether this process is a rank."""
     place = place_in(environment)
     if place.size == 1:
         return options, False
@@ -55,7 +56,8 @@ def placed(options: RunOptions, environment: Mapping[str, str] = os.environ) -> 
 
 
 def ask_for_kind(devices: str | None, place: Place) -> None:
-    """Use the CPU for this rank if `devices` asks for it. Raises UsageError for indices that do not count from 0."""
+    """Use the CPU for this rank if `devices` asks for it.
+    Raises UsageError for indices that do not count from 0."""
     request = parse_devices(devices or "all")
     if request.indices not in (None, tuple(range(place.tasks_here))):
         raise UsageError(
@@ -140,7 +142,8 @@ def refuse_running(options: RunOptions) -> None:
 
 
 def run_in(folder: Path, program: object) -> dict[str, Any]:
-    """Return the record of a folder's run, or {} if it has none. Raises MeshwiseError if the run must not continue."""
+    """Return the record of a folder's run, or {} if it has none.
+    Raises MeshwiseError if the run must not continue."""
     if not (folder / names.RUN).exists():
         return {}
     facts = names.read_run(folder)

@@ -92,7 +92,8 @@ def start_job(
     began: float | None = None,
     starts: Callable[[RunOptions], object] = lambda options: None,
 ) -> tuple[RunSummary, int]:
-    """Run a job in workers, or in this process under torchrun or the like. Return the summary and the exit code."""
+    """Run a job in workers, or in this process under torchrun or the like.
+    Return the summary and the exit code."""
     if options.resume is not None:
         options = options.resumed(names.read_run(run_and_checkpoint(Path(options.resume))[0]))
     if options.folder is not None:

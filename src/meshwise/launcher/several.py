@@ -47,11 +47,11 @@ class Alone:
         return self.size
 
     def folder_told(self) -> Mapping[str, Any]:
-        """Return an empty mapping, because there is no other machine that could announce a run folder."""
+        """Return an empty mapping, because no other machine announces a run folder."""
         return {}
 
     def finds(self, folder: Path, told: Mapping[str, Any]) -> None:
-        """Do nothing, because there is no other machine whose run folder could differ from `folder`."""
+        """Do nothing, because no other machine has a run folder."""
 
     def tell_folder(self, folder: Path, attempt: int) -> None:
         """Do nothing, since there is no other machine to tell."""
@@ -60,7 +60,8 @@ class Alone:
         return False
 
     def go_on(self, restarts: Restarts, error: WorkerFailed, size: int, halt: Halt) -> tuple[WorkerFailed, str]:
-        """Begin the next attempt. Return the last error and a sentence, or raise the error if the run ends."""
+        """Begin the next attempt.
+        Return the last error and a sentence, or raise the error if the run ends."""
         if (last := error if halt.ends else restarts.after(error)) is not None:
             raise last
         try:
@@ -73,7 +74,7 @@ class Alone:
         return error, restarts.next()
 
     def leave(self, code: int) -> None:
-        """Do nothing. In `Several`, this method tells the other machines that this machine leaves the run."""
+        """Do nothing, because there is no other machine to tell about this."""
 
 
 @dataclass
@@ -155,7 +156,8 @@ class Several:
         return _as_seen(news["error"], before), str(news["sentence"])
 
     def _decide(self, restarts: Restarts, look: Look) -> Nodes | dict[str, Any]:
-        """Decide whether the run continues. Return the next attempt's machines, or facts about the error."""
+        """Decide whether the run continues.
+        Return the next attempt's machines, or facts about the error."""
         reports = self.machines.reports(look)
         error = _error_of(reports)
         joined = all(report["code"] == JOINED for report in reports.values())
@@ -198,7 +200,8 @@ class Several:
         return members
 
     def _claim(self, restarts: Restarts, reports: Reports, look: Look) -> None:
-        """Claim the next attempt for this machine. Raises _NotHere if this machine may not continue the run."""
+        """Claim the next attempt for this machine.
+        Raises _NotHere if this machine may not continue the run."""
         first, before, here = self.machines.me.node == 0, len(self.nodes.members), len(reports)
         if not (first or self.shares):
             raise _NotHere("Machine 0, which has the saved states, is lost: start the run again on all machines.")

@@ -94,7 +94,8 @@ def prepare(
 
 
 def send(job: BatchJob, word: str, arguments: Sequence[str]) -> tuple[Path, str | None]:
-    """Make the run folder, and submit the batch script. Return its path and the job number (None without sbatch)."""
+    """Make the run folder, and submit the batch script.
+    Return its path and the job number (None without sbatch)."""
     _refuse_missing(job.site.secrets, job.site.file)
     try:
         job.run.mkdir(parents=True)

@@ -75,7 +75,7 @@ class Started:
 
     @property
     def keeps_record(self) -> bool:
-        """Whether this machine writes the files of the run folder that belong to no single rank, such as run.json."""
+        """Whether this machine writes the run folder's files that belong to no single rank, such as run.json."""
         return self.machines.keeps and self.restarts.is_current
 
     def close(self) -> None:
@@ -163,7 +163,8 @@ class Viewer:
             names.add_to_session(self._restarts.folder, **facts)
 
     def send(self, kind: str, **facts: Any) -> None:
-        """Handle a message of this process as if a worker had sent it. Used in a run that another launcher started."""
+        """Handle a message of this process like one from a worker.
+        Used if another launcher started the run."""
         self.message(0, {"kind": kind, **facts})
 
     def output(self, stream: str, text: str) -> None:
@@ -189,7 +190,8 @@ def supervise(
     limit: float | None = None,
     forks: Forks | None = None,
 ) -> tuple[list[Any], int]:
-    """Launch workers, show the run, and restart it while `restarts` allows. Return the results and the exit code."""
+    """Launch workers, show the run, and restart it while `restarts` allows.
+    Return the results and the exit code."""
     restarts, machines, slots = started.restarts, started.machines, started.slots
     halt, forks = Halt(), forks or Forks(PRELOAD, stays=True)
     with LiveView(console) as view, forwarded_signals(halt, view), halt.after(limit):

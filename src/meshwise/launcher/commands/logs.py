@@ -25,7 +25,7 @@ ROUND = 0.3  # seconds between two polls
 EVERY = 15.0  # seconds between two progress lines
 LAST = 15  # how many lines of a batch script's output to show
 Line = tuple[int, int, str, str]
-"""A line that a rank printed: the number of the run's attempt, the rank, its host ("" if unknown), the text."""
+"""A line that a rank printed: the attempt's number, the rank, its host ("" if unknown), the text."""
 app = typer.Typer(add_completion=False)
 
 
