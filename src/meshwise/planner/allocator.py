@@ -18,13 +18,13 @@ from meshwise.planner.constants import FIGURES
 from meshwise.planner.work import Allocate, CollectiveOperation, Free, Launch, Work
 
 BLOCK = 512
-"""The size of each memory block that the allocator hands out is a multiple of this many bytes (kMinBlockSize)."""
+"""The size of each block of memory is a multiple of this many bytes (kMinBlockSize)."""
 SMALL = 1 << 20
 """The largest allocation of the small pool (kSmallSize). A large block is only split if more than this remains."""
 SMALL_SEGMENT = 2 << 20
-"""The bytes of each segment of device memory that the allocator requests for its small pool (kSmallBuffer)."""
+"""The bytes of each segment of device memory for the small pool (kSmallBuffer)."""
 LARGE_SEGMENT = 20 << 20
-"""The bytes of a segment that the large pool requests if an allocation has less than LARGE bytes (kLargeBuffer)."""
+"""The bytes of a segment of the large pool for allocations of less than LARGE bytes (kLargeBuffer)."""
 LARGE = 10 << 20
 """An allocation of at least this size has its own segment (kMinLargeAlloc), rounded up to ROUND (kRoundLarge)."""
 ROUND = 2 << 20
@@ -181,7 +181,7 @@ def _events(works: Sequence[Work], first: Sequence[int]) -> Iterator[Allocate | 
 
 @dataclass(frozen=True)
 class Total:
-    """The predicted bytes that a process takes of a GPU's memory. `nvidia-smi` shows the same quantity."""
+    """The predicted bytes of GPU memory that a process takes, as `nvidia-smi` shows them."""
 
     bytes: int
     low: int

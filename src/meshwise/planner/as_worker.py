@@ -54,7 +54,8 @@ OF_WORKERS = (
 
 @contextmanager
 def as_a_worker(world: World, plan: Plan) -> Iterator[io.StringIO]:
-    """Within the context, make this process look to a script like a worker of a run. Yields the script's output."""
+    """Within the context, make this process look to a script like a worker of a run.
+    Yields the script's output."""
     said = io.StringIO()
     with ExitStack() as stack:
         stack.enter_context(_as_it_was())

@@ -73,8 +73,8 @@ def _edits() -> list[dict[str, Any]]:
 
 
 def savers(plan: Plan, space: Space) -> list[Plan]:
-    """Return variants of `plan` that need less memory but more time, starting with the variants that add the least
-    time."""
+    """Return variants of `plan` that need less memory but more time. The variants that add the least time come
+    first."""
     local = space.batch // plan.replicas
     more = [power for power in _powers(local) if power > plan.accumulate and local % power == 0]
     edits: list[dict[str, Any]] = [{f.name: f.metadata["saves"]} for f in fields(Plan) if f.metadata.get("saves")]
@@ -92,7 +92,8 @@ def savers(plan: Plan, space: Space) -> list[Plan]:
 
 
 def _made(settings: Sequence[str], values: Mapping[str, Any], start: Plan) -> Plan | None:
-    """Return `start` with the fields `values` replaced, then changed by `settings`. Return None for an invalid plan."""
+    """Return `start` with the fields `values` replaced, then changed by `settings`.
+    Return None for an invalid plan."""
     try:
         return plan_from_settings(settings, replace(start, **values))
     except PlanError:

@@ -140,7 +140,7 @@ class ClosedForm:
         return Guess(first.seconds * seconds, first.memory * memory)
 
     def learn(self, found: Estimate) -> None:
-        """Remember the error of the guess for a plan that was simulated, to correct the guesses for similar plans."""
+        """Remember the error of a simulated plan's guess, to correct the guesses for similar plans."""
         first = self._first(found.plan)
         seconds = found.seconds.value / first.seconds if found.seconds is not None and first.seconds else 1.0
         for key in _likenesses(found.plan):

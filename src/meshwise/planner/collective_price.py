@@ -41,7 +41,8 @@ class Group:
 
 
 def collective_seconds(collective: CollectiveOperation, machine: Machine) -> Priced | None:
-    """Estimate how long a collective takes once all ranks have begun it. Return None if a link's speed is unknown."""
+    """Estimate how long a collective takes once all ranks have begun it.
+    Return None if a link's speed is unknown."""
     if max(collective.ranks, default=0) >= len(machine.devices):
         raise ValueError(f"{machine.name} has {len(machine.devices)} devices, but no rank {max(collective.ranks)}")
     if collective.size == 0 or len(set(collective.ranks)) < 2:
@@ -68,7 +69,8 @@ def group_of(ranks: Sequence[int], machine: Machine) -> Group:
 
 
 def _measured(collective: CollectiveOperation, machine: Machine, group: Group, backend: str) -> Priced | None:
-    """Estimate the time of a collective from the machine's measurements of this kind. Return None if there are none."""
+    """Estimate the time of a collective from the machine's measurements of this kind.
+    Return None if there are none."""
     tables = [c for c in machine.collectives if c.kind == collective.kind and c.backend == backend]
     if not tables:
         return None
@@ -194,7 +196,7 @@ def _across(machine: Machine, group: Group) -> Rate | None:
 
 
 def _algorithms(kind: str, machine: Machine, group: Group, hardware: str) -> list[tuple[str, float]]:
-    """Return the algorithms that NCCL has for this collective, each with its rate relative to the rate of a ring."""
+    """Return NCCL's algorithms for this collective, each with its rate relative to a ring."""
     found = [("ring", 1.0)]
     if kind == "all-reduce":
         found.append(("tree", 0.9))

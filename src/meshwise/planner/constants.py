@@ -148,7 +148,7 @@ IN_NETWORK = {4: 0.767, 5: 0.875, 6: 0.922, 7: 0.973, 8: 1.0}
 
 
 def digest() -> str:
-    """Return a hash of all constants of the cost model in this file, as twelve hexadecimal digits."""
+    """Return a hash of all constants in this file, as twelve hexadecimal digits."""
     table = [(name, one.value, one.spread) for name, one in sorted(FIGURES.items())]
     text = repr((table, TILES, BASE, sorted(HOP.items()), PROTOCOL, sorted(IN_NETWORK.items())))
     return hashlib.sha256(text.encode()).hexdigest()[:12]

@@ -242,7 +242,8 @@ def _first(task: _Task) -> tuple[int, int]:
 
 
 def play(items: Mapping[int, Sequence[Item]], overlaps: Mapping[int, Overlap]) -> list[Done]:
-    """Simulate a step of several ranks at once. Return the finished launches. Raises ValueError for a deadlock."""
+    """Simulate a step of several ranks at once.
+    Return the finished launches. Raises ValueError for a deadlock."""
     playing = _Play({rank: _Rank(list(own), overlaps[rank]) for rank, own in items.items()})
     playing.run()
     stuck = [_stuck(rank, of) for rank, of in playing.ranks.items() if len(of.ended) < len(of.items)]

@@ -96,7 +96,7 @@ class _Row:
                     self._add(event, ("free", self.keys[before]), ("free", self.loose[before]), None, (before,))
 
     def _what(self, what: Any) -> int:
-        """Return a number that is equal for equal operators, collectives or copies. It is cached by the object's id."""
+        """Return a number that is equal for equal operators, collectives or copies."""
         found = self._whats.get(id(what))
         if found is None:
             found = self._whats[id(what)] = self._numbers.setdefault(what, len(self._numbers))

@@ -156,7 +156,7 @@ def crash_notes(times: OperatorTimes, works: Iterable[Work]) -> tuple[str, ...]:
 
 
 def cache_folder() -> Path:
-    """Return the user's cache folder: `$XDG_CACHE_HOME/meshwise`, or `~/.cache/meshwise` if the variable is not set."""
+    """Return the cache folder: `$XDG_CACHE_HOME/meshwise`, or `~/.cache/meshwise` if the variable is not set."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "meshwise"
 
 
@@ -207,7 +207,8 @@ def _most_first(works: Iterable[Work]) -> list[Operation]:
 
 
 def _read(path: Path) -> tuple[dict[str, float], dict[str, Sequence[int]]]:
-    """Return the seconds and the internal allocations of each call in a cache file. Both are empty if unreadable."""
+    """Return the seconds and the internal allocations of each call in a cache file.
+    Both are empty if unreadable."""
     try:
         table = json.loads(path.read_text(encoding="utf-8"))
         seconds = {str(call): float(value) for call, value in table["seconds"].items()}

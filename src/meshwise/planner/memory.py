@@ -56,7 +56,7 @@ class Curve:
 
     @property
     def total(self) -> Bytes:
-        """The allocated bytes of all categories together, as an array with the sum after each event in `places`."""
+        """The allocated bytes of all categories together, after each event in `places`."""
         total: Bytes = self.by_category.sum(axis=1)
         return total
 

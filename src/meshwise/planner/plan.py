@@ -45,7 +45,7 @@ LARGE = 10**9
 SLACK = 1.1
 """The search first tries plans whose memory, as roughly guessed, is at most this many times a device's memory."""
 EDITS = 10.0
-"""If the user asks about one plan, the maximum number of seconds to spend on variants of it that take less memory."""
+"""If the user asks about one plan: the most seconds to spend on variants that take less memory."""
 _NOTHING = Search((), (), (), 0.0)
 
 
@@ -108,7 +108,7 @@ def plan(options: PlanOptions) -> Plans:
 
 
 def page(plans: Plans) -> Page:
-    """Return a page, which works offline, with the plans and with the predicted step and memory of the first one."""
+    """Return an offline page with the plans, and with the predicted step and memory of the first plan."""
     if plans.first is None:
         raise UsageError("--page shows the best plan, but no plan fits. Use more devices, or a smaller --batch-size.")
     return Page(plan_page(plans, plans.first.whole))
@@ -161,7 +161,8 @@ class _Kept:
 
 
 def _in_bf16(program: Tracer | Script, options: PlanOptions) -> tuple[PlanOptions, tuple[str, ...]]:
-    """Choose bfloat16 for a model that is too large for float32, unless a dtype is given. Return options and notes."""
+    """Choose bfloat16 for a model that is too large for float32, unless a dtype is given.
+    Return options and notes."""
     given = {setting.partition("=")[0].strip() for setting in options.settings}
     if options.fits is not None or given & {"precision", *OWN_DTYPES} or program.model.wide < LARGE:
         return options, ()

@@ -45,7 +45,7 @@ from meshwise.spec.units import percent_text
 Row = tuple[int, int, int, str, int, int, int, int, int]
 """A row of the table of spans (SPAN), but with the span's name instead of the index of the name."""
 OF = {"all-reduce": "gradients", "reduce-scatter": "gradients", "all-gather": "parameters"}
-"""The data that each kind of collective usually carries, for names in the report such as `all-gather of parameters`."""
+"""The data that each kind of collective usually carries, for names such as `all-gather of parameters`."""
 
 
 def predicted_timeline(
@@ -107,7 +107,7 @@ def _row(rank: int, kind: str, lane: str, name: str, one: Done, size: int, colle
 
 
 def _phases(rank: int, main: Sequence[Done], stage: int | None) -> Iterator[Row]:
-    """Yield a span for each run of consecutive launches in the same phase of the same microbatch, such as a forward."""
+    """Yield a span for each run of launches in the same phase and microbatch, such as a forward."""
     for (phase, microbatch), run in itertools.groupby(main, operator.attrgetter("launch.phase", "launch.microbatch")):
         name = ""
         if stage is not None and phase in ("forward", "backward"):

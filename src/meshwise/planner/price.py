@@ -26,7 +26,7 @@ from meshwise.spec.timings import seconds_at
 MEASURED, CATALOG, MODEL = "measured", "catalog", "model"
 COMPUTE, MEMORY, COMMUNICATION, LAUNCH = "compute", "memory", "communication", "launch"
 FACTORS = (COMPUTE, MEMORY, COMMUNICATION, LAUNCH)
-"""Kinds of estimated times. If one time of a kind is too long, the others of this kind tend to be too long as well."""
+"""Kinds of estimated times. If one time of a kind is too long, the others tend to be too long as well."""
 FUSED = ("elementwise", "reduction", "batch-norm", "dropout")
 """Kinds of operators (see `sort_of`) that compilation fuses."""
 Known = Callable[[Operation], float | None]
@@ -57,7 +57,8 @@ def times(price: Priced, factor: float) -> Priced:
 
 
 def kernel_seconds(operation: Operation, device: Device, known: Known | None = None) -> Priced | None:
-    """Estimate the time of one operator on a device. Return None if a figure of the device is unknown."""
+    """Estimate the time of one operator on a device.
+    Return None if a figure of the device is unknown."""
     seconds = known(operation) if known is not None else None
     sort = sort_of(operation)
     factor = COMPUTE if sort in ("matmul", "attention", "convolution", "recurrent") else MEMORY

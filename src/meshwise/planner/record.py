@@ -52,7 +52,7 @@ TAKES_MEMORY = {
 """Operators that only allocate or reshape memory, without launching a kernel."""
 ON_HOST = {"cpu", "meta"}
 READS = {"_local_scalar_dense", "equal", "is_nonzero", "nonzero", "masked_select", "unique_dim", "_unique2"}
-"""Operators that pass values of tensors to the program, or return a tensor with a size that depends on values."""
+"""Operators that pass values to the program, or return a tensor whose size depends on values."""
 
 
 class Record:
@@ -271,7 +271,7 @@ def _word(tensor: Tensor) -> str:
 
 
 def _layout(tensors: list[Tensor]) -> str:
-    """Return `channels_last` if any tensor of a convolution has this memory layout, and an empty string otherwise."""
+    """Return `channels_last` if any tensor has this memory layout, otherwise an empty string."""
     images = [tensor for tensor in tensors if tensor.dim() == 4 and not tensor.is_contiguous()]
     last = any(tensor.is_contiguous(memory_format=torch.channels_last) for tensor in images)
     return "channels_last" if last else ""
@@ -285,7 +285,7 @@ def _bytes(tensor: Tensor) -> int:
 GATHERS = {"embedding", "index_select", "gather", "index", "take"}
 """Operators that read only as many bytes of their first tensor as they return."""
 PICKS = {"nll_loss_forward": 0, "nll_loss2d_forward": 0, "nll_loss_backward": 1, "nll_loss2d_backward": 1}
-"""For each loss operator, the index of the tensor with the scores. It reads one score per row: that of the target."""
+"""For each loss operator, the index of the tensor with the scores. It reads one score per row."""
 
 
 def _read(name: str, taken: list[Tensor], given: list[Tensor]) -> int:

@@ -147,7 +147,8 @@ def check_equal(traced: Trace, made: Trace) -> None:
 
 
 def _pairs(made: Sequence[Sequence[Any]], traced: Trace) -> Iterator[tuple[Any, Any]]:
-    """Yield pairs of a composed and a traced event. Marks are skipped. The traced event gets the other's storage."""
+    """Yield pairs of a composed and a traced event.
+    Marks are skipped. The traced event gets the other's storage."""
     numbers: dict[int, int] = {}
     for others, events in zip(made, sections_of(traced), strict=True):
         before = list(itertools.accumulate((isinstance(event, Mark) for event in events), initial=0))

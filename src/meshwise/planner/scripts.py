@@ -80,7 +80,8 @@ class RehearsalEnds(BaseException):
 
 
 def known_script(name: str, run: Callable[[], object], kind: str) -> Script:
-    """Trace the first steps of a script on one device. Return the script with facts about its model."""
+    """Trace the first steps of a script on one device.
+    Return the script with facts about its model."""
     script = Script(name, run)
     loop = _rehearsed(script, Plan(), kind)
     work = Work(0, 1, kind, *loop.works[-1])

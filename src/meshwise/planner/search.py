@@ -280,7 +280,7 @@ class _Searching:
 
 
 def _same_split(plan: Plan, refused: Plan) -> bool:
-    """Return whether `plan` will be refused for the same reason as the plan `refused`, so that it can be skipped."""
+    """Return whether `plan` would be refused for the same reason as the plan `refused`."""
     axes = ("pipeline", "tensor", "context", "expert")
     cut = tuple(getattr(plan, axis) for axis in axes)
     also = ((getattr(plan, name), getattr(refused, name), default) for name, default in ALSO.items())

@@ -123,7 +123,7 @@ class Stages:
         return 0 if stage == 0 else 2 if stage == self.plan.pipeline - 1 else 1
 
     def move(self, rank: int, stage: int, axis: GrowthAxis) -> Move:
-        """Return a function that moves an event of a traced rank to a stage of the real pipeline that does the same."""
+        """Return a function that moves events of a traced rank to a stage of the real pipeline."""
         traced = self._stage(rank)
         by = (stage - traced) * self.blocks
 

@@ -43,7 +43,7 @@ class Cost:
 
 
 def costs_of(work: Work, prices: Prices) -> list[Cost] | None:
-    """Return the launches of a step with their estimated times. Return None if one of the times is unknown."""
+    """Return the launches of a step with their estimated times, or None if a time is unknown."""
     found: list[Cost] = []
     counts: dict[tuple[str, tuple[int, ...]], Iterator[int]] = defaultdict(itertools.count)
     known: dict[tuple[int, str], tuple[Priced, Priced, int, Iterator[int] | None]] = {}
@@ -101,7 +101,8 @@ def all_that_join(costs: Sequence[Cost], ends: Mapping[str, str]) -> Iterator[Se
 
 
 def launched_in_time(costs: Sequence[Cost], ends: Mapping[str, str]) -> Iterator[Sequence[Cost]]:
-    """Yield rows of operators. The host launches each operator of a row before the previous one can have ended."""
+    """Yield rows of operators.
+    The host launches each operator of a row before the previous one can have ended."""
     first, ahead = 0, 0.0  # ahead: seconds of work that the device still has when the host launches
     for place, cost in enumerate(costs):
         ahead -= _at(cost.host, ends)

@@ -182,7 +182,8 @@ def serve() -> None:
 
 
 def timed_here(call: str, threads: int, others: int = 0) -> tuple[float | None, Sequence[int]]:
-    """Time an operator call in this process. Return the seconds (None if unknown) and the internal allocations."""
+    """Time an operator call in this process.
+    Return the seconds (None if unknown) and the internal allocations."""
     with threads_set(threads), torch.no_grad():
         seconds = _timed(call, others) if call else None
         return seconds, () if seconds is None else _taken_inside(call)

@@ -58,7 +58,8 @@ def by_its_name(text: str) -> str:
 
 @contextmanager
 def cuda_by_name(there: bool) -> Iterator[None]:
-    """Within the context, redirect `cuda` to the fake device. If not `there`, CUDA is not available."""
+    """Within the context, redirect `cuda` to the fake device.
+    If not `there`, CUDA is not available."""
     with ExitStack() as stack:
         table = _OF_GPU if there else _OF_NONE
         stack.enter_context(
