@@ -27,7 +27,7 @@ FOREIGN = ViewedMemory()
 
 
 def is_number(x: Array) -> bool:
-    """Return True if `x` stands for a NumPy scalar, and False if it is a 0-d array or has dims."""
+    """Return whether `x` stands for a NumPy scalar, and not for a 0-d array."""
     return x.alias is None and not x.shape
 
 
@@ -89,7 +89,8 @@ def copied(x: Array) -> Array:
 
 
 def fetched(x: Array) -> tuple[Tensor, ...]:
-    """Return the parts of `x`, a view that torch cannot express. Recompute them if the original array has changed."""
+    """Return the parts of `x`, a view that torch cannot express.
+    Recompute them if the original array has changed."""
     alias = x.alias
     if alias is None or alias.source is None or alias.rule is None:
         raise AttributeError("parts")
@@ -136,7 +137,7 @@ def writable(x: Array) -> tuple[Tensor, ...]:
 
 
 def written(x: Array) -> None:
-    """Make every array that shares memory with `x` show the new values. Called after the parts of `x` were written."""
+    """After a write to the parts of `x`, make every array that shares memory with `x` show the new values."""
     alias = shown(x)
     if alias.source is None:
         alias.memory.writes += 1

@@ -53,7 +53,8 @@ def common_space(name: str, arrays: Sequence[Array]) -> Space:
 def aligned(
     name: str, arrays: Sequence[Array], onto: Sharding | None = None
 ) -> tuple[Shape, Sharding, list[tuple[Tensor, ...]]]:
-    """Lay out operands on the same devices. Return the result's shape and sharding, and the parts of each operand."""
+    """Lay out operands on the same devices.
+    Return the result's shape and sharding, and the parts of each operand."""
     common_space(name, arrays)
     shape, placed, wanted = _planned(name, tuple([(x.shape, x.sharding, x.dtype.itemsize) for x in arrays]), onto)
     return shape, placed, [reshard(x, each, name).parts for x, each in zip(arrays, wanted, strict=True)]

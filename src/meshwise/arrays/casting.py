@@ -89,7 +89,7 @@ class Info:
         self._space = space
 
     def capabilities(self) -> dict[str, Any]:
-        """Return the supported features: boolean indexing, shapes that depend on values, and 64 dims as in torch."""
+        """Return the supported features of the array API standard."""
         return {"boolean indexing": True, "data-dependent shapes": True, "max dimensions": 64}
 
     def default_device(self) -> str:
@@ -101,7 +101,7 @@ class Info:
         return (*self._space.names, *([ALL] if len(self._space.names) > 1 else []))
 
     def default_dtypes(self, *, device: Any = None) -> dict[str, torch.dtype]:
-        """Return the default data type of each kind, such as the data type to which Python's floats are converted."""
+        """Return the default data type of each kind, such as the type that Python's floats get."""
         real = self._space.default_float
         whole = torch.int64
         return {

@@ -92,13 +92,15 @@ def take_along_axis(x: Array, indices: Array, /, axis: int = -1) -> Array:
 
 @by_bits
 def tril(x: Array, /, k: int = 0) -> Array:
-    """Return the lower triangles of matrices: elements above diagonal number `k` are set to zero. Moves no data."""
+    """Return the lower triangles: elements above diagonal number `k` are set to zero.
+    Moves no data."""
     return _triangle("tril", x, k)
 
 
 @by_bits
 def triu(x: Array, /, k: int = 0) -> Array:
-    """Return the upper triangles of matrices: elements below diagonal number `k` are set to zero. Moves no data."""
+    """Return the upper triangles: elements below diagonal number `k` are set to zero.
+    Moves no data."""
     return _triangle("triu", x, k)
 
 

@@ -23,7 +23,7 @@ def real(x: Any, /) -> Array:
 
 
 def imag(x: Any, /) -> Array:
-    """Return a view of the imaginary parts. If `x` is real, return read-only zeros that share no memory with `x`."""
+    """Return a view of the imaginary parts. If `x` is real, return read-only zeros."""
     x = as_array("imag", x)
     if x.dtype.is_complex:
         return _part(x, torch.imag)

@@ -72,7 +72,7 @@ def numpy_dtype(dtype: torch.dtype) -> np.dtype[Any]:
 
 @functools.cache
 def promoted(one: torch.dtype, other: torch.dtype) -> torch.dtype:
-    """Return the type of a result that is computed from arrays of these two types."""
+    """Return the type of a result of arrays of these two types."""
     if one is other:
         return one
     try:
@@ -90,7 +90,7 @@ def comparable(values: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def complex_of(dtype: torch.dtype) -> torch.dtype:
-    """Return the complex type for a real type: complex64 for float32, and complex128 for any other type."""
+    """Return the complex type for a real type: complex64 for float32, otherwise complex128."""
     return torch.complex64 if dtype is torch.float32 else torch.complex128
 
 
@@ -100,7 +100,7 @@ def real_of(dtype: torch.dtype) -> torch.dtype:
 
 
 def of_scalar(value: bool | int | float | complex, dtype: torch.dtype, default_float: torch.dtype) -> torch.dtype:
-    """Return the type of a result that is computed from an array of `dtype` and a Python number."""
+    """Return the type of a result of an array of `dtype` and a Python number."""
     if isinstance(value, bool):
         return dtype
     if isinstance(value, int):

@@ -50,7 +50,7 @@ HOST = torch.device("cpu")
 
 
 class NoArrayGiven(TypeError):
-    """Raised if an array function is called without an `Array`, or with a list, a tensor or another type."""
+    """Raised if an array function gets no `Array`, or gets a list, a tensor or another type."""
 
 
 def is_python_number(value: Any) -> bool:
@@ -190,7 +190,8 @@ def operands(name: str, given: tuple[Any, ...]) -> list[Any]:
 
 
 def _lifted(name: str, dtype: torch.dtype, takes: frozenset[torch.dtype], default_float: torch.dtype) -> torch.dtype:
-    """Return the dtype in which to compute. Raises TypeError if the function does not support `dtype`."""
+    """Return the dtype in which to compute.
+    Raises TypeError if the function does not support `dtype`."""
     if dtype in takes:
         return dtype
     if dtype in WHOLE and not takes & INTEGERS and torch.float64 in takes:

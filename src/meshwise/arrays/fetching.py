@@ -111,7 +111,8 @@ def _owners(entries: Tensor, placed: Sharding) -> Tensor:
 
 
 def _flat(indices: Sequence[Array], lengths: Sequence[int]) -> list[Tensor]:
-    """Combine index arrays of several dims into row-major indices, a vector per local part. Invalid ones are -1."""
+    """Combine index arrays of several dims into row-major indices, a vector per local part.
+    Invalid ones are -1."""
     flat = []
     for parts in zip(*(each.parts for each in indices), strict=True):
         number = torch.zeros_like(parts[0], dtype=torch.int64).reshape(-1)
@@ -136,7 +137,7 @@ def _coordinates(number: Tensor, lengths: Sequence[int], at: int | None, offset:
 
 @dataclass(frozen=True)
 class Routes:
-    """Which entries each device requests from each other device, when index arrays select entries of an array."""
+    """Which entries each device requests from each other device."""
 
     orders: list[Tensor]
     counts: list[list[int]]
@@ -144,7 +145,8 @@ class Routes:
 
 
 def route(x: Array, asked: Asked) -> Routes:
-    """Tell each device which of its entries are requested. Raises IndexError for an index out of bounds."""
+    """Tell each device which of its entries are requested.
+    Raises IndexError for an index out of bounds."""
     space, held, placed = x.space, x.sharding, asked.placed
     at = asked.dims.index(held.dim) if held.dim is not None else 0
     below = math.prod(x.shape[dim] for dim in asked.dims[at + 1 :])

@@ -52,7 +52,7 @@ def guard(mode: str) -> Iterator[None]:
 
 
 def tell(x: Array, operation: str, wanted: Sharding) -> None:
-    """Warn that an operation gathers `x`, or raise UsageError, depending on the mode that the user set by `guard`."""
+    """Warn that an operation gathers `x`, or raise UsageError, depending on the mode of `guard`."""
     size = elements_moved(x.shape, x.sharding, wanted) * x.dtype.itemsize
     if not size or _mode.get() == "allow":
         return

@@ -68,7 +68,7 @@ def ix_(space: Space, *vectors: Any) -> tuple[Array, ...]:
 
 
 def indices(space: Space, dimensions: Sequence[int], dtype: Any = int, sparse: bool = False) -> Any:
-    """Return the indices of every element of an array of the shape `dimensions`, as NumPy's `indices` does."""
+    """Return the indices of every element of an array of the shape `dimensions`, as NumPy does."""
     shape = as_shape(dimensions)
     xp = asarray(space, 0).__array_namespace__()
     lines = ix_(space, *(xp.arange(length, dtype=dtype) for length in shape))

@@ -98,7 +98,7 @@ def region(x: Array, cuts: Sequence[Cut]) -> Region:
 def _plan(
     placed: Sharding, cuts: tuple[Cut, ...]
 ) -> tuple[dict[int, tuple[int | slice, ...]], Sharding, Shape, tuple[int, ...]]:
-    """Plan how to select a region of an array, which `cuts` describes by one index or range for each dim."""
+    """Plan how to select the region that `cuts` describes by one index or range per dim."""
     kept = [each for each in cuts if isinstance(each, range)]
     shape = tuple(len(each) for each in kept)
     flipped = tuple(dim for dim, each in enumerate(kept) if each.step < 0 and len(each) > 1)
@@ -226,7 +226,7 @@ def masked(x: Array, dim: int, mask: Array | Tensor) -> Array:
 
 
 def counted(x: Array, placed: Sharding, here: Sequence[int]) -> list[int]:
-    """Exchange one integer per part of an array, such as a number of entries, and return the integers of all parts."""
+    """Exchange one integer per part, such as a number of entries, and return the integers of all parts."""
     at = {place: count for (_, place), count in zip(x.space.local(placed), here, strict=True)}
     every = agreed(x.space, [at.get(place, 0) for place in x.space.here], OPERATION)
     return [every[place] for place in placed.places]

@@ -50,7 +50,7 @@ def dlpack(
 
 
 def dlpack_device(x: Array, /) -> Any:
-    """Implement `x.__dlpack_device__()` of the array API standard: return the first device that holds a part of `x`."""
+    """Implement `x.__dlpack_device__()`: return the first device that holds a part of `x`."""
     device = x.space.devices[x.sharding.places[0] if not x.space.over_ranks else x.space.here[0]]
     return torch.empty(0, device=device).__dlpack_device__()
 

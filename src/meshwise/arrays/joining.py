@@ -43,7 +43,7 @@ def concat(arrays: Sequence[Array], /, axis: int | None = 0) -> Array:
 
 
 def stack(arrays: Sequence[Array], /, axis: int = 0) -> Array:
-    """Join arrays along a new dim. Arrays with equal shardings stay where they lie, so that no data moves."""
+    """Join arrays along a new dim. If their shardings are equal, no data moves."""
     given = _of_one_type("stack", arrays)
     if len({x.shape for x in given}) > 1:
         raise ValueError(f"stack: all shapes must be equal, but they are {', '.join(str(x.shape) for x in given)}.")

@@ -37,5 +37,6 @@ def freely(held: Sharding, shape: Shape, axes: Collection[int]) -> Sharding:
 
 
 def fullest(held: Sharding) -> int:
-    """Return the place (device number) that holds the largest part. Gathering on this device moves the fewest bytes."""
+    """Return the number of the device with the largest part.
+    Gathering there moves the fewest bytes."""
     return held.places[held.sizes.index(max(held.sizes))] if held.sizes else held.places[0]

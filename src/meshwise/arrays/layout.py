@@ -66,7 +66,7 @@ def turned(x: Array, dims: Sequence[int]) -> Array:
 
 
 def permute_dims(x: Array, /, axes: Sequence[int]) -> Array:
-    """Permute the dims. No data moves: the array stays divided along the same dim, which gets a new position."""
+    """Permute the dims. No data moves: the divided dim gets a new position."""
     order = [axis_of(axis, len(x.shape), "permute_dims") for axis in axes]
     if sorted(order) != list(range(len(x.shape))):
         raise ValueError(f"permute_dims: axes must name each of {len(x.shape)} dims once, but is {tuple(axes)}.")

@@ -29,7 +29,7 @@ Look = Callable[[Tensor, Tensor], Tensor]  # (values, part of the table) -> answ
 
 
 def searchsorted(x1: Array, x2: Any, /, *, side: str = "left", sorter: Array | None = None) -> Array:
-    """Return the indices at which the elements of `x2` would have to be inserted into the sorted vector `x1`."""
+    """Return the indices at which to insert the elements of `x2` into the sorted vector `x1`."""
     if type(x1) is not Array or len(x1.shape) != 1:
         raise NoArrayGiven("searchsorted: x1 must be a sorted vector. Write xp.sort(xp.reshape(x1, (-1,))).")
     if side not in ("left", "right"):

@@ -60,7 +60,7 @@ def map_shards(
 
 
 def _beside(x: Array, other: Any) -> Callable[[int], Any]:
-    """Return a function that gives the argument for each part of `x`, from the position of the part in `x.parts`."""
+    """Return a function from the position of a part in `x.parts` to the argument for this part."""
     if not isinstance(other, Array):
         return lambda at: other
     wanted = sharding(x.sharding.places)
@@ -97,7 +97,8 @@ def _cut(made: Any, dim: int | None, own: Tensor, given: Tensor, lead: int) -> T
 
 
 def _joined(x: Array, results: Sequence[list[Tensor] | None], placed: Sharding) -> list[Array]:
-    """Join the results of all parts into arrays. Skipped empty parts get the shape and dtype of the other results."""
+    """Join the results of all parts into arrays.
+    Skipped parts get the shape and dtype of the others."""
     found = next((each for each in results if each is not None), None)
     forms = None if found is None else [(tuple(one.shape), one.dtype) for one in found]
     if x.space.over_ranks:

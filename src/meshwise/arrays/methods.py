@@ -48,7 +48,8 @@ UNARY = {"neg": "negative", "pos": "positive", "abs": "abs", "invert": "bitwise_
 
 
 def of_this_space(x: Array, value: Any) -> Array | None:
-    """Convert NumPy values, a tensor or a list to an array of the namespace of `x`. Return None for other types."""
+    """Convert NumPy values, a tensor or a list to an array of the namespace of `x`.
+    Return None for other types."""
     return asarray(x.space, value) if isinstance(value, np.ndarray | np.generic | Tensor | list | tuple) else None
 
 
@@ -128,7 +129,7 @@ def to_device(x: Array, device: Any, /, *, stream: Any = None) -> Array:
 
 
 def shards(x: Array) -> tuple[Tensor, ...]:
-    """The parts of the array on the devices of this process, as torch tensors in the order of `x.sharding.places`."""
+    """The parts of the array in this process, as torch tensors in the order of `x.sharding.places`."""
     return x.parts
 
 

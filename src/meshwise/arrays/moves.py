@@ -27,7 +27,7 @@ from meshwise.transfer.path import choose
 from meshwise.workers.verb_log import log_verb
 
 EXPLAINED: list[object] = []
-"""Not empty while `mw.explain` runs. In this time, transfers are added to the communication log, but not made."""
+"""Not empty while `mw.explain` runs. Meanwhile, transfers are logged, but not made."""
 
 
 class Move(NamedTuple):
@@ -144,7 +144,7 @@ def _covers(within: tuple[slice, ...], shape: Shape) -> bool:
 
 
 def elements_moved(shape: Shape, held: Sharding, wanted: Sharding) -> int:
-    """Count the elements that have to move to change the sharding of an array from `held` to `wanted`."""
+    """Count the elements that move if the sharding of an array changes from `held` to `wanted`."""
     if held is wanted or held == wanted:
         return 0
     moved = 0

@@ -163,7 +163,7 @@ class Namespace(Names):
         return as_layout(self.space.places, dim, sizes, weights)
 
     def __array_namespace_info__(self) -> casting.Info:
-        """Return the devices, data types and capabilities, as the inspection API of the array API standard defines."""
+        """Return the devices, data types and capabilities, as the array API standard defines."""
         return casting.Info(self.space)
 
     def replicated(self) -> Layout:

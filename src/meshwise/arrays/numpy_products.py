@@ -165,7 +165,8 @@ def norm(x: Any, /, ord: Any = None, axis: Any = None, keepdims: bool = False) -
 
 
 def lstsq(a: Any, b: Any, /, rcond: float | None = None) -> tuple[Any, Any, int, Any]:
-    """Solve `a @ x = b` by least squares. Returns (x, residuals, rank of `a`, singular values of `a`)."""
+    """Solve `a @ x = b` by least squares.
+    Returns (x, residuals, rank of `a`, singular values of `a`)."""
     a = as_array("lstsq", a)
     xp = a.__array_namespace__()
     b = xp.asarray(b)
@@ -185,7 +186,7 @@ def lstsq(a: Any, b: Any, /, rcond: float | None = None) -> tuple[Any, Any, int,
 
 
 def cond(x: Any, /, p: Any = None) -> Any:
-    """Return the condition number of a matrix, which is the norm of the matrix times the norm of its inverse."""
+    """Return the condition number of a matrix: its norm times the norm of its inverse."""
     x = as_array("cond", x)
     if p in (None, 2, -2):
         s = svdvals(x)

@@ -134,7 +134,7 @@ def tensordot(x1: Array, x2: Array, /, axes: int | tuple[Sequence[int], Sequence
 
 
 def outer(x1: Array, x2: Array, /) -> Array:
-    """Return the outer product of two vectors, the matrix of the products of all pairs of their elements."""
+    """Return the outer product of two vectors: the products of all pairs of their elements."""
     x1, x2 = as_array("outer", x1), as_array("outer", x2)
     if len(x1.shape) != 1 or len(x2.shape) != 1:
         raise ValueError(f"outer of shapes {x1.shape}, {x2.shape}: both must be vectors. Write xp.reshape(x, (-1,)).")
@@ -208,7 +208,7 @@ def _labels(a: Shape, b: Shape, x: Sharding, y: Sharding, terms: Terms) -> Itera
 
 
 def _in_blocks(x: Array, labels: Labels, wanted: Sharding) -> bool:
-    """Return whether several devices need all of `x`, but `x` is too large to be copied to each of them at once."""
+    """Return whether several devices need all of `x`, but `x` is too large to copy to them at once."""
     if wanted.dim is not None or len(wanted.places) == 1 or x.sharding.dim is None:
         return False
     return labels[x.sharding.dim] is not None and prod(x.shape) * x.dtype.itemsize >= BLOCKS_FROM

@@ -28,7 +28,7 @@ from meshwise.transfer import collectives
 from meshwise.workers.verb_log import log_verb
 
 Draw = Callable[[Tensor, Tensor], Tensor]
-"""A function from the upper and the lower 32 random bits of each element to the values of the elements."""
+"""A function from the upper and the lower 32 random bits of elements to their values."""
 
 
 class Generator:

@@ -64,14 +64,14 @@ def reduced_shape(shape: Shape, axes: tuple[int, ...], keepdims: bool) -> Shape:
 
 
 def left(placed: Sharding, axes: tuple[int, ...], keepdims: bool) -> Sharding:
-    """Return the sharding of the result when an array with the sharding `placed` is reduced over `axes`."""
+    """Return the sharding of the result if an array sharded as `placed` is reduced over `axes`."""
     if placed.dim is None or keepdims:
         return placed
     return placed.along(placed.dim - sum(axis < placed.dim for axis in axes))
 
 
 def together(x: Array, shape: Shape) -> Sharding:
-    """Return the sharding for the result of a reduction that is combined from partial results of several devices."""
+    """Return the sharding for a result that is combined from partial results of several devices."""
     places = x.sharding.places
     return evenly(shape[0], places) if shape else sharding(places[:1])
 

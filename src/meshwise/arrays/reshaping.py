@@ -93,7 +93,7 @@ def _reshaped(x: Array, wanted: Shape) -> tuple[Array, bool]:
 
 
 def flat(x: Array) -> Array:
-    """Flatten all elements in row-major order. The result is a view if `x` is in row-major order, otherwise a copy."""
+    """Flatten in row-major order. The result is a view if `x` is in this order, otherwise a copy."""
     return reshape(x, (-1,), True if strides_of(x) is not None else None)
 
 
@@ -137,7 +137,7 @@ def _rows(shape: Shape, group: tuple[int, int], placed: Sharding) -> Rows:
 
 
 def _seen(old: Shape, new: Shape, placed: Sharding) -> tuple[Rows, Rows]:
-    """Describe as `Rows` how the array is divided in its old shape, and how it will be divided in its new shape."""
+    """Describe as `Rows` how the array is divided in its old shape and in its new shape."""
     assert placed.dim is not None
     group, (first, last) = _groups(old, new, placed.dim)
     places, whole = len(placed.places), old[placed.dim]
@@ -204,7 +204,7 @@ class Box:
 
 
 def _boxes(begin: int, end: int, rows: Rows, n: int) -> Iterator[Box]:
-    """Yield the blocks of elements that two parts have in common, one part before a reshape and one part after it."""
+    """Yield the blocks that two parts have in common: one part before a reshape, and one after it."""
     length, low, high = rows.length, rows.begins[n], rows.ends[n]
     if begin >= end:
         return

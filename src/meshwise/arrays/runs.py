@@ -61,7 +61,7 @@ def joined(runs: Sequence[Run], dim: int, operation: str, placed: Sharding | Non
 
 
 def _best(runs: Sequence[Run], dim: int) -> Sharding:
-    """Choose the sharding of the array that results if runs are joined along `dim`."""
+    """Choose the sharding of the array of runs joined along `dim`."""
     lies = runs[0].source.sharding
     if lies.dim is None and all(run.source.sharding == lies for run in runs):
         return lies
@@ -74,7 +74,7 @@ def _best(runs: Sequence[Run], dim: int) -> Sharding:
 
 
 def as_held(runs: Sequence[Run], dim: int) -> Sharding:
-    """Return a sharding along `dim` for the array that results if runs are joined, so that few entries move."""
+    """Return a sharding along `dim` for the array of joined runs, with which few entries move."""
     sizes: dict[int, int] = {}
     for run in runs:
         lies = run.source.sharding
@@ -90,7 +90,7 @@ def as_held(runs: Sequence[Run], dim: int) -> Sharding:
 
 
 def intervals(runs: Sequence[Run], dim: int, wanted: Sequence[Interval], operation: str) -> list[Tensor]:
-    """Join runs along `dim`, but make only the wanted intervals of the joined array, not the whole array."""
+    """Join runs along `dim`, but make only the wanted intervals of the joined array."""
     space, dtype = runs[0].source.space, runs[0].source.dtype
     shape = runs[0].source.shape
     pieces: list[Move] = []

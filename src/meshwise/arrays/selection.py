@@ -67,7 +67,7 @@ def _by_numpy(values: Tensor) -> bool:
 
 @dataclass
 class _Window:
-    """What the function `cuts` knows about the r smallest elements of a vector. All parts of the vector are sorted."""
+    """What `cuts` knows about the r smallest elements of a vector whose parts are sorted."""
 
     low: list[int]
     high: list[int]

@@ -86,7 +86,7 @@ class _Found:
     name: str
 
     def spread(self, parts: Sequence[Tensor], dtype: torch.dtype) -> Array:
-        """Make a vector with one value for each distinct element, e.g. how often this element occurs in the array."""
+        """Make a vector with one value for each distinct element, such as its count."""
         lies = sharding(self.flat.sharding.places, 0, tuple(self.counts))
         return Array(tuple(parts), lies, (sum(self.counts),), dtype, self.flat.space)
 
@@ -113,7 +113,7 @@ def _found(x: Array, name: str, *, where: bool = False, alone: bool = False) -> 
 
 
 def _begins(values: Tensor) -> Tensor:
-    """Mark the elements of a sorted vector that differ from the previous element. The first element is marked, too."""
+    """Mark the elements of a sorted vector that differ from the previous one, and the first element."""
     new = torch.ones(values.shape, dtype=torch.bool, device=values.device)
     new[1:] = values[1:] != values[:-1]
     return new
@@ -153,7 +153,7 @@ def _values(found: _Found) -> Array:
 
 
 def _counts(found: _Found) -> Array:
-    """Return how often each distinct value occurs in a sorted vector, which may be split over devices."""
+    """Return how often each distinct value occurs."""
     held = found.flat.sharding
     parts = []
     for (k, _), new in zip(found.flat.space.local(held), found.begins, strict=True):

@@ -122,7 +122,7 @@ class Layout:
 
 
 def fitting(wanted: Sharding, shape: Shape) -> Sharding:
-    """Return the sharding `wanted` for an array of this shape. Raises UsageError if it does not fit the shape."""
+    """Return `wanted`. Raises UsageError if this sharding does not fit the shape."""
     dim, sizes = wanted.dim, wanted.sizes
     if dim is None:
         return sharding(wanted.places)

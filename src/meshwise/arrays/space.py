@@ -93,7 +93,7 @@ class Space:
         return [rate for rate in found if rate]
 
     def device_name(self, placed: Sharding) -> str:
-        """Return the value of `x.device` for an array with this sharding: the name of its only device, or "all"."""
+        """Return `x.device` for an array with this sharding: the name of its only device, or "all"."""
         return self.names[placed.places[0]] if placed.single else ALL
 
     def _known(self, placed: Sharding) -> Sharding:

@@ -84,7 +84,7 @@ def identity(space: Space, n: int, dtype: Any = None) -> Any:
 
 
 def logspace(space: Space, start: float, stop: float, num: int = 50, *, base: float = 10.0, **how: Any) -> Any:
-    """Return `num` numbers from `base**start` to `base**stop` that are evenly spaced on a logarithmic scale."""
+    """Return `num` logarithmically spaced numbers from `base**start` to `base**stop`."""
     return base ** _names_of(space).linspace(start, stop, num, **how)
 
 

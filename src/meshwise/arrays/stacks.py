@@ -30,7 +30,8 @@ Function = Callable[[Tensor], Any]
 
 
 def as_matrices(name: str, given: Any, *, square: bool = False) -> Array:
-    """Convert `given` to floats. Raises ValueError unless it is a matrix or a stack of matrices, square if `square`."""
+    """Convert `given` to floats.
+    Raises ValueError unless it is a matrix or a stack of matrices, square if `square`."""
     x = as_floats(name, given)
     if len(x.shape) < 2 or (square and x.shape[-1] != x.shape[-2]):
         raise ValueError(
@@ -40,7 +41,7 @@ def as_matrices(name: str, given: Any, *, square: bool = False) -> Array:
 
 
 def called(name: str, function: Callable[..., Any], *given: Any) -> Any:
-    """Call `function` on tensors. If torch raises its LinAlgError, NumPy's LinAlgError is raised instead."""
+    """Call `function` on tensors. Raises NumPy's LinAlgError in place of torch's."""
     try:
         return function(*given)
     except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]
@@ -48,7 +49,7 @@ def called(name: str, function: Callable[..., Any], *given: Any) -> Any:
 
 
 def is_large(x: Array) -> bool:
-    """Return whether `x` has at least `LARGE` bytes, so that the work of factoring it is divided over the devices."""
+    """Return whether `x` has at least `LARGE` bytes, so that factoring it is divided over the devices."""
     size = math.prod(x.shape) * x.dtype.itemsize
     return size > 0 and size >= LARGE
 

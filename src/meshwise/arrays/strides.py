@@ -22,7 +22,7 @@ def row_major(shape: Shape) -> tuple[int, ...]:
 
 
 def of(shape: Shape, strides: Strides) -> tuple[int, ...]:
-    """Return `strides` as a tuple of numbers. If `strides` is None, return the strides of row-major order."""
+    """Return `strides`, or the strides of row-major order if `strides` is None."""
     return row_major(shape) if strides is None else strides
 
 
@@ -46,7 +46,7 @@ def is_descending(shape: Shape, strides: Strides) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def of_cut(shape: Shape, strides: Strides, cuts: tuple[int | range, ...]) -> Strides:
-    """Return the strides of the array that remains after each dim is cut to a range of entries or to one entry."""
+    """Return the strides after each dim is cut to a range of entries or to one entry."""
     kept = [(each, stride) for each, stride in zip(cuts, of(shape, strides), strict=True) if isinstance(each, range)]
     return named(tuple(len(each) for each, _ in kept), tuple(stride * each.step for each, stride in kept))
 

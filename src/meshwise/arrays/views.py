@@ -15,7 +15,7 @@ from meshwise.arrays.sharding import Shape, Sharding, evenly, sharding
 
 
 def made(parts: list[Tensor], placed: Sharding, x: Array, shape: Shape | list[int]) -> Array:
-    """Make an array from its parts. The dtype and the namespace (`xp`) are taken from the array `x`."""
+    """Make an array from its parts, with the dtype and the namespace of `x`."""
     return Array(tuple(parts), placed, tuple(shape), x.dtype, x.space)
 
 
