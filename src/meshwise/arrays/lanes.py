@@ -1,6 +1,6 @@
-"""Compute functions along an axis that must not be split.
+"""Reshard arrays whose axis must not be split.
 
-If the axis is split, the array is first split along another dim.
+Another dim is split instead, or else one device gets the whole array.
 
 This moves as many bytes as a transpose, which is the minimum: (1 - 1/p) of an array that p devices hold evenly.
 """

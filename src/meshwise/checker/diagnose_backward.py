@@ -143,7 +143,7 @@ def _back(module: str, at: int, one: Output, groups: Groups) -> Back | None:
     known = [factor for factor in factors if factor is not None]
     if known and all(near(factor, known[0]) for factor in known):
         return Back(module, at, False, known[0])
-    fits = all(rank.shape[1:] == one.shape[1:] for ranks in groups for rank in ranks)  # False if positions are divided
+    fits = all(rank.shape[1:] == one.shape[1:] for ranks in groups for rank in ranks)  # False if a later dim is split
     return Back(module, at, False, 0.0) if fits and any(size is not None for size in whole) else None
 
 

@@ -83,6 +83,29 @@ def _is_random(evidence: Evidence) -> bool:
     return "Dropout" in evidence.first.facts["class"] or evidence.first.name in random
 
 
+def _contains_draws_of_ranks(evidence: Evidence) -> str:
+    """Return a sentence if the first wrong module contains a module that draws random numbers for rows that are not
+    samples, such as dropout in an expert. Each rank then draws its own numbers. Return "" otherwise."""
+    unkeyed = evidence.reference.unkeyed | evidence.actual.unkeyed
+    random = evidence.reference.random_modules | evidence.actual.random_modules
+    parts = sorted(name for name in random if is_inside(name, evidence.first.name))
+    if not unkeyed or not parts:
+        return ""
+    which = some(sorted({each.split(" ")[0] for each in unkeyed}))
+    return f"ranks draw on their own in {some(parts)} ({which}), for rows that are not those of the samples."
+
+
+def _random_before(evidence: Evidence) -> str:
+    """Return a sentence if the first module's output differs, and ranks draw different random numbers before they call
+    that module. Return "" otherwise."""
+    first, outputs = evidence.first, evidence.of_kind("module outputs")
+    begins = next(d for d in outputs if d.facts["microbatch"] == first.facts["microbatch"])
+    unkeyed = sorted(evidence.reference.unkeyed | evidence.actual.unkeyed)
+    if not unkeyed or begins is not first:
+        return ""
+    return f"{first.name or 'the model'} is the first module; before it ranks draw different numbers: {some(unkeyed)}."
+
+
 def _outputs_are_equal(evidence: Evidence) -> bool:
     return bool(evidence.of_kind("module outputs")) and not evidence.faults("module outputs")
 
@@ -222,7 +245,9 @@ RULES: Mapping[str, tuple[Rule, ...]] = {
         says(K.MODE, _other_mode),
         says(K.BATCH_NORM, "{name} is a {class}: its inputs are equal, its outputs are not.", _is_norm),
         says(K.BATCH_NORM, own_statistics),
+        says(K.DROPOUT, _contains_draws_of_ranks),
         says(K.DROPOUT, "{name} ({class}) draws random numbers; {before}.", _is_random),
+        says(K.DROPOUT, _random_before),
         says(K.NOT_FINITE, not_finite),
         says(K.WRONG_GROUP, over_another_group),
         says(K.MISSING_REDUCTION, sum_by_hand_is_missing),

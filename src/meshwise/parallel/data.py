@@ -209,7 +209,7 @@ class DataParallel:
         flat = bucket.kept
         if flat is None or flat.requires_grad or reducer.references(reducer.address(flat.untyped_storage())) != ALONE:
             flat = bucket.members[0].new_empty(bucket.size)
-            bucket.kept = flat if bucket.large else None  # new memory would cost page faults in each step
+            bucket.kept = flat if flat.is_cpu else None  # new memory would cost page faults in each step
         views = parts_of_bucket(flat, bucket.members)
         if plain and bucket.large:  # copy and divide in one pass
             for view, gradient in zip(views, gradients, strict=True):

@@ -147,7 +147,7 @@ class _OneOptimizer:
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if id(sys._getframe(1)) in _inner:
             return
-        self.fail(optimizer)  # an earlier step that bypassed `optimizer.step` has failed
+        self.fail(optimizer)  # if an earlier step bypassed `optimizer.step` and failed
         for subscription in list(self.subscriptions):
             self._called.append(subscription)
             if subscription.before is not None:

@@ -2,7 +2,7 @@
 
 Scripted functions, `torch.tensor` and others that make tensors, and the transforms of `torch.func` read a tensor's
 memory without asking its class.
-The names of the transforms' implementations are private. Read in torch 2.11 and 2.13: `_functorch/apis.py`,
+The names of the transforms' implementations are private. Based on torch 2.11 and 2.13: `_functorch/apis.py`,
 `_functorch/eager_transforms.py`.
 """
 

@@ -5,7 +5,7 @@ the namespace `c10d` (such as `c10d::allreduce_`). A kernel of this module wraps
 `BackendSelect`, through which every call goes, even in inference mode and from C++. The kernel changes no argument and
 no result. If one of the operators is missing, `watch` raises AttributeError and wraps nothing. Their `async_op` says
 whether the caller waits at once. The caller never does for sends, receives and functional collectives
-(`_c10d_functional`), but on fake tensors torch waits for functional ones at once. Read in torch 2.11, 2.13 and 2.15:
+(`_c10d_functional`), but on fake tensors torch waits for functional ones at once. Based on torch 2.11, 2.13 and 2.15:
 `Ops.cpp` and `Functional.cpp` of `csrc/distributed/c10d`. The end of a collective is observed where the program waits
 for it, or else by a thread that also waits. With nccl, a callback of its future runs at once and records the end on a
 stream; a blocking collective runs in the current stream.

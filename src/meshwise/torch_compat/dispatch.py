@@ -3,7 +3,7 @@
 `StorageMap` keeps facts for as long as a storage lives.
 
 `TorchDispatchMode` and the weak reference to a storage are torch's own tools for such modes, but not its public API.
-Collectives of `c10d` do not say in their schema what they write; the names of their arguments do. Read in torch 2.11,
+Collectives of `c10d` do not say in their schema what they write; the names of their arguments do. Based on torch 2.11,
 2.13 and 2.15: `utils/_python_dispatch.py`, `multiprocessing/reductions.py`, `native_functions.yaml`,
 `csrc/distributed/c10d/Ops.cpp`.
 """

@@ -3,7 +3,7 @@
 
 `torch.cuda.device_count()` reads CUDA_VISIBLE_DEVICES again, through NVML, even after the driver has read it. The
 functions that return the driver's own count, and whether a forked process may use the driver, are private. PyTorch's
-own tests use `torch.cuda._sleep`. Read in torch 2.11, 2.13 and 2.15: `cuda/__init__.py`, `csrc/cuda/Module.cpp`.
+own tests use `torch.cuda._sleep`. Based on torch 2.11, 2.13 and 2.15: `cuda/__init__.py`, `csrc/cuda/Module.cpp`.
 """
 
 from __future__ import annotations

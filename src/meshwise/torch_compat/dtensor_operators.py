@@ -5,7 +5,7 @@ operator is called once for each mesh. DTensor also expands the sharding strateg
 separately, which takes milliseconds per tensor, although the parameters of equal blocks have equal strategies, even on
 the meshes of other ranks.
 
-Both hooks are private. Read in torch 2.13: `distributed/tensor/_dispatch.py`, `_ops/utils.py`, `_dtensor_spec.py`,
+Both hooks are private. Based on torch 2.13: `distributed/tensor/_dispatch.py`, `_ops/utils.py`, `_dtensor_spec.py`,
 `_op_schema.py`. Strategies of another version are left as they are.
 """
 

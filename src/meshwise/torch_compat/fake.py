@@ -3,7 +3,7 @@
 Fake tensors have shapes, strides and devices, but no memory.
 
 `FakeTensorMode` is torch's own tool for this (export and compile use it), but not its public API.
-Read in torch 2.11, 2.13 and 2.15: `_subclasses/fake_tensor.py`.
+Based on torch 2.11, 2.13 and 2.15: `_subclasses/fake_tensor.py`.
 """
 
 from __future__ import annotations

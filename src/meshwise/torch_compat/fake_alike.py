@@ -4,7 +4,7 @@ Equal calls get tensors of the same sizes.
 
 Calls are equal if their operator, the tensors' shapes, strides, offsets, dtypes, devices and sizes of memory, and all
 other arguments are equal. torch's own cache of fake tensors does the same, but takes ten times as long. Neither covers
-results that depend on values, changed sizes, or tensors that are not fake. Read in torch 2.11, 2.13 and 2.15:
+results that depend on values, changed sizes, or tensors that are not fake. Based on torch 2.11, 2.13 and 2.15:
 `_subclasses/fake_tensor.py`, `_cached_dispatch_impl`, `FakeTensor.__new__`.
 """
 

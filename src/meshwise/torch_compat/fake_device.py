@@ -4,7 +4,7 @@ The streams and events record which launches wait for which.
 
 Fake tensors on it behave as on CUDA: optimizers use foreach, FSDP2 uses streams, attention uses a fused kernel. torch
 registers the device as PrivateUse1, once in a process; it is an accelerator only while a rehearsal uses it.
-Read in torch 2.11, 2.13 and 2.15: `utils/backend_registration.py`, `utils/_device.py`,
+Based on torch 2.11, 2.13 and 2.15: `utils/backend_registration.py`, `utils/_device.py`,
 `aten/src/ATen/native/transformers/attention.cpp`.
 """
 

@@ -5,7 +5,7 @@ watchdog follows each collective by CUDA events, and the recorder keeps how far 
 `_dump_fr_trace_json` is private (torch 2.11 and later). The buffer is on by default; TORCH_FR_BUFFER_SIZE=0 (formerly
 TORCH_NCCL_TRACE_BUFFER_SIZE) turns it off. Whether a collective has begun is known only with
 TORCH_NCCL_ENABLE_TIMING=1.
-Read in torch 2.13: `distributed/flight_recorder`, and the dump of a gloo group, which has no states. Two threads
+Based on torch 2.13: `distributed/flight_recorder`, and the dump of a gloo group, which has no states. Two threads
 complete the collectives of a gloo group, and its status keeps the number that was written last. This may not be the
 largest one, so the entries are read too.
 """

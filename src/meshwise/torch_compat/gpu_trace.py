@@ -2,7 +2,7 @@
 
 Queries of events and streams, which the hooks leave out, are added.
 
-Read in torch 2.11, 2.13 and 2.15: `cuda/_gpu_trace.py`, `c10/cuda/CUDAEvent.h`, `CUDAFunctions.h`. The trace cannot be
+Based on torch 2.11, 2.13 and 2.15: `cuda/_gpu_trace.py`, `c10/cuda/CUDAEvent.h`, `CUDAFunctions.h`. The trace cannot be
 switched off: without a listener, it is dropped. Freed memory is reported by its address alone, without its device.
 """
 

@@ -2,7 +2,7 @@
 
 Logs and charts should show the loss without the scale.
 
-`GradScaler.scale` is wrapped, because no public API returns the unscaled loss. Read in torch 2.13:
+`GradScaler.scale` is wrapped, because no public API returns the unscaled loss. Based on torch 2.13:
 `amp/grad_scaler.py`, whose `scale` returns a new tensor, or the same one if the scaler is disabled.
 """
 

@@ -3,7 +3,7 @@
 A `record_function` costs 6 µs even when nobody profiles, so it is made only while torch's profiler runs. The flag that
 says so is private; where it is missing, no range is made. Kineto's events of host allocations are private too.
 Operators without a formula in torch's flop counter count no FLOPs: they are bound by memory. Causal attention counts
-half, because its fused kernels compute half. Read in torch 2.11, 2.13 and 2.15: `autograd/profiler.py`,
+half, because its fused kernels compute half. Based on torch 2.11, 2.13 and 2.15: `autograd/profiler.py`,
 `csrc/profiler/kineto_shim.h`, `utils/flop_counter.py`. Tested in tests/planner/test_measured.py.
 """
 

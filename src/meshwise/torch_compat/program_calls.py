@@ -3,7 +3,7 @@
 Each of these calls passes through one function of torch, which is wrapped. The function that undoes this leaves the
 wrapper in place if another wrapper was put around it. `.grad` is an attribute in C. A property of the same name hides
 it on the classes of parameters, but only while a rank has unreduced gradients, so that other steps cost no more.
-Autograd and meshwise's own code bypass the property. Read in torch 2.11, 2.13 and 2.15: `utils/data/dataloader.py`,
+Autograd and meshwise's own code bypass the property. Based on torch 2.11, 2.13 and 2.15: `utils/data/dataloader.py`,
 `autograd/__init__.py`, `distributed/device_mesh.py`, `_C/TensorBase.grad`.
 """
 

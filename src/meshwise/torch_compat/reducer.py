@@ -1,8 +1,8 @@
 """Drive DistributedDataParallel's reducer without wrapping the model.
 
-DDP's bucketing and overlap live in its C++ reducer, which its forward arms for the coming backward. Arming it right
+A C++ reducer does DDP's bucketing and overlap. DDP's forward arms it for the next backward. Arming it right
 before the backward instead leaves the model's class, hooks and state_dict keys alone, and lets a step call the model
-any number of times. Read in torch 2.11, 2.13 and 2.15: `nn/parallel/distributed.py`, `_pre_forward` and
+any number of times. Based on torch 2.11, 2.13 and 2.15: `nn/parallel/distributed.py`, `_pre_forward` and
 `_post_forward`.
 """
 
@@ -40,8 +40,7 @@ _VERSION = operator.attrgetter("_version")
 Hook = Callable[[Any], torch.futures.Future[Tensor]]
 
 
-ALONE = 2  # references to memory that only one tensor uses: that tensor, and the storage object made to count
-LARGE = 8192  # mean elements per parameter above which dividing each one beats copying, then dividing all
+LARGE = 8192  # mean elements per parameter above which dividing gradients while copying them is faster
 
 
 @dataclass(frozen=True)
@@ -174,7 +173,7 @@ def base_of(tensor: Tensor) -> Tensor:
 
 
 def in_backward() -> bool:
-    """Return whether this thread is running a backward. Read in torch 2.13: `autograd/graph.py`."""
+    """Return whether this thread is running a backward. Based on torch 2.13: `autograd/graph.py`."""
     return bool(torch._C._current_graph_task_id() != -1)
 
 

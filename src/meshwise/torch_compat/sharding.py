@@ -1,6 +1,6 @@
 """Read private parts of `fully_shard`: parameter groups and unreduced gradients.
 
-Read in torch 2.11, 2.13 and 2.15: `distributed/fsdp/_fully_shard/_fsdp_param_group.py` and `_fsdp_state.py`.
+Based on torch 2.11, 2.13 and 2.15: `distributed/fsdp/_fully_shard/_fsdp_param_group.py` and `_fsdp_state.py`.
 """
 
 from __future__ import annotations

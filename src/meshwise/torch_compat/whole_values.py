@@ -6,7 +6,7 @@ DTensor itself does not do this.
 passed to `read_whole`, reads reduce or gather first. All ranks must do this together, so `meet` is called before each
 exchange. Operators that communicate internally (the sum of two norms) call it too.
 
-The hooks are private. Read in torch 2.13: `distributed/tensor/_dispatch.py`, `_redistribute.py`,
+The hooks are private. Based on torch 2.13: `distributed/tensor/_dispatch.py`, `_redistribute.py`,
 `_api.py`, `nn/utils/clip_grad.py`, `optim/swa_utils.py`.
 """
 

@@ -28,7 +28,7 @@ _CONNECTION_WORDS = ("connection closed by peer", "connection reset by peer", "b
 _COMMUNICATION_WORDS = ("gloo", "nccl", "socket timeout", "tcpstore", *_CONNECTION_WORDS)
 
 LOADER_TIMEOUT = 10.0  # seconds to wait for torch to report the end of a disconnected loader worker
-# Read in torch 2.11, 2.13 and 2.15: `_utils.py` (ExceptionWrapper), `utils/data/dataloader.py`, `csrc/DataLoader.cpp`.
+# Based on torch 2.11, 2.13 and 2.15: `_utils.py` (ExceptionWrapper), `utils/data/dataloader.py`, `csrc/DataLoader.cpp`.
 _LOADER_ENDED = re.compile(
     r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\) (?:is killed by signal: ([^.]*)|exited unexpectedly)"
 )

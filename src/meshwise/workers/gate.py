@@ -36,7 +36,7 @@ LIMIT = "MESHWISE_DEADLINE"
 """The environment variable that holds the time at which `--time-limit` ends the run, in seconds since 1970."""
 LOOK, ASK = 0.5, 60.0  # seconds between checks of the clock, and between calls of squeue
 ANSWER = 20.0  # timeout of squeue in seconds
-SAVES = 3  # saves to leave time for: the last may wait for an earlier one, and ranks and jobs all write together
+SAVES = 3  # saves to leave time for: one in progress, then the last, slow as all ranks and jobs write at once
 UNKNOWN, SHARE = 20.0, 0.1
 """Until a save is measured, it is assumed to take UNKNOWN seconds, but at most SHARE / SAVES of the time left."""
 LEAVES = 5.0  # seconds for a job's processes to exit after the last save

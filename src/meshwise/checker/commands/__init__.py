@@ -1,1 +1,1 @@
-"""Define the commands of this house, one per file."""
+"""Define the checker's commands, one per file."""

@@ -28,7 +28,7 @@ Clock = dict[Lane, int]
 
 @dataclass(frozen=True)
 class Recorded:
-    """What is known of a CUDA event since it was last recorded."""
+    """What was known when a CUDA event was recorded."""
 
     lane: Lane
     seen: Clock

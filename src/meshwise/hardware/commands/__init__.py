@@ -1,1 +1,1 @@
-"""Define the commands of this house, one verb per file."""
+"""Define the commands for devices and machines, one per file."""

@@ -3,7 +3,7 @@
 The script and the libraries that it calls see one GPU. The code of torch and of meshwise does not. The script is told
 that a tensor on the simulated device is on `cuda:0`. Without a device (`there=False`), CUDA is not available, even if
 this machine has a GPU.
-Read in torch 2.11, 2.13 and 2.15: `overrides.py`, `cuda/__init__.py`, `amp/autocast_mode.py`, `fake_tensor.py`.
+Based on torch 2.11, 2.13 and 2.15: `overrides.py`, `cuda/__init__.py`, `amp/autocast_mode.py`, `fake_tensor.py`.
 """
 
 from __future__ import annotations

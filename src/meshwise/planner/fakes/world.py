@@ -4,7 +4,7 @@ Collectives send nothing. Every other rank is assumed to hold the same data and 
 
 The collectives are those of torch's own `fake` backend, which is part of torch's test utilities. Code that compares
 facts through the store, or sends objects, needs answers: these are given as if every rank had made the same call.
-Read in torch 2.11, 2.13 and 2.15: `testing/_internal/distributed/fake_pg.py`, `distributed_c10d.py`. In 2.13:
+Based on torch 2.11, 2.13 and 2.15: `testing/_internal/distributed/fake_pg.py`, `distributed_c10d.py`. In 2.13:
 `distributed/tensor/_sharding_prop.py`.
 """
 

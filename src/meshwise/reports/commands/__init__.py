@@ -1,1 +1,1 @@
-"""Define the commands of this house, one verb per file."""
+"""Define the commands that show recorded runs, one per file."""

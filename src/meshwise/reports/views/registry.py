@@ -1,9 +1,9 @@
 """Register the views of a report.
 
-Each view is a file of this folder with a function such as `render(report, timeline)`, and a line here.
+Each view has an entry here, and a function such as `render(report, timeline)` in this folder.
 
 The command line has an option for each view: `--html` writes report.html, `--mermaid` prints. A view is imported only
-when it is requested, because the help of the options needs no view.
+when it is requested, because its help text is in this file.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Define the commands of this house, one per file."""
+"""Define the commands for checkpoints and weights, one per file."""
