@@ -127,7 +127,7 @@ class KeyedDraws:
         if own or any(isinstance(a, DTensor) for a in args):
             self.unkeyed.add(name + own * GENERATOR)
             return func(*args, **kwargs)
-        if name.startswith("_scaled_dot_product"):  # in float64, runs as separate operators that are in DRAWS
+        if name.startswith("_scaled_dot_product"):  # in float64, attention runs as operators in DRAWS instead
             return func(*args, **kwargs)
         call = self._next_call()
         if draw is None:
@@ -165,7 +165,7 @@ class KeyedDraws:
         if dim is None:
             return values
         size, rows = shape[dim], self._rows
-        first = min(rows.first * size // rows.count, whole[dim] - size)  # otherwise, padding lies past the last row
+        first = min(rows.first * size // rows.count, whole[dim] - size)  # an all-padding part may begin past the end
         return values.narrow(dim, first, size)[tuple(map(slice, shape))]
 
 
@@ -315,7 +315,7 @@ def _new(turn: Callable[[Tensor, Arguments], Tensor]) -> Draws:
         like: Tensor = given["self"] if "self" in given else torch.empty(0, device="cpu")
         values = turn(uniform(given.get("size", like.shape), torch.device(given["device"] or like.device)), given)
         dtype = given["dtype"] or like.dtype
-        return values.to(dtype if isinstance(dtype, torch.dtype) else torch.int64)  # randint's default is int64's code
+        return values.to(dtype if isinstance(dtype, torch.dtype) else torch.int64)  # randint's default is 4: int64
 
     return draw
 

@@ -81,7 +81,7 @@ def read_slices(read: Reader, slices: Iterable[BatchSlice], epoch: int) -> Itera
     slices, ahead = tee(slices)
     # A generator, so that the reader starts its workers when the first batch is read.
     batches = chain.from_iterable(read(map(_INDICES, ahead), epoch) for _ in range(1))
-    # Make new tuples: a tuple of `zip` that the caller holds would live for two more batches.
+    # Make new tuples: `zip` also keeps a tuple that the caller holds, and frees its batch two batches later.
     return map(itemgetter(0, 1), zip(batches, slices, strict=False))
 
 
@@ -204,7 +204,7 @@ class _KeyBatches:
 
 def _loader_reader(data: Any, settings: LoaderSettings) -> Reader:
     keys = _KeyBatches()
-    stay = {"persistent_workers": True} if settings.workers > 0 else {}  # workers start in torch's default way
+    stay = {"persistent_workers": True} if settings.workers > 0 else {}  # the same workers serve all epochs
     loader: DataLoader[Any] = DataLoader(
         KeyedDataset(data, settings.seed, settings.several),
         batch_sampler=keys,

@@ -135,7 +135,7 @@ class Program:
         if plan != Plan():
             self._apply(new, plan, again)
         for model in new:
-            if any(type(p) is not nn.Parameter for p in model.parameters()):  # still deferred, e.g. on one device
+            if any(type(p) is not nn.Parameter for p in model.parameters()):  # still deferred if no plan was applied
                 parallel.deferred.materialise(model)
             if plan == Plan() and self.world.given and all(p.device.type == "cpu" for p in model.parameters()):
                 model.to(self.world.device)
@@ -253,7 +253,7 @@ class Program:
     def begin_backward(self) -> None:
         """Count a backward that begins. Record which optimizers have stepped since the previous backward."""
         self.backwards += 1
-        if self._stepped and self._stepped != self.in_use:  # list them in an order that is the same on every rank
+        if self._stepped and self._stepped != self.in_use:  # the new list has the same order on every rank
             self.in_use = [ref for optimizer in self.optimizers if (ref := weakref.ref(optimizer)) in self._stepped]
         self._stepped.clear()
 
@@ -286,7 +286,7 @@ class Program:
                 if own in self._stepped or self.backwards == self.began:
                     self._check_backward(optimizer)
                 if reduction.unreduced:
-                    program_calls.leave_gradients()  # because FSDP sets gradients while it reduces them
+                    program_calls.leave_gradients()  # do not intercept FSDP, which sets gradients here
                     reduction.reduce_now()
         if own not in self._stepped:
             self._stepped.append(own)

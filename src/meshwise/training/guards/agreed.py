@@ -40,7 +40,7 @@ class Agreed:
 
     def __init__(self, world: World, settings: Callable[[], Settings], losses: FiniteLosses | None = None) -> None:
         self.settings, self._losses = settings, losses
-        self._alike = 1 - 1 / world.size  # a larger mean shows that all signs are equal, in any precision
+        self._alike = 1 - 1 / world.size  # midway between 1, the mean of equal signs, and the next lower mean
         self.rehearses = False
         self._now: Settings = ()
         self._crc = 0
@@ -55,7 +55,7 @@ class Agreed:
         dtype = torch.promote_types(like.dtype, torch.float32)
         key = (self._crc, dtype, like.device)
         if self._signs is not None and has_streams(like.device) and is_captured():
-            return self._signs[1]  # signs in a captured graph are never compared
+            return self._signs[1]  # any signs do: in a captured graph they are never compared
         if self._signs is None or self._signs[0] != key:
             bits = (torch.tensor(self._crc) >> torch.arange(SIGNS)) & 1
             self._signs = key, (bits * 2 - 1).to(dtype).to(like.device)

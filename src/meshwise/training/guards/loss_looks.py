@@ -19,7 +19,7 @@ from meshwise.training.engine.engine import Engine
 from meshwise.training.engine.weighing import check_reduction
 from meshwise.transfer.traced import Foreign
 
-BACKWARDS = 9  # how many backwards to check: a program has few losses, and does not change them later
+BACKWARDS = 9  # how many backwards to check: by then, a program has usually shown all of its losses
 COUPLING = 5  # how many backwards to test for coupling; the first is skipped, since collectives before it were not seen
 COUPLED = (
     "{place}: this loss couples the samples of a batch: it is not a mean or sum of one value per sample, but for "

@@ -34,6 +34,6 @@ def attach(engine: Engine) -> Engine:
         losses = FiniteLosses(engine)
         engine.phases.look = losses.look
         ends = ("backward_ends",)
-        listen(losses, only=() if several else ends, whole=ends)  # on several ranks, Agreed checks the mean loss for it
+        listen(losses, only=() if several else ends, whole=ends)  # on several ranks, Agreed checks the mean loss
     engine.carried = Agreed(engine.world, functools.partial(held_alike, engine.program), losses)
     return engine

@@ -28,7 +28,7 @@ NAMES = {"lr": "lr", "momentum": "momentum", "betas": "betas", "weight_decay": "
 def settings_differ(ranks: Sequence[Settings]) -> str:
     """Return a sentence on how a rank's settings differ from rank 0's settings, or ""."""
     for rank, settings in enumerate(ranks):
-        if len(settings) != len(ranks[0]):  # garbage is collected at different times, so lengths may differ
+        if len(settings) != len(ranks[0]):  # a rank may still hold an optimizer that another has freed
             continue
         for mine, other in zip(ranks[0], settings, strict=True):
             if mine != other and mine[0] != PARAMETERS:

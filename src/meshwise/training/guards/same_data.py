@@ -111,7 +111,7 @@ def read(things: dict[str, Any], samples: int | None, known: weakref.WeakValueDi
             with contextlib.suppress(TypeError, NotImplementedError, AttributeError):
                 sizes.add(len(thing))
         waiting += [(inner, part, depth + 1) for inner, part in reversed(parts)]
-        with contextlib.suppress(TypeError):  # a list, for example, has no weak references
+        with contextlib.suppress(TypeError):  # a list, for example, cannot be weakly referenced
             known[id(thing)] = thing
     return found
 

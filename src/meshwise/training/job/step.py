@@ -250,7 +250,7 @@ def _clip(engine: Engine, job: Job, state: RunState) -> None:
 
 def _clear(state: RunState) -> None:
     state.optimizer.zero_grad(set_to_none=True)
-    if not state.holds_all:  # clear gradients that the optimizer does not hold, since the clip norm counts them
+    if not state.holds_all:  # also clear gradients of other parameters, since the clip norm counts them
         state.model.zero_grad(set_to_none=True)
 
 

@@ -188,7 +188,7 @@ class Gpt(nn.Module):
         self.norm = nn.RMSNorm(size.width, eps=1e-5)
         self.head = nn.Linear(size.width, size.vocabulary, bias=False)
         for name, p in self.named_parameters():
-            if p.dim() == 2:  # layers that write to the residual stream start smaller in deeper models
+            if p.dim() == 2:  # in deeper models, layers that add to the residual stream get smaller initial weights
                 depth = math.sqrt(2 * size.layers) if name.endswith(("out.weight", "down.weight")) else 1.0
                 nn.init.normal_(p, std=0.02 / depth)
 

@@ -84,7 +84,7 @@ def run_predict(job: Job, options: PredictOptions) -> Predictions:
     check_fits(plan, session.world)
 
     def say(text: str) -> None:
-        if first and text not in OF_DRAWS:  # predictions use no dropout
+        if first and text not in OF_DRAWS:  # predictions use no dropout, so notices on draws do not apply
             print(text, file=sys.stderr, flush=True)
 
     engine = make_engine(session, plan, say)

@@ -82,7 +82,7 @@ def once(rank: int, size: int, folder: str, *, shared: bool = True) -> Iterator[
             _views.remove(view)
             if rank:
                 shutil.rmtree(str(temporary), ignore_errors=True)
-            with contextlib.suppress(FileNotFoundError):  # the run's folder was removed
+            with contextlib.suppress(FileNotFoundError):  # the run's folder may have been removed
                 Path(folder, f"ended{rank}").touch()
             if all(os.path.exists(f"{folder}/ended{each}") for each in (range(size) if shared else [rank])):
                 shutil.rmtree(folder, ignore_errors=True)

@@ -68,7 +68,7 @@ class JoinedRun:
 
     def _tell(self, mine: Failure | None) -> None:
         if self._store is not None:
-            with contextlib.suppress(RuntimeError):  # rank 0, which serves the store, is gone
+            with contextlib.suppress(RuntimeError):  # rank 0, which serves the store, may be gone
                 self._store.set(f"{ENDED}/{self._rank}", json.dumps(None if mine is None else asdict(mine)))
 
     def _chosen(self, mine: Failure | None) -> Failure | None:

@@ -220,7 +220,7 @@ class PlainProgram:
         except AttributeError as missing:
             self.exchanges = True  # unknown, so assume that ranks exchange data
             self.say(f"collectives are not recorded: this torch version does not have {missing}.")
-        with contextlib.suppress(RuntimeError, OSError):  # rank 0's clock cannot be reached
+        with contextlib.suppress(RuntimeError, OSError):  # record without rank 0's clock if it cannot be reached
             self._clocks = Clocks(self.world, self._recorder.clock, PATIENCE)
 
     def _collective(self, call: Call) -> Ended | None:

@@ -35,7 +35,7 @@ from meshwise.workers.environment import ATTEMPT, RUN_FOLDER, attempt
 from meshwise.workers.join import rank_context
 
 PATIENCE = timedelta(minutes=30)  # the same as the process group's own timeout
-_numbers = count(1)  # numbers the recordings of this process; ranks begin them together
+_numbers = count(1)  # numbers the clocks of this process, alike on all ranks, which make them together
 
 
 class Clocks:

@@ -19,7 +19,7 @@ from meshwise.transfer import collectives, stages
 
 _Named = tuple[str, Tensor, bool]
 """(name, tensor, whether infinity is an error; NaN always is)."""
-_OWN = "torch.optim"  # the state of torch's own optimizers is never inf
+_OWN = "torch.optim"  # the package of torch's own optimizers, whose state must never be infinite
 
 
 def not_finite_names(models: Mapping[str, nn.Module]) -> frozenset[str]:

@@ -77,7 +77,7 @@ class Writing:
             if self.rank == 0:
                 self.store.set(f"{self.key}/whole", self._commit())
             self.said = self._awaited(f"{self.key}/whole")
-        except Exception as error:  # rank 0 has ended, and the store with it
+        except Exception as error:  # e.g. rank 0 has ended, and its store with it
             self.said = self.said or f"the exchange with the other ranks failed: {error}"
 
     def _write(self) -> list[dict[str, Any]] | str:

@@ -33,7 +33,7 @@ NESTED = (
     "a loop over a loader went on after another loop over the same loader had begun inside it, and missed batches. "
     "Make a second DataLoader over the same data set for the inner loop, and pass it to mw.distribute too."
 )
-_loaders = itertools.count(1)  # numbers the loaders, which every rank makes in the same order
+_loaders = itertools.count(1)  # numbers the loaders alike on every rank, as each makes them in the same order
 
 
 class OverLoader:
