@@ -12,8 +12,8 @@ from collections.abc import Callable
 DEFINITIONS = "nccl-tests"
 """The program whose definitions of bandwidth this file uses. Reports print its name beside every bandwidth."""
 
-# From `getBw` in src/*.cu of nccl-tests 2.19.6, since doc/PERFORMANCE.md omits gather and scatter. DeepSpeed doubles
-# the algorithm bandwidth of an all-reduce, and uses the factor 1 for gather and scatter.
+# From `getBw` in src/*.cu of nccl-tests 2.19.6, since doc/PERFORMANCE.md omits gather and scatter. DeepSpeed
+# differs: it doubles the algorithm bandwidth of an all-reduce, and uses the factor 1 for gather and scatter.
 FACTORS: dict[str, Callable[[int], float]] = {
     "all-reduce": lambda ranks: 2 * (ranks - 1) / ranks,
     "all-gather": lambda ranks: (ranks - 1) / ranks,
