@@ -23,7 +23,7 @@ class _Watched:
 
     def __init__(self, file: Any, lost: type[OSError]) -> None:
         self.file, self.lost, self.ended, self.over = file, lost, True, False
-        file.write, file.flush = self.write, self.flush  # used by print, tracebacks, logging and rich
+        file.write, file.flush = self.write, self.flush  # print, tracebacks, logging and rich all call these two
 
     def write(self, text: str) -> int:
         with _lock:
