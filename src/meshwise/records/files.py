@@ -33,7 +33,7 @@ def is_lost(folder: Path) -> bool:
         return path in _places and path.stat().st_ino != _places[path]
     except FileNotFoundError:
         return True
-    except OSError:  # the disk may not answer
+    except OSError:  # not known, as when a network disk does not answer: not counted as lost
         return False
 
 
@@ -42,8 +42,9 @@ def make_folder(folder: Path) -> None:
     places = [folder, *folder.parents]
     if lost := next(filter(is_lost, places), None):
         raise FileNotFoundError(errno.ENOENT, "the run folder was removed or moved", str(lost))
+    # Make only folders below those that were passed to `stay_in`, which must not be made again.
     below = itertools.takewhile(lambda place: place.absolute() not in _places, places)
-    for each in reversed([place for place in below if not place.exists()]):  # excludes folders passed to `stay_in`
+    for each in reversed([place for place in below if not place.exists()]):
         each.mkdir(exist_ok=True)
 
 

@@ -192,7 +192,7 @@ def begin_session(folder: Path, began: float, attempt: Mapping[str, Any] | None 
     before = run.get("sessions", [])
     if newest(folder) and _own.get(folder, 0) <= len(before):
         claim_session(folder, len(before) + 1)
-    run.setdefault("started", _text(began))  # a queued run starts now
+    run.setdefault("started", _text(began))  # not set yet if the run is new, or was only queued
     world = facts.get("world", run.get("world"))
     attempt = {"began": began, "ended": None, "status": RUNNING, "world": world, **(attempt or {})}
     sessions = [*map(_given_up, before), attempt]

@@ -107,7 +107,7 @@ def _opened(folder: Path, name: str, work: Work) -> IO[str] | None:
         file.close()
         if not _is_earlier(text, work):
             raise UsageError(f"{folder}: {REFUSALS[name].format(by=_holder(text))}") from None
-        (folder / name).unlink(missing_ok=True)  # the other process keeps its lock, on an unlinked file
+        (folder / name).unlink(missing_ok=True)  # the other process keeps its lock on this file: lock a new one instead
         return _opened(folder, name, work)
     except OSError:
         file.close()
