@@ -101,7 +101,8 @@ def _transform(function: Callable[..., Any], name: str) -> Callable[..., Any]:
 def _maker(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def made(*args: Any, **kwargs: Any) -> Any:
-        given = any(isinstance(each, Tensor) for each in (*args, *kwargs.values()))  # torch handles tensors in lists
+        # Tensors in lists need no change: torch reads them by methods such as `__float__`, which ask their class.
+        given = any(isinstance(each, Tensor) for each in (*args, *kwargs.values()))
         if given and not torch.compiler.is_compiling():
             args, kwargs = _change[0]((args, kwargs))
         return function(*args, **kwargs)

@@ -13,7 +13,7 @@ import ctypes
 
 import torch
 
-CYCLES_A_SECOND = 2_000_000_000  # clock of the fastest devices; on slower devices, the stream is held a little longer
+CYCLES_A_SECOND = 2_000_000_000  # clock of the fastest devices; on slower ones, `hold_stream` lasts a little longer
 
 
 def shown_gpus() -> int:

@@ -209,7 +209,8 @@ def sums_in_place(args: tuple[Any, ...]) -> bool:
     if caller.co_name != "_engine_run_backward" or torch.is_grad_enabled() or len(args) != 2:
         return False
     first = args[0]
-    alone = torch._C._storage_Use_Count(first.untyped_storage()._cdata) <= 2  # uses: `first`, and the object made here
+    # Two uses do not count: by `first`, and by the storage object that this line makes.
+    alone = torch._C._storage_Use_Count(first.untyped_storage()._cdata) <= 2
     return bool(alone and first.untyped_storage().nbytes() == first.nbytes)
 
 

@@ -187,7 +187,8 @@ def fake_device(main: str) -> Iterator[str]:
         with (
             patch.object(torch.autograd, "_engine_run_backward", _backward_that_tells(real)),
             patch.multiple(torch, tensor=_made_on_host(torch.tensor), as_tensor=_made_on_host(torch.as_tensor)),
-            patch.object(torch.accelerator, "current_stream", lambda *device: _stream[-1]),  # C++ has no such stream
+            # torch's own function asks C++, which does not know the streams of this device.
+            patch.object(torch.accelerator, "current_stream", lambda *device: _stream[-1]),
         ):
             yield NAME
     finally:

@@ -79,7 +79,7 @@ def concerns_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], fa
     """Return whether `with_values` should run an operator, to compute the values of fake tensors."""
     if not fakes:
         return _is_small(func, args, kwargs, fakes)
-    if not any(_VALUE in fake.__dict__ for fake in fakes):  # the common case
+    if not any(_VALUE in fake.__dict__ for fake in fakes):  # the common case: no values to compute with
         return operator_name(func) in NOT_FINITE
     if (operator_name(func) in OVERWRITES and _beside(fakes[0]) is not None) or operator_name(func) in NOT_FINITE:
         return True

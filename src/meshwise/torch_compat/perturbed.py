@@ -42,8 +42,8 @@ WRITES_AND_READS: dict[str, tuple[int | None, int | None]] = {
     "barrier": (None, None),
 }
 """Maps a function of torch.distributed to the indices of the argument written and the argument sent (None: nothing)."""
-OFTEN, LATE = 0.2, 0.002  # one exchange in five begins or ends up to 2 ms late
-SELDOM, VERY_LATE = 0.04, 0.05
+OFTEN, LATE = 0.2, 0.002  # the chance of a delay before or after an exchange, and the longest in seconds
+SELDOM, VERY_LATE = 0.04, 0.05  # the chance of a longer delay (included in OFTEN), and the longest in seconds
 BYTE = 0xFF  # fills buffers that are sent as bytes: NaN in every floating dtype
 
 

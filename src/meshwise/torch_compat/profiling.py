@@ -93,7 +93,7 @@ def _formulas() -> dict[Any, Callable[..., int]]:
     backward = found[aten._scaled_dot_product_flash_attention_backward]
 
     def of_cpu(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
-        return int(backward(*args, out_val=out_val))  # uses only arguments that the CPU kernel also has
+        return int(backward(*args, out_val=out_val))  # `backward` uses only arguments that the CPU kernel also has
 
     found.setdefault(aten._scaled_dot_product_flash_attention_for_cpu, found[aten._scaled_dot_product_flash_attention])
     found.setdefault(aten._scaled_dot_product_flash_attention_for_cpu_backward, of_cpu)

@@ -68,7 +68,7 @@ class PlainBucket:
         self.members, self.ranks = members, ranks
         self.size = sum(p.numel() for p in members)
         self.large = members[0].device.type == "cpu" and self.size > LARGE * len(members)
-        self.kept: Tensor | None = None  # memory of the last backward's gradients
+        self.kept: Tensor | None = None  # memory of the last backward's gradients, to be used again
 
 
 class PlainReducer:

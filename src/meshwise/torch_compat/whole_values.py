@@ -33,7 +33,7 @@ _EXCHANGE, _TOTAL_NORM = "redistribute_local_tensor", "_get_total_norm"
 _GROUPED = "_group_tensors_by_device_and_dtype"
 _READERS = ("__array__", "__format__", "__reduce_ex__", "__repr__", "cpu", "numpy", "tolist")
 _MIXING = ("add", "sub", "mul", "div", "add_", "sub_")
-_mixed = [False]  # whether a DTensor was added in place to a plain tensor since a backward last checked
+_mixed = [False]  # whether an in-place operator added a DTensor to a plain tensor since the last `plain_loss`
 _meets: dict[DeviceMesh, Meet] = {}
 _weighs: dict[DeviceMesh, weakref.WeakMethod[Callable[[Tensor], Tensor]]] = {}
 
@@ -194,7 +194,7 @@ def _on_wholes(operator: Any, arguments: tuple[Any, ...], keywords: dict[str, An
     """Gather the arguments of an operator that returns a single number, and run it on the whole tensors."""
     first: Any = arguments[0]
     if operator is torch.ops.aten._local_scalar_dense.default and first.device_mesh not in _meets:
-        return operator(first._local_tensor)  # torch's own behavior
+        return operator(first._local_tensor)  # without `read_whole`, read this rank's part, as torch does
     return operator(*[whole(a) if isinstance(a, DTensor) else a for a in arguments], **keywords)
 
 
