@@ -83,7 +83,7 @@ def _around(timeline: Timeline, table: StepTable, wall: float) -> tuple[float, f
         return wall, 0.0
     for rank in table.ranks.tolist():
         spans = timeline.of_rank(rank)
-        spans = spans[spans["end"] > spans["start"]]  # leave out empty spans
+        spans = spans[spans["end"] > spans["start"]]  # an empty span does not count as first or last work
         session = session_of(spans["start"], timeline.sessions)
         for number, facts in enumerate(timeline.sessions):
             inside = spans[session == number]

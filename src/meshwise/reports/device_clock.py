@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-REBASE = 1_000_000_000  # ns; times further from an event are measured from a newer one
+REBASE = 1_000_000_000  # ns; times more than this after an event are measured from a newer event
 
 
 @dataclass(frozen=True, slots=True)

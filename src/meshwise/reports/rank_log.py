@@ -64,7 +64,7 @@ def fit_clock(rank: int, samples: Sequence[tuple[int, int, int]]) -> ClockFit:
         if (misfit <= half).all():
             apart = (DRIFT + abs(slope)) * np.abs(at[:, None] - at)
             error = float((half + misfit + apart).min(axis=1).max())
-            ends = np.array([at[0] - 3.6e12, at[-1] + 3.6e12])  # extend the line by an hour at both ends
+            ends = np.array([at[0] - 3.6e12, at[-1] + 3.6e12])  # `np.interp` is constant outside: extend by an hour
             return ClockFit(Clock(rank, level, slope, error, len(samples)), ends, level + slope * (ends - at[0]))
     drift = float((offset[-1] - offset[0]) / (at[-1] - at[0]))
     return ClockFit(Clock(rank, float(offset[0]), drift, float(half.max()), len(samples)), at, offset)

@@ -19,7 +19,7 @@ from meshwise.records.files import append_lines
 from meshwise.reports.recorder import Count, Recorder
 from meshwise.reports.spans import VERSION, WIDTH, as_rows, pack
 
-EVERY = 1.0  # seconds between two writes and two samples of memory; a killed worker loses no more than this
+EVERY = 1.0  # seconds between writes, and between samples of memory; a killed worker loses about the last second
 CLOCK_EVERY = 10.0
 FIRST_ROUNDS, ROUNDS = 32, 8
 

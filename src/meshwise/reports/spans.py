@@ -123,7 +123,7 @@ def unpack(text: str, count: int) -> tuple[Column, ...]:
         columns.append(np.ascontiguousarray(planes.T).view(f"<i{width}").reshape(count).astype(np.int64))
         at += width * count
     code, gap, long, step, size, collective = columns
-    # Since start[i] = end[i-1] + gap[i] and end[i] = start[i] + long[i]:
+    # Undo `pack`, where gap[i] = start[i] - end[i-1] and long[i] = end[i] - start[i].
     end = np.cumsum(gap + long)
     return code, (end - long) * QUANTUM, end * QUANTUM, np.cumsum(step), size, np.cumsum(collective)
 
