@@ -48,7 +48,7 @@ _skipped = WeakIdKeyDictionary()  # parameters that a rank may skip
 _made = itertools.count()  # numbers the `DataParallel` objects, which all ranks make in the same order
 _GRADIENT = operator.attrgetter("grad")
 _IS_TRAINED = operator.attrgetter("requires_grad")
-ALONE = 2  # reference count of memory that only the bucket uses: its tensor, and the storage made to count
+ALONE = 2  # references to memory that only the bucket uses: its tensor, and the storage object made to count them
 LATE_GRACE = 30.0  # seconds for all ranks to reach a parameter that is new to the reduction
 
 
@@ -77,7 +77,7 @@ class DataParallel:
         self._parameters = [p for _, p in self._named]
         self._loss_carrier = _loss_carrier(named[0][1]) if piggyback_loss and dtype is None and named else None
         self._groups, self._trained = list[_Group](), list[bool]()
-        self._grouped = set[int]()  # ids of the parameters in `_groups`
+        self._grouped = set[int]()  # ids of the parameters in `_groups`, and of frozen ones
         self._calls = self._buckets = 0  # buckets of this backward: reduced so far, and in total
         self._key = f"meshwise/data/{collectives.group_key()}/{next(_made)}"
         self._backwards = 0
@@ -294,7 +294,7 @@ class DataParallel:
         else:
             everyone, trained = zip(*collectives.gather_objects(([*order, *fresh], self._trained)), strict=True)
             self._check_trained(trained)
-            fresh = list(dict.fromkeys(index for reached in everyone for index in reached))  # in the order of rank 0
+            fresh = list(dict.fromkeys(index for reached in everyone for index in reached))  # rank 0's order first
         fresh, frozen = [i for i in fresh if self._trained[i]], [i for i in fresh if not self._trained[i]]
         for p in (self._parameters[i] for i in frozen if self.unreduced):  # no backward will reduce frozen parameters
             p.grad = collectives.all_reduce_mean(torch.zeros_like(p) if p.grad is None else p.grad, of="gradients")

@@ -34,7 +34,7 @@ from meshwise.torch_compat.tree import map_tensors, tensors_in
 from meshwise.transfer import collectives, stages
 from meshwise.transfer.sharded import local_part
 
-LARGE = 8 << 20  # trim the heap after filling a storage of this many bytes: such holes would add up
+LARGE = 8 << 20  # bytes: after filling a storage this large, return freed memory to the system, or it would pile up
 
 
 @contextlib.contextmanager

@@ -164,7 +164,7 @@ def replay(entries: Sequence[Entry], keep: Iterable[int], finished: Finished) ->
 def _run(call: RecordedOp, storages: dict[int, torch.UntypedStorage], rng_only: bool) -> None:
     def real(value: Any) -> Any:
         if isinstance(value, Tensor):
-            return value.clone()  # the replay must not write into tensors from outside
+            return value.clone()  # the replay must not write into tensors that were made outside of the recording
         if value.storage not in storages:
             storages[value.storage] = torch.UntypedStorage(value.nbytes, device=value.device)
         return value.of(storages[value.storage])

@@ -199,7 +199,7 @@ class Passing:
 
     def begin_backward(self, now: Pass) -> None:
         """Free what the previous microbatch's backward has sent."""
-        if self._stages == self._pipe.size:  # with several stages per rank, the receiver may need other messages first
+        if self._stages == self._pipe.size:  # with several stages per rank, the ranks could wait for each other here
             self._free_sent(Action(False, now.action.stage, now.action.microbatch - 1))
 
     def receive_backward(self, now: Pass) -> Tensor:

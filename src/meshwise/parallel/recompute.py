@@ -81,7 +81,7 @@ def _recomputed(
     run = _Runs(forward, given, list(keywords))
     same = determinism_of_parts()
     result = checkpoint(run, *tensors, use_reentrant=False, context_fn=contexts, determinism_check=same)
-    # autograd does not count writes to a batch norm's running statistics, so possible writes count as writes.
+    # autograd does not count writes to a batch norm's running statistics, so in training they count as written.
     written += [
         (part, name, start)
         for (part, name, b), (v, start) in zip(buffers, before, strict=True)

@@ -91,7 +91,7 @@ class Sharded:
             setup.notes += said
             for module, keep in [*((unit, not reshard) for unit in parts + units), (root, bool(units) or not reshard)]:
                 check_can_be_sharded(model, module, absent)
-                # The first dim of stacked experts is already divided over ranks.
+                # The first dim of stacked experts is already divided over ranks, so divide the second.
                 fully_shard(
                     module,
                     mesh=setup.own_parts.get(module, mesh),
@@ -327,7 +327,7 @@ class Sharded:
             self._idle = nowhere - self._skipped
         elif unreached:
             if torch.accelerator.is_available():
-                torch.accelerator.synchronize()  # each rank counts before its reductions, so all have counted now
+                torch.accelerator.synchronize()  # wait for the reductions, which each rank begins only after counting
             size = collectives.world_size()
             nowhere = {name for name, keys in unreached.items() if all(default_store().add(k, 0) == size for k in keys)}
         else:
@@ -352,7 +352,7 @@ def _apply(setup: Setup) -> None:
     generates_together(setup.model)
     setup.notes += make_contiguous(setup.model)
     sharded = setup.reduction = Sharded(setup)
-    setup.coupled_gradients |= plan.reduce_each  # gradients reduced before all loss weights are known need one scale
+    setup.coupled_gradients |= plan.reduce_each  # gradients reduced before all weights are known must be scaled alike
     of_model = weakref.ref(sharded)
     setup.let_go = lambda names: [] if (held := of_model()) is None else held.let_go(names)
     register_model_load_hooks(setup.model)

@@ -100,7 +100,7 @@ def meet_without_forward(groups: Sequence[Group]) -> None:
 
 
 FIRST = 1800.0  # seconds for all ranks to reach the blocks of the first forward, which may compile
-GRACE = 60.0  # seconds for all ranks to reach a block in a new order in a later forward
+GRACE = 60.0  # the same for a later forward that runs blocks in a new order
 
 
 class GatherOrder:

@@ -58,7 +58,7 @@ class Technique:
     bind: Callable[[Optimizer, Plan, World], None] | None = None
 
 
-CARRIED = 1 + 32  # how many numbers are reduced along with the gradients: the loss, and 32 of the engine
+CARRIED = 1 + 32  # numbers reduced along with the gradients: the loss, and 32 signs of a checksum (guards/agreed.py)
 TORCH = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 

@@ -40,7 +40,7 @@ def _same_place(func: Func, args: Args, kwargs: Kwargs) -> Any:
     operands = [*args, *kwargs.values()]
     splits = split_in(operands)
     dims = max(each.dim() for each in operands if isinstance(each, Tensor))
-    first = max(splits, key=lambda each: whole_shape(each).numel())  # every rank makes the same choice
+    first = max(splits, key=lambda each: whole_shape(each).numel())  # by whole sizes, so that all ranks choose the same
     like = moved(first.part, first.part.dim - first.dim() + dims)
     new = [with_parts_of(each, like, dims) for each in operands]
     return given(func(*new[: len(args)], **dict(zip(kwargs, new[len(args) :], strict=True))), like)

@@ -91,7 +91,7 @@ def _recurrent(func: Func, args: Args, kwargs: Kwargs) -> Any:
     """Run a recurrent layer on this rank's rows: its states have the rows in dim 1."""
     x, states, weights, *options = args
     if len(args) != 9 or not is_split(x) or isinstance(weights, Tensor) or (options[2] and options[3]):
-        raise NoRule  # no rule for packed sequences and dropout between layers
+        raise NoRule  # no rule for packed sequences, or for dropout between layers
     rows = x.part if x.part.dim == (0 if options[5] else 1) else refuse()
     own = map_tensors(lambda each: filled(each, moved(rows, 1)), states)
     made, *after = func(filled(x, rows), own, [enter(gather(each), rows.axis) for each in weights], *options)

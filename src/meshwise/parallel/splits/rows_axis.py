@@ -64,7 +64,8 @@ class DataAxis(Axis):
         self._averaged.pop(key, None)
 
     def averages(self, whole: Tensor) -> bool:
-        if id(whole) not in self._averaged and self._sharded and isinstance(whole, nn.Parameter):  # FSDP may make it
+        # FSDP makes a whole parameter only when it first gathers, which may be after `average`.
+        if id(whole) not in self._averaged and self._sharded and isinstance(whole, nn.Parameter):
             groups = [group for ref in self._sharded if (module := ref()) is not None for group in groups_of(module)]
             self._note(p for group in groups for _, p in group.wholes())
         return id(whole) in self._averaged

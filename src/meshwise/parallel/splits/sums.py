@@ -49,7 +49,7 @@ def _summed(mean: bool) -> Callable[[Func, Args, Kwargs], Any]:
                 return NotImplemented
             count = math.prod(whole_shape(x)[each] for each in asked)
         with at_level(0), _parts(x):
-            wide = {"dtype": torch.float32} if x.dtype in HALF and "dtype" not in kwargs else {}  # as torch.sum does
+            wide = {"dtype": torch.float32} if x.dtype in HALF and "dtype" not in kwargs else {}  # torch adds in fp32
             total = torch.sum(*args, **{**kwargs, **wide})
         return _over(total, x.parts[0].axis, count if mean else 1, x.dtype if wide else total.dtype)
 
