@@ -20,7 +20,7 @@ UNKNOWN = "unknown"
 """The user writes this word in place of a figure to mark it as unknown, even if the catalog has a value."""
 LARGEST = 2**53
 """The largest integer to accept. No machine has larger counts or sizes, and a float would round them."""
-SHORTEST, LONGEST = 1e-12, 1e9  # limits in seconds for one transfer; other values have a wrong unit
+SHORTEST, LONGEST = 1e-12, 1e9  # limits in seconds for one transfer, to detect values in a wrong unit
 Table = Mapping[str, Any]
 Read = Callable[[Any, str], Any]
 """`read(value, place)` converts a value of the file. `place` says where the value is, for errors."""

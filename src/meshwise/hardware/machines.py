@@ -41,7 +41,7 @@ def find_machine(words: str | Path | None = None, *, torch: bool = True) -> Mach
 
 def read_machine(path: Path) -> Machine:
     """Read a machine file. Raises UsageError if it cannot be read or is not a machine file."""
-    if path.exists() and not (path.is_file() or path.is_dir()):  # reading a pipe or a device would never end
+    if path.exists() and not (path.is_file() or path.is_dir()):  # reading a pipe or a device might never end
         raise UsageError(f"{path} is not a regular file. Write a machine file with meshwise bench --save FILE.")
     try:
         text = path.read_text(encoding="utf-8")

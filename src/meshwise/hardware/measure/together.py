@@ -25,7 +25,7 @@ from meshwise.spec.units import bytes_text, seconds_text
 from meshwise.transfer.collectives import all_reduce, gather_objects
 
 PING_SECONDS = 0.01
-COMPUTING, WIDTH = 5e-3, 192  # matrix products before a call, as in a training step: their seconds and width
+COMPUTING, WIDTH = 5e-3, 192  # seconds and width of the matrix products that run before a call, as in a training step
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def measure_path(
         if on_cpu:
             before = time.perf_counter()
             in_step.append(_in_step(timed, case.counts, member, share, median(samples[case.size])))
-            at += time.perf_counter() - before  # exclude these calls from the cost, since larger sizes may make fewer
+            at += time.perf_counter() - before  # not part of `cost`: a larger size may make fewer of these calls
         wrong = wrong or check_path(path, member, case, 2 * number + 1)
         cost = agree(time.perf_counter() - at - more)[0]
         if wrong:

@@ -173,7 +173,7 @@ def links_text(machine: Machine, width: int) -> list[Text]:
     """Return lines that show the links between devices and between hosts."""
     names = [device.name for device in machine.devices]
     pairs = [link for link in machine.links if {link.source, link.target} <= set(names)]
-    classes = [link for link in machine.links if link.source == link.target == DEVICE]  # in described machines
+    classes = [link for link in machine.links if link.source == link.target == DEVICE]  # each stands for all pairs
     network = _alike([link for link in machine.links if link.source.startswith(NODE)])
     lines = [labelled("links", f"any two devices of a host: {_sentence(link)}") for link in classes]
     return [
