@@ -238,7 +238,7 @@ def culprit(failures: Sequence[Failure], ranks: int = 0) -> Failure:
     """
     later = {"left": 1, "victim": 2}
     first = min(failures, key=lambda failure: (later.get(failure.kind, 0), failure.time))
-    if first.kind == "victim" or MORE_MEMORY in first.notes:  # use the smaller plan that another rank suggested
+    if first.kind == "victim" or MORE_MEMORY in first.notes:  # a killed rank gets another's smaller plan, a victim none
         known = [failure.smaller for failure in failures if failure.smaller]
         first = replace(first, smaller=known[0] if known and first.kind == "killed" else ())
     lost = {f.rank for f in failures if any(word in f.message.lower() for word in _CONNECTION_WORDS)}

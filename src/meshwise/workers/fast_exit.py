@@ -45,7 +45,7 @@ def _end() -> None:
     if not _codes:
         return
     threading.excepthook = lambda _: None  # hide errors of daemon threads that use an emptied module
-    sys.setswitchinterval(60)  # keep other threads from creating objects during the listing
+    sys.setswitchinterval(60)  # keep other threads from creating objects while `get_objects` lists them
     _flush(*[each for each in gc.get_objects() if type(each) in WRITERS])
     for module in list(sys.modules.values()):
         if (file := getattr(module, "__file__", None)) and is_users(file):

@@ -60,7 +60,7 @@ class FileView:
     def __init__(self, folder: str, free: Iterable[str] = ()) -> None:
         """free: files and folders, besides `free_folders`, that the program uses as they are."""
         self.files, self._gone, self.temporary = (f"{folder}/{name}" for name in ("files", "gone", "tmp"))
-        for each in (self.files, self._gone, self.temporary):  # `temporary` must exist, since bind is not redirected
+        for each in (self.files, self._gone, self.temporary):  # programs use `temporary` directly, so it must exist
             os.makedirs(each, exist_ok=True)
         self._free = tuple(each + os.sep for each in (*free_folders(), *map(os.path.realpath, free), folder))
 
@@ -128,7 +128,7 @@ class FileView:
         logical = self.logical(path, follow)
         place = "" if logical is None else self.place(logical)
         if logical is None or not (os.path.lexists(place) or os.path.lexists(logical)):
-            return path  # so that the error names the requested path
+            return path  # a missing file: the error must name the requested path
         return path if place == os.path.abspath(os.fsdecode(path)) else place
 
     def written(self, path: Any, follow: bool = True, keep: bool = False) -> Any:
@@ -173,7 +173,7 @@ class FileView:
                 self.copy(os.path.join(path, name), inside=True)
         elif not os.path.lexists(mine):
             shutil.copy2(place, mine, follow_symlinks=False)
-            if self.original(path) != place:  # `place` was changed while it was copied
+            if self.original(path) != place:  # `place` changed during the copy: copy the contents from before
                 os.unlink(mine)
                 self.copy(path)
 

@@ -34,7 +34,7 @@ ASKS, ANSWERS = len(HELLO) + NONCE, len(HELLO) + NONCE + CODE
 MOST = 16 << 20
 """The largest length of a message, in bytes."""
 HEAD, NUMBER = struct.Struct("!I"), struct.Struct("!Q")
-TIMEOUT = 30.0  # seconds for a new connection to prove the secret
+TIMEOUT = 30.0  # seconds for a new connection to prove that it knows the secret
 PAUSE = 0.01  # seconds to wait after a failed attempt to accept a connection
 
 

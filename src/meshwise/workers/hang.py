@@ -27,12 +27,12 @@ from meshwise.workers.nodes import RemoteBeat
 from meshwise.workers.stuck import STATES, Idleness, standing, state_of, stuck_child
 
 INTERVAL = 0.25  # seconds between checks
-LOST = 0.5  # count at most this many seconds between two checks: a launcher that was stopped has missed reports
+LOST = 0.5  # most seconds of silence to count between two checks: if the launcher was stopped, it missed reports
 LEAST = 2.0  # seconds: a shorter silence is ignored
-OF_STOPPED = 5.0  # seconds for a stopped process, whose silence no step, compiling or writing explains
+OF_STOPPED = 5.0  # seconds until a stopped process is reported, even if it was compiling or saving
 FEW = 5  # steps needed to know how long a step takes
 HANG_LIMIT = 60.0
-OF_PLAIN = 600.0  # seconds for a program that does not call meshwise, like NCCL's timeout: rank 0 may write for minutes
+OF_PLAIN = 600.0  # least limit in seconds, like NCCL's, for programs without meshwise: rank 0 may write for minutes
 ASKED = "collectives"
 """A message of this kind asks a rank which collectives its device waits for. The launcher sends it (worker.py)."""
 NOBODY: Mapping[int, RemoteBeat] = {}
@@ -102,7 +102,7 @@ def find_stall(beats: Mapping[int, Beat], silent: Collection[int]) -> Stall | No
     if roots:  # the ranks that the others wait for make progress
         return None
     ours, everyone = all(beat.ours for beat in beats.values()), len(silent) == len(beats)
-    stuck = {rank: wait for rank, wait in waiting.items() if not late[rank]}  # in a collective that all ranks entered
+    stuck = {rank: wait for rank, wait in waiting.items() if not late[rank]}  # they wait, though all ranks have entered
     if stuck and (any(late.values()) or (everyone and (ours or len(waiting) == len(beats)))):
         first = min(stuck.values(), key=lambda wait: wait.at)
         return Stall(sorted(rank for rank in stuck if stuck[rank].group == first.group), waiting, first, inside=True)

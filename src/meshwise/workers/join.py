@@ -151,7 +151,7 @@ def _take_device(world: World) -> World:
 
 def _see_one_gpu(local_rank: int) -> None:
     count = torch.cuda.device_count()  # with NVML, this does not initialize CUDA
-    if count < 2:  # no GPU is visible, or only one, as when the parent process has chosen it
+    if count < 2:  # nothing to choose: no GPU is visible, or only one, perhaps chosen by the parent process
         return
     if local_rank >= count:
         raise UsageError(f"torch finds only {count} GPUs, so local rank {local_rank} has none. Start fewer processes.")
@@ -163,7 +163,7 @@ def enter_process_group(world: World, store: Any = None) -> None:
     """Make the process group, with gloo for CPU tensors and, if there is CUDA, nccl for CUDA tensors."""
     global _made_group
     _refuse_without_rank_0(world)
-    alone = world.local_size == world.size  # use `lo` if all ranks are on this machine: its name may not resolve
+    alone = world.local_size == world.size  # then use `lo`, since this machine's host name may not resolve
     interface = "lo" if alone else interface_towards(os.environ["MASTER_ADDR"])
     if interface is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)

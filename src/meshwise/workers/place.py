@@ -130,7 +130,7 @@ def place_in(environment: Mapping[str, str]) -> Place:
         if step is not None and step.size == inner.size:
             return replace(step, rank=inner.rank, rendezvous=inner.rendezvous)
     if inner is None and ("OMPI_COMM_WORLD_SIZE" in environment or "MPI_LOCALRANKID" in environment):
-        inner = of_mpi(environment)  # mpirun's daemons run in a Slurm step, whose variables the ranks inherit
+        inner = of_mpi(environment)  # before Slurm's: mpirun's ranks inherit the variables of its daemons' Slurm step
     found = inner or of_slurm(environment) or of_mpi(environment) or ALONE
     if found.size > 1 and {"MASTER_ADDR", "MASTER_PORT"} <= environment.keys() and found.rendezvous is None:
         return replace(found, rendezvous=(environment["MASTER_ADDR"], int(environment["MASTER_PORT"])))

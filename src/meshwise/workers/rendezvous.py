@@ -37,7 +37,7 @@ from meshwise.workers.secret import SET_ONE, Secret, secret_of
 TIMEOUT = 600.0  # seconds for rank 0 to begin to listen
 PORTS = 8  # number of ports to try, derived from job, step and attempt
 PATIENCE = 20.0  # seconds after which a rank says what it waits for
-STRANGERS = 60.0  # seconds to keep trying while the listener does not know the secret
+STRANGERS = 60.0  # seconds to keep trying if a process answers that does not know the secret
 REACH, ANSWER = 2.0, 5.0  # seconds for a connection, and for a proof or a message
 PURPOSE = "rendezvous"
 

@@ -19,7 +19,7 @@ from meshwise.workers.control_groups import read_text
 from meshwise.workers.heartbeat import SIGNAL
 
 WINDOW = 5.0  # seconds between readings of a process's CPU time
-SHARE = 0.02  # share of a core: a computing process uses more, even as one of 30 on 2 cores; one that polls uses less
+SHARE = 0.02  # share of a core: computing uses more, even if 30 processes share 2 cores, and polling uses less
 TICKS = os.sysconf("SC_CLK_TCK")
 ANSWER = 0.5  # seconds to wait for a process to write its stack
 SETTLED = 0.03  # after this many seconds without output, the stack is complete

@@ -30,7 +30,7 @@ SLOTS = 4096
 LINES = HEADER.size + SLOTS * ENTRY.size
 BATCH = "batch"
 """The name of the call by which a loop asks for its next batch (see `Verb`)."""
-FACTOR, MASK = 1_000_003, (1 << 32) - 1  # constants of the checksum: FNV over whole words
+FACTOR, MASK = 1_000_003, (1 << 32) - 1  # for the checksum: a polynomial in FACTOR, modulo 2^32
 NOWHERE = (0, 0)
 UNKNOWN: tuple[int, None, int, list[int]] = 1, None, 0, []
 in_progress: set[str] = set()

@@ -26,7 +26,7 @@ MOST = 1000
 """The largest number of paths that a worker reports, since a program may write a new file in every step."""
 CREATES = os.O_CREAT | os.O_APPEND | os.O_TRUNC
 _SYSTEM = ("/dev/", "/proc/", "/sys/")
-_NOBODYS = re.compile(r"(/\.[^/]|/__pycache__/|\.lock$|\.pyc$)")  # hidden files and folders are caches or settings
+_NOBODYS = re.compile(r"(/\.[^/]|/__pycache__/|\.lock$|\.pyc$)")  # caches, settings, bytecode and locks
 CACHES = (
     "XDG_CACHE_HOME",
     "TORCH_HOME",
@@ -48,7 +48,7 @@ class FileWatch:
         it. ignored: folders whose files are never reported."""
         caches = [os.environ[name] for name in CACHES if name in os.environ]
         self._ignored = tuple(os.path.realpath(folder) + os.sep for folder in (*ignored, *caches))
-        self._temporary = os.path.realpath(tempfile.gettempdir()) + os.sep  # read now, because `gettempdir` opens files
+        self._temporary = os.path.realpath(tempfile.gettempdir()) + os.sep  # before the watch: `gettempdir` opens files
         self._tell, self._told, self._process = tell, set[str](), os.getpid()
 
     def begin(self) -> None:
