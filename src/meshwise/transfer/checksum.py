@@ -21,7 +21,7 @@ from meshwise.transfer.splitmix import GOLDEN, signed
 
 BLOCK_WORDS = 1 << 16
 BLOCK_BYTES = 4 * BLOCK_WORDS
-_AT_ONCE = 16  # blocks that a device multiplies at once (8 MiB); the host takes one block at a time, for its cache
+_AT_ONCE = 16  # blocks that a device multiplies at once (8 MiB); the host takes one at a time, which fits in its cache
 _NOT_ZERO = signed(GOLDEN)  # added to each sum, so that sums corrupted to zero are detected
 
 

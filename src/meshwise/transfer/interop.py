@@ -81,7 +81,7 @@ def _from_cuda_interface(array: Any) -> Tensor:
         raise UsageError(f"{_name(array)} is on a CUDA device, but torch finds none. Copy the array to the host first.")
     stream = facts.get("stream")
     if stream is not None:
-        # In this interface, 1 is the legacy default stream, torch's default, and 2 is the thread's default stream.
+        # In this interface, 1 is the legacy default stream (torch's default), and 2 is the thread's default stream.
         owner = torch.cuda.default_stream() if stream == 1 else torch.cuda.ExternalStream(stream)
         torch.cuda.current_stream().wait_stream(owner)
     return torch.as_tensor(array, device="cuda")

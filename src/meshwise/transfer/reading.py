@@ -31,8 +31,8 @@ from meshwise.transfer import collectives, stages
 KEY = "meshwise/read"
 ENDED = "ended"
 POLL, SLOWEST = 0.0005, 0.02  # seconds between two polls, at first and later
-TICK = 0.5  # seconds between checks of the other ranks' positions
-MISMATCH = 1 << 40  # a rank whose fact differs adds this to the counter
+TICK = 0.5  # seconds between checks of this rank's progress, and of the other ranks'
+MISMATCH = 1 << 40  # in `agree`, a rank whose fact differs adds this to the counter
 
 SHARDED = (
     "{here}: rank {rank} reads a sharded tensor, and {other}. Each rank has a part of the tensor, so all ranks must "
@@ -41,7 +41,7 @@ SHARDED = (
 )
 
 _past = [0]  # the number of reads that all ranks have reached
-_unmet = [False]  # a list, not thread-local, because a backward runs in other threads
+_unmet = [False]  # whether `meet` returns at once; not thread-local, because a backward runs in other threads
 
 
 @contextlib.contextmanager
@@ -148,7 +148,7 @@ def _look_out() -> None:
         while dist.is_initialized() and not over.wait(TICK):
             now = dict(collectives.entered)
             if now == before and not said:
-                where = user_place(sys._current_frames().get(main or 0))  # a stored frame would keep models alive
+                where = user_place(sys._current_frames().get(main or 0))  # do not keep the frame: it keeps models alive
                 store.set(f"{KEY}/at/{rank}", json.dumps([where, now]))
             said, before = now == before, now
 
