@@ -53,7 +53,7 @@ def repeated_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
     model. Containers inside a layer are not searched. A container inside a container is searched if it is no sequence,
     or if it is a sequence of repeated layers, such as a stage of a ResNet.
     """
-    entries = dict[nn.Module, str]()  # a dict, because a list with two parents is found twice
+    entries = dict[nn.Module, str]()  # a dict, because a container with two parents is searched twice
     for name, module in _entries("", model):
         entries.setdefault(module, name)
     kinds = Counter(map(type, entries))

@@ -35,7 +35,7 @@ def compile_blocks(model: nn.Module, backend: str | None = None) -> list[str]:
     blocks = repeated_blocks(model) or blocks_of(model) or [("", model)]
     for _, block in blocks:
         for part in block.modules():
-            if isinstance(part.forward, functools.partial):  # a wrapper of another technique, which communicates
+            if isinstance(part.forward, functools.partial):  # a wrapper that communicates: keep it out of the graph
                 vars(part)["forward"] = torch.compiler.disable(part.forward)
         put_forward(block, _Compiled(block.forward, backend or BACKEND))
     return [name or "the whole model" for name, _ in blocks]
