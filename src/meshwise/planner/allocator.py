@@ -125,7 +125,7 @@ class _Heap:
         if self.cap is not None and self.reserved + whole > self.cap:
             return None
         self.reserved += whole
-        self.next_address += whole + BLOCK  # a gap, since segments are not adjacent
+        self.next_address += whole + BLOCK  # leaves a gap, as between segments of a real device
         return _Block(whole, self.next_address - whole, stream, small)
 
     def _give_back(self) -> None:
@@ -155,7 +155,7 @@ def replay(works: Sequence[Work], cap: int | None = None, first: Sequence[int] =
     allocated = reserved = 0
     for event in _events(works, first):
         if isinstance(event, Free):
-            if (block := blocks.pop(event.storage, None)) is not None:  # host memory is not in `blocks`
+            if (block := blocks.pop(event.storage, None)) is not None:  # None for host memory and empty tensors
                 heap.give(block)
             continue
         if event.on_host or event.size == 0 or event.storage in blocks:
@@ -171,7 +171,7 @@ def replay(works: Sequence[Work], cap: int | None = None, first: Sequence[int] =
 def _events(works: Sequence[Work], first: Sequence[int]) -> Iterator[Allocate | Free]:
     for number, size in enumerate(first):
         yield Allocate(-1 - number, size, "temporary")
-    for work in works:  # `replay` skips storages that it has
+    for work in works:  # several works may list the same storage: `replay` uses only the first
         yield from work.held
         yield from (event for event in work.events if not isinstance(event, Launch))
 

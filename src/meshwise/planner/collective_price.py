@@ -159,7 +159,7 @@ def _nccl(collective: CollectiveOperation, machine: Machine, group: Group) -> Pr
                 continue
             bus = rate * factor * PROTOCOL[protocol]
             costs.append((latency, collective.size * bus_factor(collective.kind, group.ranks) / bus))
-    latency, moving = min(costs, key=sum)  # a ring with the simple protocol always exists
+    latency, moving = min(costs, key=sum)  # `costs` is never empty: a ring can always use the simple protocol
     both = _mixed(latency, FIGURES["nccl.small"].spread, moving, spread)
     return priced(latency + moving, both, origin, COMMUNICATION)
 

@@ -173,7 +173,7 @@ class _Longer:
         one, other = self.short.refers[before], self.long.refers[place]
         if len(one) == len(other):
             return [self._fixed_refer(old, new) for old, new in zip(one, other, strict=True)]
-        found: list[int] = []  # the launch waits for one event of each repeated piece
+        found: list[int] = []  # the launch waits for an event in every copy of a repeated piece
         rest = list(one)
         for new in other:
             piece = self.pieces.of(new)
@@ -203,7 +203,7 @@ class _Longer:
         places = range(piece.at, piece.at + piece.length)
         ways = [(place, self.long.events[place], *self._ways(piece, place)) for place in places]
         for copy in range(self.times):
-            outer = copy in (0, self.times - 1)  # check only these: copies in between refer to each other
+            outer = copy in (0, self.times - 1)  # check these: if they are right, so are the copies in between
             for place, event, refers, number in ways:
                 own = [start + copy * slope for start, slope in refers]
                 at = None if number is None else number.start + copy * number.slope

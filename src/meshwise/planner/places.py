@@ -70,7 +70,7 @@ class Places(Recorder):
         if _until and _until[-1][1]() > _until[-1][0]:
             raise OutOfTime
         self._name = name
-        self._inside = self._last = ""  # pipeline.Leave may end a forward inside a block
+        self._inside = self._last = ""  # `pipeline.Leave` may end a forward inside a block without calling its hooks
         if phase == "optimizer":
             self._starts, self._blocks = [], []
 
@@ -85,7 +85,7 @@ class Places(Recorder):
         if self._inside or self.phase == "forward":  # in a backward, `_inside` is set by recompute
             return self._inside
         node = node_under_way()
-        if node is not None and node <= next_node():  # nodes that accumulate gradients have the highest numbers
+        if node is not None and node <= next_node():  # not a node that accumulates a gradient: its number is highest
             at = bisect_right(self._starts, node) - 1
             self._last = self._blocks[at] if at >= 0 else ""
         return self._last

@@ -85,7 +85,7 @@ class Record:
         if self.phase in ("forward", "backward") and _tells_values(func, args):
             self.reads_values = True
         out = run()
-        if out is NotImplemented:  # operators on the local parts of DTensors follow
+        if out is NotImplemented:  # a call on DTensors: its operators on the local parts are recorded when they run
             return out
         given = [out] if isinstance(out, Tensor) else list(tensors_in(out))
         for tensor in given:

@@ -149,7 +149,8 @@ class _Loop(Places):
     def begin_step(self, step: int) -> None:
         """Begin a step when its batch is read. Raises RehearsalEnds if enough steps have been recorded."""
         super().begin_step(step)
-        self._record.allocated_since(self._asked if self._known else 0, "input")  # everything allocated before is input
+        # At the first step, all memory so far counts as input, until `_look` names what the models hold.
+        self._record.allocated_since(self._asked if self._known else 0, "input")
         self._look()
         by_hand = self._trained and not self._engine.phases.optimizers  # without an optimizer, each batch is a step
         self._stepped = self._stepped or by_hand

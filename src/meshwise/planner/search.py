@@ -169,7 +169,7 @@ class _Searching:
         self._begun, self._seconds = clock(), seconds
         self._open = dict.fromkeys(plans)
         self._over = False
-        self._rate = 0.0  # maximum seconds per traced part of a rehearsal
+        self._rate = 0.0  # the most seconds that a rehearsal has taken per traced part
         self._first: tuple[tuple[Plan, Guess], ...] = ()
         self.estimates: dict[Plan, Estimate] = {}
         self._refused: dict[Plan, str] = {}
@@ -250,7 +250,7 @@ class _Searching:
         except PlanError as error:
             self._refused[plan] = str(error)
             self._cannot.add(plan)
-        except UsageError as error:  # the program fails under any plan: report it at once
+        except UsageError as error:  # if no plan has worked yet, the program itself fails: report it at once
             if not self.estimates:
                 raise
             self._refused[plan] = str(error)

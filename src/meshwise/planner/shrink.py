@@ -133,7 +133,7 @@ class Stages:
 
         def moved(event: Launch) -> Launch:
             number, module = axis.read(event)[1], event.module
-            if number is not None and number // self.blocks >= traced:  # an earlier stage's block is not moved
+            if number is not None and number // self.blocks >= traced:  # blocks of earlier stages keep their names
                 module = axis.write(event, number + by)[0]
             same = what(event.what) if isinstance(event.what, CollectiveOperation) else event.what
             if same is event.what and module == event.module:

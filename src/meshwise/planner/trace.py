@@ -82,7 +82,7 @@ def trace(
     speeds: Sequence[Hashable] = (),
     marked: bool = False,
     more: bool = False,
-    third: bool | None = None,  # whether to trace the third of four stages that represent more (shrink.py)
+    third: bool | None = None,  # if only FEW_STAGES stages are traced: whether to trace the third (see shrink.py)
 ) -> list[Trace]:
     """Trace what the ranks of a plan do in a step of a job."""
     mail: stages.Mail = {}
@@ -197,7 +197,7 @@ def _batches(job: Job, count: int, world: World) -> list[list[Microbatch]]:
     data = open_data(job, job.data(), "training set")
     order = epoch_order(job.seed, 0, data.samples)
     steps = list(itertools.islice(epoch_slices(order, job.batch_size, world, count), STEPS))
-    return [list(read_slices(data.read, step, 0)) for step in (steps * STEPS)[:STEPS]]  # a single step is repeated
+    return [list(read_slices(data.read, step, 0)) for step in (steps * STEPS)[:STEPS]]  # a lone step is used twice
 
 
 def _steps(

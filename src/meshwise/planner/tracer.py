@@ -94,7 +94,7 @@ class Tracer:
         self.job = replace(job, data=functools.cache(job.data), loader_workers=0)
         self.batch_size = job.batch_size
         self._kept: dict[Hashable, list[Trace]] = {}
-        self._alike: set[Hashable] = set()  # plans, without sizes, whose third stage did the same as their second
+        self._alike: set[Hashable] = set()  # `Stages.sort` of plans whose third stage did the same as the second
 
     def __call__(self, plan: Plan, kind: str, speeds: Sequence[Hashable] = (), extent: Extent = "whole") -> list[Trace]:
         """Trace the job's step under a plan."""

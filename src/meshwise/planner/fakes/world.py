@@ -107,7 +107,7 @@ def fake_world(rank: int, size: int) -> Iterator[None]:
             patch.object(dist, "broadcast_object_list", lambda box, **others: None),
             patch.object(_fsdp_param, "_chunk_with_empty", _Chunks),
             patch.object(_sharding_prop, "detect_fake_mode", lambda *inputs: fake.plain_mode()),
-            # A copied model has copies of its DTensors, which share the mesh.
+            # A deep copy of a model copies its DTensors. The copies must keep the same mesh.
             patch.object(DeviceMesh, "__deepcopy__", lambda mesh, memo: mesh, create=True),
             patch.multiple(DeviceMesh, **{name: _on_real(name) for name in _MESH_METHODS if hasattr(DeviceMesh, name)}),
         ):

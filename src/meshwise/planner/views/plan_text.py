@@ -29,7 +29,7 @@ HOST_WORTH_SAYING = 1 << 20  # bytes; less host memory is not mentioned
 def plans_text(plans: Any, width: int | None = None) -> Text:
     """Return the plans of `plan.Plans` as text for a terminal, at most `width` characters wide."""
     head, counts = titles(plans)
-    columns = plan_columns(plans)  # less important columns are left out on a narrow screen
+    columns = plan_columns(plans)
     left = [title for title in columns if title in ("plan", "most of it") or title.startswith(("in ", "fits"))]
     lines = [Text.assemble((head, "bold"), f"  {counts}"), Text()]
     lines += columns_lines(columns, width or NO_LIMIT, left=left, less_needed=LESS_NEEDED) + _below(plans)
