@@ -51,7 +51,7 @@ class Array:
 
     @shape.setter
     def shape(self, wanted: Any) -> None:
-        before = Array.__new__(Array)  # so that existing views of this memory stay valid
+        before = Array.__new__(Array)  # the original, of which `self` becomes a view
         before._become(self)
         found = before.reshape(wanted)
         if found.alias is None and before.alias is not None:

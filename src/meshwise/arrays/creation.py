@@ -281,7 +281,7 @@ def eye(
     """Make a matrix with ones on diagonal number `k` and zeros elsewhere."""
     kind = space.default_float if dtype is None else as_dtype(dtype)
     n_cols = n_rows if n_cols is None else n_cols
-    k = max(-n_rows, min(k, n_cols))  # larger offsets do not fit into torch's 64-bit integers
+    k = max(-n_rows, min(k, n_cols))  # larger offsets also give zeros, but may not fit into 64 bits
 
     def part(own: Shape, where: tuple[slice, ...], at: torch.device) -> Tensor:
         rows, columns = (torch.arange(each.start, each.stop, device=at) for each in where)

@@ -168,7 +168,7 @@ def _vector(x: Array, name: str, axis: int, n: int | None, norm: str) -> Array:
     if name in ("fft", "ifft") and n in (None, length) and length >= LONG and _divisor(length, len(held.places)):
         return _in_parts(x, name, axis, norm)
     lies = sharding((fullest(held),))
-    if length >= LONG:  # not split, as the length is prime or changes, or the numbers are real
+    if length >= LONG:  # cannot be split: no divisor fits, `n` changes the length, or the numbers are real
         tell(x, name, lies)
     whole = reshard(x, lies, name)
     parts = tuple(
