@@ -25,7 +25,7 @@ class DevicesLeft:
 
     def __init__(self, slots: Sequence[WorkerSlot], sys: Path = Path("/sys")) -> None:
         self._slots, self._sys = list(slots), sys
-        # An address is kept only if the system lists it: some containers and virtual machines list no devices.
+        # Some containers and virtual machines list no devices. Without an address, a device never counts as gone.
         self._addresses = [pci if is_there(sys, pci) else "" for pci in (pci_address(slot.name) for slot in slots)]
         self._used = self._left = list(range(len(slots)))
         self._early: Counter[int] = Counter()

@@ -157,7 +157,7 @@ def run_in(folder: Path, program: object) -> dict[str, Any]:
             f"submit {folder}, or continue it on this machine: meshwise run --resume {folder}"
         )
     try:
-        if not script:  # a script's states are not in its run folder
+        if not script:  # a script may save its states elsewhere
             refuse_without_progress(folder, facts)
         refuse_changed_code(folder, word)
     except MeshwiseError as error:  # recorded, so that the run shows why it does not continue

@@ -130,7 +130,7 @@ class Named:
 
 def _read(options: RunOptions, forks: Forks) -> Named:
     """Return the job's name and batch size. If this process has not imported torch, a forked process reads the job."""
-    slot = worker_slots(options)[0]  # asks torch which accelerators there are
+    slot = worker_slots(options)[0]  # imports torch if it has to look for accelerators
     alone = isinstance(options.job, Job) or "torch" in sys.modules
     server = None if alone else forks.server(os.environ | loaded_with(slot))
     return Named(*(_named(options) if server is None else server.call(_named, options)))

@@ -152,4 +152,4 @@ def _is_over(folder: Path) -> bool:
     facts = names.read_run(folder)
     if slurm.newest(jobs_of(facts)) or facts.get("status") == names.RUNNING:
         return False
-    return facts.get("status") != names.QUEUED or slurm.answers()  # without squeue, a queued run may still start
+    return facts.get("status") != names.QUEUED or slurm.answers()  # if squeue does not answer, the run may still start
