@@ -260,7 +260,7 @@ class DataParallel:
         store = reducer.default_store()
         keys = [f"{self._key}/unused/{self._backwards}/{name}" for name, _ in missing]
         for key, (_, p) in zip(keys, missing, strict=True):
-            store.add(key, int(id(p) not in before))  # 0 if an earlier backward left a gradient
+            store.add(key, int(id(p) not in before))  # 0 if an earlier backward left a gradient, which must stay
         torch.stack([(p * 0).sum().real.float() for _, p in missing]).sum().backward()
 
         def missed_by_all() -> None:
