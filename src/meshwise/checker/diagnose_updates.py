@@ -26,7 +26,7 @@ def skipped_step(evidence: Evidence) -> str:
     mine, theirs = (_values(trace) for trace in (evidence.reference, evidence.actual))
     moved = _moved(mine, step)
     if not moved or _moved(theirs, step) or not any(_moved(theirs, n) for n in range(1, len(theirs)) if n != step):
-        return ""  # if no step ever changes any, the optimizer holds other parameters
+        return ""  # if no step moves a parameter, the optimizer holds other parameters
     gone = bool(one.clipped_gradients) and not plan.clipped_gradients
     why = "gradients are gone when optimizer.step() is called" if gone else "optimizer.step() changes nothing"
     return f"no parameter moves in step {step} under the plan: {why}. {WRITE_STEPS}"

@@ -238,7 +238,7 @@ class EngineWatcher:
     def step_begins(self, optimizer: Optimizer) -> None:
         """Record the state at the beginning of an optimizer step."""
         if self.tracer is None and self._job is not None:
-            self._start()  # a closure asks for the first batch inside the step
+            self._start()  # no batch was read yet: the step's closure asks for the first one
         if self.tracer is None:
             return
         self._wait_for_ranks("optimizer.step")
@@ -329,7 +329,7 @@ class EngineWatcher:
         divided = plan.state_divided and not plan.parameters_divided
         across_ranks.collect_step(state, model, optimizer, divided=divided)
         state.scheduler = scheduler_numbers(scheduler)
-        for kind in ("parameters", "buffers", "optimizer_state"):  # where unchanged, keep the last step's tensor
+        for kind in ("parameters", "buffers", "optimizer_state"):  # share unchanged tensors, to save memory
             before = getattr(self.found.trace.steps[-1], kind)
             now = getattr(state, kind).items()
             setattr(state, kind, {n: before[n] if n in before and torch.equal(t, before[n]) else t for n, t in now})
@@ -373,7 +373,7 @@ class EngineWatcher:
                 by_hand = any(map(_is_by_hand, trace.steps))
                 trace.hints = self.hints.end(by_hand=by_hand, per_rank=self._engine.whole is None)
             for place in self._unsummed:
-                trace.evaluation[f"the loop at {place}, {UNSUMMED}"] = math.nan  # missing on one device, so they differ
+                trace.evaluation[f"the loop at {place}, {UNSUMMED}"] = math.nan  # one device lacks it: a difference
         return self.found
 
     def _wait_for_ranks(self, where: str) -> None:

@@ -110,7 +110,7 @@ class Hints:
             none = all(p.grad is None or not p.grad.any() for p in model.parameters())
             window.zeroed += [self._zeroed] if self._zeroed and none else []
             window.ticked += [self._ticked] if self._ticked else []
-            window.moved |= now != window.parameters  # parameters have changed, e.g. by a look-ahead step
+            window.moved |= now != window.parameters  # whether parameters have changed, e.g. by a look-ahead step
         window.backwards, window.parameters = window.backwards + 1, now
         self._zeroed = self._ticked = ""
 

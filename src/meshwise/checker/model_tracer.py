@@ -182,7 +182,7 @@ class ModelTracer:
             yield
         self._own, self._in_backward = None, False
         if self._of_loss is not None:
-            self._of_loss.remove()  # since code that inspects gradients skips tensors with hooks
+            self._of_loss.remove()  # a hook left on the loss would count as the program's
         # A recomputation that repeats the forward's draws adds nothing to the log.
         self.step.rng_mismatch |= len(self.draws.log) > drawn
         self._norms_left = local_norms(self._model)

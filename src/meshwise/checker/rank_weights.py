@@ -45,7 +45,7 @@ def weights_in(reference: StepTrace, actual: StepTrace, names: Iterable[str] | N
     most = NOISE * largest(reference.gradients.values())
     wanted = [n for n, g in reference.gradients.items() if largest([g]) > most] if names is None else list(names)
     held = [n for n in wanted if any(n in g for g in own.values())]
-    if not held or (names is None and len(held) < len(wanted)):  # no rank has all of a divided gradient
+    if not held or (names is None and len(held) < len(wanted)):  # `own` lacks divided gradients: no rank has them whole
         return None
     columns = list[Tensor]()
     wanted_of: tuple[list[Tensor], list[Tensor]] = [], []

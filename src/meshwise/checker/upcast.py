@@ -88,7 +88,7 @@ def _in_float64(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     name = operator_name(operator)
     if name in OF_A_SCALER:
         return _narrow(operator, args)
-    if kwargs.get("dtype") in WIDE and not (name == "empty" and list(args[0]) == [0]):  # torch.load fills empty(0)
+    if kwargs.get("dtype") in WIDE and not (name == "empty" and list(args[0]) == [0]):  # torch.load sets its storage
         kwargs = {**kwargs, "dtype": WIDE[kwargs["dtype"]]}
     args, kwargs = _read_as_float64(operator, args, kwargs)
     if name == "_grouped_mm":

@@ -45,7 +45,7 @@ def reads(ranks: Sequence[Record], one: Record, agrees: bool) -> Iterator[Findin
         shared = len(passes) == len(ranks) > 1 and not has_own_data(ranks)
         if first.number == 0 and shared and not draws_again and not any(p.endless for p in passes):
             once = OF_ACCELERATE if ranks[0].accelerate else OF_DDP
-            if ranks[0].norms and not ranks[0].accelerate:  # model.module does not broadcast norms as DDP does
+            if ranks[0].norms and not ranks[0].accelerate:  # unlike DDP, model.module does not broadcast statistics
                 once += f"; {BROADCAST}"
             yield from _shares(passes, trained, agrees, once)
         earlier = [p for p in ranks[0].passes if p.loader == first.loader and p.number == first.number - 1]
@@ -126,7 +126,7 @@ def schedule(ranks: Sequence[Record], one: Record, pairs: Sequence[tuple[Step, S
         return
     horizons = many.horizon, one.horizon
     if many.length and many.horizon / ticks[0] * one.length == one.horizon / ticks[1] * many.length:
-        return  # the schedule ends at the same fraction of the training, as with max_steps
+        return  # the schedule ends at the same fraction of the steps of transformers' Trainer
     paces = [t * _whole_steps(n, h / t) for t, n, h in zip(ticks, lengths, horizons, strict=True)]  # ticks per epoch
     epochs = [h / pace for h, pace in zip(horizons, paces, strict=True)]
     if abs(paces[0] * one.horizon / many.horizon - paces[1]) > max(len(ranks), 0.1 * paces[1]):  # allow uneven batches

@@ -83,7 +83,7 @@ class _Watcher:
         self._made: dict[int, int] = {}  # maps an optimizer's id to its number of steps
         self._optimizers: dict[int, tuple[Optimizer, int]] = {}
         self._norms: dict[str, None] = {}
-        self._used: dict[int, float] = {}  # maps a batch norm's id to the size of its last running mean
+        self._used: dict[int, float] = {}  # maps a batch norm's id to the norm of its last running mean
         self._parallel: list[DistributedDataParallel] = []
         self._ends: list[Callable[[], None]] = []
         self._next = Step()  # holds the backwards since the last step
@@ -189,7 +189,7 @@ class _Watcher:
 
     def _before_step(self, optimizer: Optimizer, arguments: Any, named: Any) -> None:
         held = [p for group in optimizer.param_groups for p in group["params"]]
-        if self._stepping is not None or all(p.grad is None for p in held):  # the inner step of ZeroRedundancyOptimizer
+        if self._stepping is not None or all(p.grad is None for p in held):  # ZeRO's inner step, or no gradients
             return
         self._stepping = optimizer
         if any(isinstance(p, DTensor) for p in held):

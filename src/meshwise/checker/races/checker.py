@@ -116,6 +116,6 @@ class Checker:
         block = self._blocks.setdefault(start, Block(start))
         if size > block.size:
             first, block.size = not block.size, size
-            if first and block.lane is not None:  # the allocator waits for the device before another stream gets memory
+            if first and block.lane is not None:  # memory goes to another stream only after the device is idle
                 self._memory.forget(start, start + size, lambda each: each.block.lane not in (None, block.lane))
         return block
