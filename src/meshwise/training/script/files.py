@@ -43,7 +43,7 @@ def save(thing: Any, path: str | Path) -> None:
     thing: state_dicts, or anything that contains them. A model is saved without the hooks of meshwise."""
     engine, path = default_engine(), Path(path)
     once.free(path)
-    world = rank_context().world  # all ranks; engine.world counts ranks that split a model as one
+    world = rank_context().world  # all ranks; engine.world counts the ranks that split one model as one rank
     plan, name, saves = engine.plan, str(path.resolve()), process_engine().given.saves
     saves[name] += 1
     if plan.state_divided:

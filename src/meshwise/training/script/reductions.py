@@ -112,7 +112,7 @@ def gather_over_ranks(engine: Engine, values: Any) -> Any:
             "with the same further dimensions and dtype on all ranks. For values of another loop, pass its loader to "
             "mw.distribute."
         )
-    table = torch.tensor([counts for counts, _ in ranks])  # samples of each rank in each batch
+    table = torch.tensor([counts for counts, _ in ranks])  # number of samples of each rank in each batch
     gather = partial(rows_of_all, table=table, rank=engine.world.rank, of="mw.gather_samples")
     result = map_tensors(lambda tensor: gather(tensor.detach()), values)
     for tensor in all_leaves(result):
@@ -210,6 +210,6 @@ class _Added(Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        if current().phase != "backward":  # otherwise, the gradient is of this rank's loss alone
+        if current().phase != "backward":  # outside mw.backward, the gradient is of this rank's loss alone
             raise UsageError(NOT_OURS.format(verb=ctx.of, ranks=collectives.world_size()))
         return through(_Added, gradient, ctx.of), None

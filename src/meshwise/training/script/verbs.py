@@ -24,7 +24,7 @@ from meshwise.transfer import collectives
 from meshwise.workers.join import join, rank_context
 from meshwise.workers.verb_log import log_verb
 
-MOST = 8  # how many lines to record
+MOST = 8  # record the lines of at most this many calls of mw.world_size
 
 
 def rank() -> int:

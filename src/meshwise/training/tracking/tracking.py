@@ -65,7 +65,7 @@ class Tracking:
         if path.is_file():
             self._release()
             self._held = path.open("rb")
-        self._over = claimed and is_over(self._folder, attempt())  # checked last: the file may be a later attempt's
+        self._over = claimed and is_over(self._folder, attempt())  # checked last: a later attempt may own this file
 
     def _release(self) -> None:
         held, self._held = self._held, None

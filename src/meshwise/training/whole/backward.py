@@ -116,10 +116,10 @@ class Backwards:
             run((_local(loss),))
             return None
         if not isinstance(loss, Term):
-            value = None if self._axis is not None else loss.detach()  # a rehearsal has no axis
+            value = None if self._axis is not None else loss.detach()  # a rehearsal (no axis) must average the loss
             reduction.backward(loss, reduce=reduce, value=value, run=run)
             return loss.detach()
-        if not reduce or reduction.unreduced:  # sum the loss now: gradients of several losses are averaged together
+        if not reduce or reduction.unreduced:  # sum the loss now: its gradients are averaged with those of other losses
             value_of(loss)
         root, size, kept = loss.known.root, loss.axis.size, list[tuple[nn.Parameter, Tensor]]()
         local, waits = plain(loss), loss.assumed and root.value is None

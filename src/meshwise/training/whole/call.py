@@ -72,7 +72,7 @@ class Divided:
         ranks."""
         device = self.engine.world.device
         before = states(device)
-        key = self.key or (zlib.crc32(before[0].numpy().tobytes()),)  # a resumed run has the same state
+        key = self.key or (zlib.crc32(before[0].numpy().tobytes()),)  # the generator's state, which a resume restores
         self._drawn = key, self._drawn[1] + 1 if self._drawn[0] == key else 1
         seed_generators(device, mixed(*key, self._drawn[1], self.axis.rank))
         try:
@@ -240,7 +240,7 @@ class Call:
             if new:
                 apart.reads = None
                 why, again = self._proven_anew(args, kwargs, verdict, written, new)
-            if grad and why is None and nodes not in verdict.nodes and not is_used():  # torch.compile makes nodes too
+            if grad and why is None and nodes not in verdict.nodes and not is_used():  # torch.compile adds nodes
                 why = "another number of operators" if verdict.nodes and not again else None
                 verdict.nodes |= set() if why else {nodes}
         except Otherwise as other:
@@ -317,7 +317,7 @@ def _own(args: Any, kwargs: Any, part: SplitPart, outside: list[bool]) -> Any:
         outside[0] |= leaf.requires_grad
         if isinstance(leaf, SplitTensor):
             rows = leaf.as_subclass(Tensor) if leaf.requires_grad else data_of(leaf)
-            return rows.clone() if leaf.requires_grad and is_used() else rows  # or dynamo would see a view's base
+            return rows.clone() if leaf.requires_grad and is_used() else rows  # dynamo must not see a view's base
         return enter(leaf, part.axis)
 
     if len(args) == 1 and not kwargs and type(args[0]) is SplitTensor:

@@ -89,7 +89,7 @@ def ask_all_of_masks() -> None:
 
 def _answered(original: Callable[..., Any], name: str) -> Callable[..., Any]:
     def read(self: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if apart.reads is not None and is_asked():  # `is_asked` is False inside `on_parts`
+        if apart.reads is not None and is_asked():  # not inside `on_parts`: those reads are meshwise's own
             return apart.reads.read(name, self, lambda: original(self, *args, **kwargs))
         return original(self, *args, **kwargs)
 

@@ -157,5 +157,5 @@ class WholeView:
     def _whole(self, batch: Any, part: BatchSlice, read_own: bool) -> Any:
         engine = self.engine
         self.divided.key = engine.draw_key
-        engine.draw_key, engine.part = None, replace(part, whole=True)  # the loop draws alike on all ranks
+        engine.draw_key, engine.part = None, replace(part, whole=True)  # the loop draws the same numbers on all ranks
         return whole_batch(batch, part, self.axis, read_own=read_own)
