@@ -1,4 +1,4 @@
-"""Define the values that all houses share: frozen dataclasses, units, errors.
+"""Define the values that all packages share: frozen dataclasses, units, errors.
 
 This package does not import torch.
 """

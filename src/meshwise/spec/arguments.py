@@ -42,7 +42,7 @@ def argument_texts(given: Mapping[str, Plain] | Sequence[str]) -> tuple[str, ...
 
 
 def read_arguments(function: Callable[..., Any], texts: Sequence[str], word: str) -> dict[str, Any]:
-    """Convert `name=value` texts to the types in the function's annotations or, without those, of its defaults.
+    """Convert `name=value` texts to the types in the function's annotations, or else the types of its defaults.
 
     Raises UsageError for a name that the function does not take, or for a text that cannot be converted.
     word: how the user names the function, for error messages.

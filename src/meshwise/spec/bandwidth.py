@@ -1,8 +1,8 @@
 """Compute algorithm and bus bandwidth, as nccl-tests define them.
 
 Algorithm bandwidth is the size of the data divided by the time. Bus bandwidth is algorithm bandwidth times a factor.
-Bus bandwidth can be compared with the speed of one link for any number of ranks, since it is the load of a link if the
-ring, or the only sender, is the bottleneck.
+Bus bandwidth can be compared with the speed of one link for any number of ranks, since it is the load of the busiest
+link if the algorithm is optimal.
 """
 
 from __future__ import annotations

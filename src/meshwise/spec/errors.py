@@ -92,7 +92,7 @@ class WorkerFailed(MeshwiseError):
         self, message: str, *, rank: int | None = None, exit_code: int = 1, failure: Any | None = None
     ) -> None:
         """failure: what is known about the worker that failed first (a `workers.failure.Failure`), or None.
-        rank: its rank, if there is no `failure`."""
+        rank: the failed worker's rank, if `failure` is None."""
         super().__init__(message)
         self.rank = failure.rank if failure is not None else rank
         self.exit_code = exit_code

@@ -32,7 +32,7 @@ class Fault:
     """A fault that is injected once into a run.
 
     step: the step in which the fault happens. Steps are counted from 1, and go on counting after a restart.
-    attempt: the attempt in which the fault happens. 1 is the start by the command, and 2 is its first restart.
+    attempt: the attempt in which the fault happens. 1 is the first start of the run, and 2 is the first restart.
     seconds: the delay of a `slow` fault.
     back: after how many attempts a lost device returns. 0 means never.
     """

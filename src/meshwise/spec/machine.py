@@ -3,7 +3,7 @@
 A described machine (`8xH100`, a file) and a measured one have the same type.
 
 Values that are not known are None or empty, and nothing is guessed. Bandwidths are for one direction, in bytes/s. A
-peak is dense, in FLOP/s, for each dtype word (`bf16`). The source of every figure is given in words.
+peak is the dense FLOP/s of a dtype, such as `bf16`. The source of every figure is given in words.
 """
 
 from __future__ import annotations

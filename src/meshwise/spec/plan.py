@@ -249,7 +249,7 @@ class Plan:
 
     @property
     def state_parts(self) -> int:
-        """Into how many parts the optimizer's state of one replica's parameters is divided among the replicas."""
+        """Into how many parts the `data` replicas divide the optimizer's state. 1 if it is not divided."""
         return self.data if self._divides("state") else 1
 
     def _divides(self, what: str) -> bool:

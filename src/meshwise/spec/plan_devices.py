@@ -1,6 +1,6 @@
-"""Move a plan to another number of devices, or refuse.
+"""Change a plan to fit another number of devices.
 
-A refusal names the nearest plan that fits. A plan can be moved to one device, or to the devices that a run still has.
+The new number is 1, or the number of devices that a run still has. An error names the nearest plan that fits.
 """
 
 from __future__ import annotations

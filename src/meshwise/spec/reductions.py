@@ -1,4 +1,4 @@
-"""Name how a loss combines its samples: `reduction=` of jobs and `mw.backward`."""
+"""List how a loss combines its samples: `reduction=` of jobs and `mw.backward`."""
 
 from __future__ import annotations
 

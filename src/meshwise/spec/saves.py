@@ -27,7 +27,7 @@ class Saves:
 
     @property
     def in_background(self) -> bool:
-        """Whether the user has not said when to save."""
+        """Whether the state is saved in the background, since the user has not said when."""
         return self.steps is None and self.seconds is None
 
 

@@ -1,4 +1,4 @@
-"""Find the user's file and line, past meshwise and libraries."""
+"""Find the line of user code that called meshwise or a library."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def user_lines(most: int = 8) -> tuple[tuple[str, int], ...]:
 def name_line(error: Exception) -> None:
     """Put the line of user code that raised `error` in front of the error's message, such as `train.py:31: `.
 
-    Leave the message as it is if it already names a line of this file, or if no user code raised the error.
+    Leave the message as it is if it already names a line of that user's file, or if no user code raised the error.
     """
     at, text = raised_at(error), str(error)
     if at and f"{at.rpartition(':')[0]}:" not in text:
