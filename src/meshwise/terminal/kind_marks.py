@@ -1,4 +1,4 @@
-"""Give each kind of time a color, and a colorless mark."""
+"""Define a character and a color for each kind of time."""
 
 from __future__ import annotations
 
