@@ -1,4 +1,4 @@
-"""List a run's attempts: each start, its end, its cost, its logs.
+"""List a run's attempts: the start, end, cost and logs of each.
 
 An attempt is one start of the run's workers. Attempts are read from run.json. Each rank has a log file of its own in
 each attempt, so what a cut-off process of an earlier attempt prints is not taken for output of a later attempt.
@@ -83,8 +83,8 @@ def _launched(session: Mapping[str, Any]) -> str:
 
 
 def _waited(facts: Mapping[str, Any], before: Mapping[str, Any], session: Mapping[str, Any]) -> float | None:
-    """Return how many seconds this attempt's job waited in the scheduler's queue. None if unknown, or without a
-    wait."""
+    """Return how many seconds this attempt's job waited in the scheduler's queue. None if unknown, or if it did
+    not wait."""
     start, submission = (session.get("scheduler_job"), session.get("start")), facts.get("submission")
     if not start[0] or start == (before.get("scheduler_job"), before.get("start")):
         return None

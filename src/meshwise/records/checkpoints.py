@@ -1,4 +1,4 @@
-"""Commit and read a run's checkpoints, each whole or absent.
+"""Write and read a run's checkpoints; each is complete or absent.
 
 A checkpoint is a folder.
 

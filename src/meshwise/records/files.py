@@ -1,4 +1,4 @@
-"""Write files atomically: beside their place, synced, then renamed.
+"""Write files atomically: write beside the target, sync, then rename.
 
 This module also handles JSON lines: one record per line, appended as the run goes on. A last line that a crash cut
 short is left out when the file is read.

@@ -104,7 +104,7 @@ def saved_step(folder: Path) -> int | None:
 
 
 def span_log(folder: Path, rank: int, attempt: int = 1) -> Path:
-    """Return the path of the span log of a rank. Each attempt has its own."""
+    """Return the path of the span log of a rank. Each attempt has its own log."""
     return folder / SPANS / (f"rank{rank}.jsonl" if attempt == 1 else f"rank{rank}.{attempt}.jsonl")
 
 
@@ -201,8 +201,7 @@ def begin_session(folder: Path, began: float, attempt: Mapping[str, Any] | None 
 
 
 def _given_up(session: dict[str, Any]) -> dict[str, Any]:
-    """Return an attempt's facts.
-    If the attempt was cut off while it ran, its status becomes "failed"."""
+    """Return an attempt's facts, with the status "failed" if the attempt was cut off while it ran."""
     return session | {"status": "failed", "reason": KILLED} if session.get("status") == RUNNING else session
 
 

@@ -1,4 +1,4 @@
-"""Read a run's metrics, even while it runs, and its best evaluation.
+"""Read a run's metrics and best evaluation, even while the run continues.
 
 `best.safetensors` has the parameters of the best epoch and, in its header, the evaluation. Nothing here imports torch.
 """
