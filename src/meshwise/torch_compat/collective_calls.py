@@ -3,12 +3,12 @@
 DDP's reducer in C++, `fully_shard` and the program itself may all begin collectives. Each of them calls one operator of
 the namespace `c10d` (such as `c10d::allreduce_`). A kernel of this module wraps these operators at the dispatch key
 `BackendSelect`, through which every call goes, even in inference mode and from C++. The kernel changes no argument and
-no result. If one of the operators is missing, `watch` raises AttributeError and wraps nothing. Their `async_op` says
-whether the caller waits at once. The caller never does for sends, receives and functional collectives
+no result. If one of the operators is missing, `watch` raises AttributeError and wraps nothing. Each call's `async_op`
+says whether the caller waits at once. It never does for sends, receives and functional collectives
 (`_c10d_functional`), but on fake tensors torch waits for functional ones at once. Based on torch 2.11, 2.13 and 2.15:
 `Ops.cpp` and `Functional.cpp` of `csrc/distributed/c10d`. The end of a collective is observed where the program waits
-for it, or else by a thread that also waits. With nccl, a callback of its future runs at once and records the end on a
-stream; a blocking collective runs in the current stream.
+for it, or else by a thread that also waits. With nccl, a callback of the collective's future runs at once and records
+the end on a stream; a blocking collective runs in the current stream.
 
 A gloo group whose collectives were observed is never destroyed before the process ends. Dropping its last reference
 would deadlock: the caller holds the GIL and waits for gloo's threads, which need the GIL to free what Python has seen.

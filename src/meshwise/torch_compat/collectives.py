@@ -187,7 +187,7 @@ def one_way(sends: Pairs, receives: Pairs, group: Group) -> None:
     """Send the tensors of `sends`, and then receive the tensors of `receives`, one message at a time. Each tensor comes
     with the group rank that it is sent to or received from.
 
-    That rank must call this function or `begin_send`. It must not call `send_receive`: nccl may use different
+    The other rank must call this function or `begin_send`. It must not call `send_receive`: nccl may use different
     connections for single messages and for the messages of an nccl group, and then the messages would not meet."""
     for tensor, rank in sends:
         begin_send(tensor, rank, group)()

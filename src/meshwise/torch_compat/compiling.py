@@ -2,7 +2,7 @@
 
 Importing the compiler takes 4 s.
 
-`OptimizedModule`, `_compiled_call_impl`, `cached_backends` and the environment variable are not public. Read in
+`OptimizedModule`, `_compiled_call_impl`, `cached_backends` and the environment variable are not public. Based on
 torch 2.11, 2.13 and 2.15: `_dynamo/eval_frame.py`, `_dynamo/config.py`, `nn/modules/module.py`.
 """
 

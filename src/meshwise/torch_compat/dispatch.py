@@ -51,7 +51,7 @@ def intercept_operators(handler: Handler) -> AbstractContextManager[Any]:
 
 def without_interception() -> AbstractContextManager[Any]:
     """Return a context manager in which operators bypass all dispatch modes. Code that observes a program through a
-    dispatch mode enters it, so that the operators of the observer itself are not observed."""
+    dispatch mode uses this context, so that its own operators are not observed."""
     return _disable_current_modes()
 
 

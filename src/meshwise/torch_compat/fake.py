@@ -158,8 +158,7 @@ NORMS = (
 
 
 def _with_wide_statistics(func: Any, args: tuple[Any, ...], out: Any) -> Any:
-    """Return the results `out` of a normalization operator.
-    For bf16 or fp16 inputs, make its statistics float32."""
+    """Return the results `out` of a normalization operator, with float32 statistics for bf16 or fp16 inputs."""
     if operator_name(func) == "native_group_norm_backward":
         return (out[0] if out[0] is None else out[0].to(args[1].dtype), *out[1:])
     if operator_name(func) not in NORMS or out[1].dtype not in (torch.bfloat16, torch.float16):

@@ -2,8 +2,8 @@
 
 Autocast decides which operators run in a narrow dtype and which in float32, and caches cast weights.
 
-CUDA's casts are kernels in C++ that no other device has. The lists are torch's: `aten/src/ATen/autocast_mode.h`, read
-in torch 2.13.
+CUDA's casts are kernels in C++ that no other device has. The lists of operators are from
+`aten/src/ATen/autocast_mode.h` of torch 2.13.
 """
 
 from __future__ import annotations

@@ -136,8 +136,7 @@ def _guessed(tensor: Tensor) -> float | None:
 def with_values(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[[], Any], mode: Any, needs: tuple[Any, ...]
 ) -> Any:
-    """Run an operator on fake tensors by calling `run()`.
-    Return its result, with its values if they are known."""
+    """Run an operator on fake tensors by calling `run()`. Return the result, with values if they are known."""
     given = list(tensors_in((args, kwargs)))
     if operator_name(func) in OVERWRITES:
         _find(given)

@@ -1,4 +1,4 @@
-"""Read a rank's collectives from torch's flight recorder: enqueued, begun, completed.
+"""Read the progress of a rank's collectives from torch's flight recorder.
 
 On a GPU a rank runs ahead of its device, so its own progress says little about what the device waits for. NCCL's
 watchdog follows each collective by CUDA events, and the recorder keeps how far each group has come. Its getter

@@ -53,7 +53,7 @@ class Scaler(torch.amp.GradScaler):
 
 
 def _real_twin(p: Tensor) -> Tensor:
-    """Return a complex parameter and its gradient viewed as real numbers."""
+    """Return a complex parameter viewed as real numbers, with its gradient viewed the same way."""
     if not p.is_complex() or p.grad is None:
         return p
     p.grad, twin = p.grad.resolve_conj(), as_real(p.detach())

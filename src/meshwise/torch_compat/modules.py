@@ -1,6 +1,6 @@
 """Reach private parts of modules and optimizers: tensors, hooks, forward, dtype.
 
-torch's `model.to(torch.float64)` drops the imaginary parts of complex numbers; `store_model` keeps them. Read in torch
+torch's `model.to(torch.float64)` drops the imaginary parts of complex numbers; `store_model` keeps them. Based on torch
 2.11, 2.13 and 2.15: `nn/modules/module.py`, `to`.
 """
 

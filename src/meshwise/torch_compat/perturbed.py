@@ -4,9 +4,9 @@ A quiet run hides races. Here ranks and streams are delayed at random, and a buf
 until the program has waited for the exchange.
 
 The functions of `torch.distributed` are wrapped, where Python calls them by that name (as `fully_shard` and meshwise
-do). An asynchronous exchange (`async_op=True`, `isend`, `irecv`) gets copies of its buffers. What it writes is NaN
-until its `wait` or its future ends; then the result is copied in. Two kinds of mistakes are noted: a buffer that
-changed while an exchange was writing or sending it, and an exchange for which nobody has waited.
+do). An asynchronous exchange (`async_op=True`, `isend`, `irecv`) gets copies of its buffers. The program's
+buffer for the result holds NaN until the exchange's `wait` or future ends; then the result is copied in. Two kinds of
+mistakes are noted: a buffer that changed during an exchange, and an exchange for which nobody has waited.
 """
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ def plain_loss(loss: Tensor, mesh: DeviceMesh) -> Tensor | None:
 
 
 def _separate(root: Any, mesh: DeviceMesh) -> None:
-    """Make each term of a loss get the right gradient in the backward. root: the autograd node of the loss."""
+    """Give plain terms of a loss local gradients, and terms of shards averaged ones. root: the loss's autograd node."""
     numbers, consumers = {root}, dict[Any, list[Any]]()
     open_nodes, sharded = [root], list[Any]()
     while open_nodes:
