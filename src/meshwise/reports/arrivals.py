@@ -1,4 +1,4 @@
-"""Find when ranks meet, and what each spends its time on.
+"""Find when ranks meet in collectives, and how each spends its time.
 
 When each rank arrived at and left each collective shows which ranks are stragglers. The durations of phases cannot show
 this, since an all-reduce makes the backward pass of every rank as long as the slowest rank's.
@@ -124,7 +124,7 @@ def arrival_table(spans: Spans, names: Sequence[str]) -> Arrivals:
 
 
 def _left_later(arrival: Whole, end: Whole, last_rank: Whole) -> Whole:
-    """Return how many ns after each rank a collective's last rank left the one before.
+    """Return how many ns later than each rank a collective's last rank left the previous collective.
     Shape: (collectives, ranks)."""
     if not arrival.size:
         return np.zeros(arrival.shape, np.int64)
@@ -171,8 +171,8 @@ class Attribution:
     hidden: NDArray[np.bool_]
 
     def sums(self, bins: Whole) -> NDArray[np.float64]:
-        """Return the seconds of each kind of time in each bin. The last column is hidden communication. bins: their
-        starts."""
+        """Return the seconds of each kind of time in each bin. The last column is hidden communication. bins: the
+        start of each bin."""
         at = np.searchsorted(bins, self.start, side="right") - 1
         inside = at >= 0
         width = OUTSIDE + 2
@@ -197,7 +197,7 @@ def attribution_of(spans: Spans, arrivals: Arrivals, sessions: tuple[RunSession,
 
 
 def sweep(start: Whole, end: Whole, owner: Whole) -> tuple[Whole, Whole, NDArray[np.bool_]]:
-    """Make overlapping intervals disjoint. Return their edges and owners, and which hide communication."""
+    """Make overlapping intervals disjoint. Return their edges, owners, and a mask of where communication is hidden."""
     times = np.concatenate([start, end])
     order = np.argsort(times, kind="stable")
     edges = times[order]

@@ -1,8 +1,8 @@
-"""Find what limited a run: sentence, number, and what to try.
+"""Find what limited a run, and suggest what to try.
 
-Shares are fractions of a step's time, mean over ranks, without the first step of a session. A finding is reported if
-its share is at least LEAST. A straggler must also be last more often than by chance (see `step_table.CHANCE`), and by
-more than twice the error of the clocks.
+Shares are fractions of a step's time, averaged over ranks, without the first step of a session. A finding is reported
+if its share is at least LEAST. A straggler must also be last more often than by chance (see `step_table.CHANCE`), and
+by more than twice the error of the clocks.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ def _slower_than_one(shares: _Shares) -> Iterator[Finding]:
 
 
 def _of_step(shares: _Shares, stragglers: Sequence[Finding]) -> Iterator[Finding]:
-    """Report input, idle time and imbalance that take much of a step."""
+    """Report input, idle time and imbalance that take a large share of a step."""
     share = shares.share("data", "transfer")
     if share >= LEAST["input"]:
         title = shares.bound("Input", share)

@@ -203,7 +203,7 @@ class Recorder:
 
     @property
     def host_lane(self) -> str:
-        """The row of the timeline for work of the host: `host`, or `main` if the host itself does the computing."""
+        """The lane for work of the host: `host`, or `main` if the host itself does the computing."""
         return "main" if self.device is None else "host"
 
     @property

@@ -1,4 +1,4 @@
-"""Define the timeline: when every device did, or will do, what.
+"""Define the timeline: what each device did or will do, and when.
 
 Measured and predicted runs have the same type. A packed span takes about two bytes. The rows become columns of small
 differences, which are deflated. Times are kept to the microsecond: start and end are rounded down, so spans that were

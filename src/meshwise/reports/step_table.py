@@ -101,7 +101,7 @@ def _excess(work: Seconds, rank: Whole) -> Seconds:
 
 
 def _cost(arrival: Whole, end: Whole, before: Whole, point: Whole, rank: Whole) -> Seconds:
-    """Return how much earlier each sync point would have ended with its slowest rank as fast as the median."""
+    """Return how much earlier each sync point would have ended if its slowest rank were as fast as the median."""
     row, straggler = np.arange(len(arrival)), rank[point]
     taken = arrival - before[point]
     excess = np.maximum(taken[row, straggler] - _median_of_others(taken, straggler), 0)

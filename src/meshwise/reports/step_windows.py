@@ -1,6 +1,6 @@
 """Choose the few steps that are shown span by span.
 
-A window also shows on what each rank spent each moment of these steps.
+A window also shows how each rank spent each moment of these steps.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Draw a step as a Gantt chart, of characters or for Mermaid.
 
-In characters, every column is a slice of time and shows the kind that owns most of it, by the report's attribution.
+In characters, each column shows the kind of time that takes most of its slice, by the report's attribution.
 Idle time shows only in columns that hold nothing else. The thin row below a rank shows the collectives that overlap
 with the rank's computing. Where a pipeline stage begins a microbatch, the last digit of the microbatch's number is
 drawn.
