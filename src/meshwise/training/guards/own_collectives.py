@@ -1,6 +1,6 @@
-"""Say where a program that sees whole batches calls collectives itself.
+"""Report where a program that sees whole batches calls collectives itself.
 
-Such a program sees divided values as whole, so a sum over ranks counts them several times.
+In such a program, a value already covers all ranks, so a sum over ranks counts it several times.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SIZED = "{place}: asks for the number of ranks. {why}: do not multiply or divide
 
 
 class OwnCollectives:
-    """Says, until the engine ends, where its program calls a collective of torch or asks for the number of ranks."""
+    """Reports, until the engine ends, where its program calls a collective of torch or asks for the number of ranks."""
 
     def __init__(self, engine: Engine, sized: list[str]) -> None:
         self._engine, self._sized = engine, sized
@@ -67,7 +67,7 @@ def _alone(function: Callable[[], bool]) -> Callable[[], bool]:
 
 @functools.cache
 def is_of_program(file: str) -> bool:
-    """Return whether a file may hold code of a program: the user's, or a package's such as transformers."""
+    """Return whether a file is program code: the user's or a package's, but not torch's or meshwise's."""
     return is_users(file) or (f"-packages{os.sep}" in file and not file.startswith((TORCH, OURS)))
 
 

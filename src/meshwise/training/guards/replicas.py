@@ -45,7 +45,7 @@ FAR = 1e-6  # relative difference that counts as equal: devices may round a step
 
 
 def sums_of(program: Program) -> Settings:
-    """Return the sum of all parameters, to compare between ranks. Empty if each rank has its own part of them."""
+    """Return the sum of all parameters' absolute values, to compare ranks. Empty if ranks hold parts of them."""
     if program.plan is None or program.plan.parameters_divided or rehearsing():
         return ()
     made = dict.fromkeys(p for model in program.models for p in model.parameters())  # also ones created in a forward
@@ -83,7 +83,7 @@ _BY_HAND = (
 
 
 class UpdatesByHand:
-    """Says which loops of a per-rank program update parameters by hand, after a backward of their own."""
+    """Warns of loops in a per-rank program that change parameters, but never call `mw.backward`."""
 
     def __init__(self, engine: Engine) -> None:
         self._program, self._say = engine.program, engine.notify

@@ -59,7 +59,7 @@ class SameProgram:
             self._facts.setdefault((user_place(), name), []).append(numbers)
 
     def backward_begins(self, *_: Any) -> None:
-        """Compare the values since the last backward. Collective at some backwards."""
+        """At some backwards, compare the values recorded since the last one. Collective."""
         self._backwards += 1
         if heard and not rehearsing():
             heard.clear()

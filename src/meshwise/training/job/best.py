@@ -28,7 +28,7 @@ class BestEpoch:
     """The best evaluation of a run so far. It is equal on all ranks, since metrics cover all ranks."""
 
     def __init__(self, job: Job, folder: Path | None, *, resumed: bool) -> None:
-        """folder: where the best weights are saved, or None. resumed: whether to read the best one from there."""
+        """folder: where the best weights are saved, or None. resumed: whether to read the best evaluation there."""
         self._job, self._folder = job, folder
         self._direction, _, self._metric = (job.best or "").partition(" ")
         self.found: Best | None = None

@@ -46,7 +46,7 @@ def evaluate(engine: Engine, job: Job, model: nn.Module, batches: Iterable[Micro
 
 
 def on_batch(engine: Engine, batch: Any, call: Callable[[Any], dict[Any, Any]]) -> dict[Any, Any]:
-    """Return the result of `call` for a batch in the plan's dtype. A pipeline runs all its stages."""
+    """Return the result of `call` for a batch, cast to the plan's dtype. A pipeline runs all its stages."""
     pipeline, cast = engine.program.pipeline, engine.cast(batch)
     if pipeline is None:
         return call(cast)

@@ -48,7 +48,7 @@ class NotFinite:
     def __init__(
         self, on_nan: str, state: RunState, folder: Path | None, tell: Callable[[str], None], *, scaled: bool
     ) -> None:
-        """Read the batches that earlier attempts have left out. scaled: whether a loss scaler skips steps by itself."""
+        """Read which batches earlier attempts have left out. scaled: whether a loss scaler skips steps by itself."""
         if on_nan != STOP and needs_closure(state.optimizer):
             raise UsageError(
                 f"--on-nan {on_nan}: {type(state.optimizer).__name__} changes the parameters several times in a step, "
@@ -112,7 +112,7 @@ class NotFinite:
             raise SpoiledError(f"step {step}: parameters of {ranks_text(ranks)} are not finite.", ranks=ranks)
 
     def _leave_out(self, step: int, batches: Sequence[Batch]) -> str:
-        """Record that the run skips these batches from now on, also after a restart."""
+        """Skip these batches from now on, also after a restart. Return a sentence that says so."""
         self._every += batches
         which = " and ".join(f"samples {first} to {stop - 1} of epoch {epoch + 1}" for epoch, first, stop in batches)
         if self._file is not None and self._first:

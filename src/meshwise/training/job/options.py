@@ -1,4 +1,4 @@
-"""Declare the options of a run, each once.
+"""Declare each option of a run once.
 
 The command line, `mw.run`, run.json and resumed runs all use these declarations.
 """

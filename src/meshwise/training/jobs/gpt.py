@@ -236,7 +236,7 @@ def gpt(size: str = "tiny", *, seed: int = 0, data: Path | None = None) -> Job:
     steps = epochs * math.ceil(TRAINED / batch_size)
 
     def rate(step: int) -> float:
-        """A linear warm-up, then a cosine decay to 0.1."""
+        """Return the factor of the learning rate: a linear warm-up, then a cosine decay to 0.1."""
         progress = min(max(step - WARM_UP, 0) / (steps - WARM_UP), 1.0)
         return min((step + 1) / WARM_UP, 0.1 + 0.45 * (1 + math.cos(math.pi * progress)))
 

@@ -1,6 +1,6 @@
-"""Declare the options of predictions, each once.
+"""Declare each option of predictions once.
 
-The command line and `mw.predict` are made from them. Torch is not imported.
+The command line and `mw.predict` use these declarations. Torch is not imported.
 """
 
 from __future__ import annotations

@@ -74,8 +74,8 @@ class Predictions:
 
 
 def run_predict(job: Job, options: PredictOptions) -> Predictions:
-    """Run the predictions as one of several ranks, and return this rank's share of the result. `whole` makes the result
-    of all shares. Collective.
+    """Run the predictions as one of several ranks, and return this rank's share of the result. `whole` joins the shares
+    of all ranks. Collective.
 
     Raises UsageError if the job cannot be predicted.
     """

@@ -1,4 +1,4 @@
-"""Hold this process's engine: its plan, its end, its errors."""
+"""Keep a process's engine, choose its plan and explain its errors."""
 
 from meshwise.spec.lazy import files_of
 

@@ -1,4 +1,4 @@
-"""Add context to an error: its place, a plan with less memory.
+"""Say where an error was raised, and how to save memory.
 
 If a step of a job or script ran out of memory, the proposed plan computes the same numbers with less memory: blocks run
 again in the backward, with the same draws, or a script's parameters are sharded, or an accelerator's activations wait

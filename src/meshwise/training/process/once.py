@@ -2,7 +2,7 @@
 
 Every rank runs the whole script. Rank 0 writes files as one device does. Any other rank sees the files as they were
 when `begin` was called, and its own writes, which go to a private folder; so no rank waits for another.
-rank_files.py has the views.
+rank_files.py gives each rank this view of the files.
 
 Not covered: programs started other than by subprocess.run or os.system, and files opened by C code that
 scratch_files.py does not list. A handle that is open for reading does not see what its rank writes later. Loader
@@ -38,7 +38,7 @@ _begun, _met, _free, _views = count(), count(), list[str](), list[Any]()
 
 
 def begin(rank: int, size: int) -> Callable[[], None]:
-    """From now on, let side effects happen once. Every rank must call this. The returned function ends it."""
+    """Let side effects happen once from now on, and return a function that ends this. Called on every rank."""
     if size == 1:
         return lambda: None
     key, run, stack = f"meshwise/once/{next(_begun)}", os.environ.get(RUN_FOLDER), contextlib.ExitStack()

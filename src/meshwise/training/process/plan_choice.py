@@ -57,7 +57,7 @@ def plan_of_run(world: World) -> Plan | None:
 
 def fit_to_world(plan: Plan, world: World, notify: Callable[[str], None]) -> Plan:
     """Return `plan`, after a check that it suits this number of ranks and a script's own loop. On one device, return it
-    without what needs several."""
+    without settings that need several devices."""
     if world.size == 1 and plan.devices > 1:
         notify(f"one device: the axes of {plan}, and techniques that need several devices, are ignored.")
         plan = on_one_device(plan)

@@ -5,7 +5,7 @@
     torch.save      runs on rank 0 alone; the others read the saved file through a hard link
     subprocess.run  runs on rank 0 alone; the others get its result, and see the files that it has changed
 
-The shared folder has a log of rank 0's changes, and the files that rank 0 keeps (in `0`, after a meeting in `1`) or
+The shared folder has a log of rank 0's changes, and the files that rank 0 keeps (in `0`, or in `1` after a meeting) or
 shares.
 """
 
@@ -46,7 +46,7 @@ STARTS = "{here}: every rank starts this program. Use subprocess.run, which only
 
 
 def _whole(part: Tensor) -> Tensor:
-    """Return the whole tensor, which pickling `part` would write. Collective."""
+    """Return the whole tensor that pickling `part` would write. Collective."""
     rebuild, given = part.__reduce_ex__(2)[:2]
     return rebuild(*given)  # type: ignore[no-any-return]
 
@@ -65,7 +65,7 @@ class RankFiles(FileFunctions):
         self._log = os.open(f"{folder}/log{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
     def call(self) -> str:
-        """Return the path for this call's result, named by the user's lines and their number of calls."""
+        """Return a path for this call's result. It depends on the user's lines and how often they have called."""
         self._calls[lines := user_lines()] += 1
         made = f"{self._shared}/made/{hashlib.md5(repr((lines, self._calls[lines])).encode()).hexdigest()}"
         if self._rank == 0:
@@ -282,7 +282,7 @@ class LaterFiles(RankFiles):
         self._held[path] = f"{self.call()}.{self._rank}", user_place()
 
     def _wait(self, made: str, there: str) -> str:
-        """Wait until rank 0 has made the file of this rank's call at `there`. Return `made`."""
+        """Wait until rank 0 has made the file `made` in the call at the line `there`. Return `made`."""
         end = time.monotonic() + PATIENCE
         while not os.path.lexists(made):
             self._heard()

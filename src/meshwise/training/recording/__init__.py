@@ -1,4 +1,4 @@
-"""Record a rank of a script, job, or any PyTorch program."""
+"""Record one rank of a job, a script or any PyTorch program."""
 
 from meshwise.spec.lazy import files_of
 

@@ -1,7 +1,7 @@
-"""Decide when to save, at one step for all ranks.
+"""Decide after which steps all ranks save the state.
 
 Saves are due after a number of steps, or after a time. By default, states are saved in the background, so rarely that
-it costs at most about 1 % of the time.
+saving takes at most about 1 % of the time.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class SaveClock:
         return wait
 
     def _begins(self, saver: Saver) -> bool:
-        """Tell the user, and return, whether states are saved in the background."""
+        """Return whether states are saved in the background, and tell the user."""
         size = saver.size_of(self._make)
         short: str = collectives.broadcast_object(self._short_of(size, saver.folder), collectives.everyone())
         if short:

@@ -194,7 +194,7 @@ class Saver:
         self._thread.start()
 
     def _sent(self, own: Tensor, content: list[Content]) -> list[Content]:
-        """Send the content of every rank to rank 0. Return what this rank must write: everything or nothing."""
+        """Send every rank's content to rank 0. Return what to write: everything on rank 0, nothing on other ranks."""
         assert self._deal is not None
         everyone = collectives.everyone()
         device = collectives.device_of(everyone)
@@ -261,7 +261,7 @@ class Saver:
 
 
 def in_background(found: Sequence[Checkpoint]) -> list[Path]:
-    """Return the paths of checkpoints that were saved by default, in the middle of the training."""
+    """Return the paths of the checkpoints that were saved in the background. Empty if one is unreadable."""
     with contextlib.suppress(CheckpointError):
         return [saved.path for saved in found if files.read_manifest(saved).facts.get(BACKGROUND)]
     return []

@@ -1,4 +1,4 @@
-"""Distribute a user's own training loop: `distribute`, `backward`, and their companions.
+"""Distribute a user's own training loop: `distribute`, `backward` and related functions.
 
     model, optimizer, loader = mw.distribute(model, optimizer, loader)
     for x, y in loader:

@@ -3,8 +3,8 @@
 Inside a loop, a value covers this rank's part of the batch; after the loop, all that this rank read in it. A rank
 without samples of a batch gets a padding sample, and its value does not count.
 
-With `grad=True`, in a loss, each rank's loss depends on sums over the whole batch, and is the same on all ranks. In the
-backward, the gradients of such a sum are summed over the ranks, because each rank's part enters all losses.
+With `grad=True`, each rank's loss depends on sums over the whole batch, and is the same on all ranks. In the backward,
+the gradients of such a sum are summed over the ranks, because each rank's part enters all losses.
 `mw.backward` weighs ranks as usual, so other terms of the loss are right as well. The sum is on the rank's device, even
 if a rank without items gave a zero on the host. Otherwise its collectives would differ from those of other ranks.
 """
@@ -192,7 +192,7 @@ def _is_float(value: Tensor) -> bool:
 
 
 def _added(value: Tensor, of: str, *, grad: bool = False) -> Tensor:
-    """Return the sum over the ranks. grad: whether to keep its gradient, by a collective backward."""
+    """Return the sum over the ranks. grad: whether to keep its gradient, so that its backward is collective."""
     if not grad:
         return collectives.all_reduce(value.detach().clone(memory_format=torch.contiguous_format), of=of)
     whole = gather(value)

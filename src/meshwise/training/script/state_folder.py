@@ -1,9 +1,7 @@
 """Hold the folder of `mw.checkpoint` for one program at a time.
 
-States that this start of the program saves can be told apart from states of earlier starts.
-
-Rank 0 locks `state.lock`, and claims a number for the states that this start saves (records/claims.py): the claim
-records the run.
+Rank 0 locks `state.lock`. Each time the program starts, rank 0 also claims a new number for the states that it will
+save (records/claims.py). The number tells these states from earlier ones, and the claim records the run.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Answer small questions of a program: rank, main process, memory.
+"""Tell a program its rank, the number of ranks and its memory.
 
-Other functions are for what rank 0 does first or alone.
+Other functions let rank 0 do something first or alone.
 
 Each function works on one device, without a launcher, and before `mw.distribute`.
 """

@@ -1,6 +1,6 @@
-"""Warn of counters that become wrong on several ranks or after resumes.
+"""Warn of numbers that become wrong on several ranks or after resumes.
 
-These are batch sizes divided by the number of ranks, which the source shows, epochs counted from 0, and counters and
+These are batch sizes that the source divides by the number of ranks, epochs that are counted from 0, and counters and
 sums of a loop that resumes inside an epoch.
 """
 
@@ -45,7 +45,7 @@ def says_divided() -> Iterator[str]:
 
 
 def _dividends(source: Source, size: ast.expr) -> Iterator[ast.expr]:
-    """Yield `n` if a size is `n // world_size`, or divided by another expression of the number of ranks."""
+    """Yield `n` if a size is `n` divided by `world_size` or by another expression for the number of ranks."""
     nodes = [node for node in ast.walk(size) if isinstance(node, ast.BinOp)]
     rounded = any(isinstance(node.op, ast.Mult) for node in nodes)  # whether the size is rounded to a multiple
     for node in nodes if not rounded else ():

@@ -1,4 +1,4 @@
-"""Send losses and metrics to launcher, metrics.jsonl and trackers.
+"""Send losses and metrics to the launcher, metrics.jsonl and trackers.
 
 Losses and metrics are sent as they become known.
 

@@ -37,7 +37,7 @@ from meshwise.workers.verb_log import log_verb
 
 
 class Backwards:
-    """Stands for `torch.autograd.backward` and `torch.autograd.grad` while a program sees whole batches."""
+    """Replaces `torch.autograd.backward` and `torch.autograd.grad` while a program sees whole batches."""
 
     def __init__(self, engine: Engine, axis: DataAxis | None, third: Callable[[], None] = lambda: None) -> None:
         """axis: the ranks over which batches are divided; None on one device. third: is called in the third backward
@@ -70,7 +70,7 @@ class Backwards:
         grad_variables: Any = None,
         inputs: Any = None,
     ) -> None:
-        """Add the gradients of one device to `.grad`. See `torch.autograd.backward`."""
+        """Add to `.grad` the gradients that one device would compute. See `torch.autograd.backward`."""
         given = grad_tensors if grad_tensors is not None else grad_variables
         inner = self._options is not None or in_backward()  # called by the reduction or a recomputed block
         if inner or (self._axis is None and create_graph):
@@ -161,7 +161,7 @@ class Backwards:
             p.grad = gradient if p.grad is None else gradient.add_(p.grad)
 
     def grad(self, outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """Return the gradients of one device. See `torch.autograd.grad`."""
+        """Return the gradients that one device would compute. See `torch.autograd.grad`."""
         batched = kwargs.get("is_grads_batched") or (len(args) > 4 and args[4])
         inside = self._in_grad or transforming or in_backward()
         if inside or batched or self._axis is None:

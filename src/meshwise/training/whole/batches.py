@@ -66,7 +66,7 @@ def whole_batch(batch: Any, own: BatchSlice, axis: DataAxis, *, read_own: bool) 
 
 
 def with_rows(leaf: Tensor, part: SplitPart, divided: list[tuple[Tensor, Tensor, int]]) -> Tensor:
-    """Divide a whole tensor with as many rows as the batch, and add it to `divided`. Exact, whatever its rows mean."""
+    """Divide a tensor with as many rows as the batch, and add it to `divided`. This is exact whatever the rows mean."""
     if isinstance(leaf, Term):
         return resolved(leaf)
     if type(leaf) is not Tensor or leaf.dim() <= part.dim or leaf.shape[part.dim] != part.length:

@@ -263,7 +263,7 @@ class Call:
         return made
 
     def _hearing(self) -> contextlib.AbstractContextManager[Any]:
-        """Notice new code in a call, unless proofs are collective: one rank alone may run the code."""
+        """Notice new code in a call, unless proofs are collective: new code may run on one rank only."""
         listens = HEARS and self._alone and not self.divided.engine.program.coupled_gradients and not is_used()
         return new_code() if listens else contextlib.nullcontext()
 

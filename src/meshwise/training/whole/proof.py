@@ -45,7 +45,7 @@ BELOW, ABOVE = {"lt", "le", "__lt__", "__le__"}, {"gt", "ge", "__gt__", "__ge__"
 
 @dataclass
 class Verdict:
-    """What is known about one kind of call."""
+    """Whether calls of one kind keep rows apart, and what was seen in them."""
 
     dims: list[int] | None = None
     why: str = ""
