@@ -124,7 +124,7 @@ def compared_outputs(step: int, mine: StepTrace, other: StepTrace, unseen: list[
 
 
 def of_samples(outputs: Iterable[Difference], unseen: list[Unseen]) -> Iterator[Difference]:
-    """Yield the module outputs that agree with one device, and add the others to `unseen`."""
+    """Yield the module outputs that agree with one device. Add the others to `unseen`: their rows are not samples."""
     for difference in outputs:
         if difference.fault:
             why = "its rows are not those of the samples, since nothing made of them differs"

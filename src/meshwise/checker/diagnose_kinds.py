@@ -1,4 +1,4 @@
-"""Diagnose causes that one kind of value shows by itself.
+"""Diagnose causes from one kind of value alone.
 
 These values are the contents of a batch, the buffers of a module, values that are not finite, and metrics.
 """

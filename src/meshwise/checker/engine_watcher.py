@@ -2,8 +2,8 @@
 
 The engine runs a job or a script.
 
-The forward pass of a microbatch is traced from when the engine gives the batch until its backward pass. The state after
-a step (parameters, optimizer, scheduler) is collected before the next batch, when the program is done with the step.
+The trace of a microbatch's forward pass begins when the engine gives the batch, and ends at the backward. The state
+after a step (parameters, optimizer, scheduler) is collected before the next batch, when the step is over.
 """
 
 from __future__ import annotations

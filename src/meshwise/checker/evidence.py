@@ -27,7 +27,7 @@ ROUNDING = 2.0**-6  # relative to a tensor's norm: four times bfloat16's roundin
 
 @dataclass(frozen=True)
 class Evidence:
-    """All that is known when the check looks for the cause of the first difference."""
+    """The plan, both traces and their differences, to find the cause of the first difference."""
 
     first: Difference
     comparison: Comparison

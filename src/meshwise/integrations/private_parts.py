@@ -22,7 +22,7 @@ from meshwise.torch_compat.fake_device import NAME, TOLD
 
 
 def be_alone(world: World, make: Callable[[], object]) -> Any:
-    """Call `make`, which creates an Accelerator, so that accelerate sees one process. Return its PartialState."""
+    """Call `make`, which creates an Accelerator, as if there were one process. Return accelerate's PartialState."""
     states = import_module("accelerate.state")
     alone = {name: value for name, value in os.environ.items() if name not in VARIABLES}
     with mock.patch.dict(os.environ, alone | {"ACCELERATE_TORCH_DEVICE": world.device}, clear=True):
