@@ -2,9 +2,9 @@
 
 The trace tells which of them are means over samples, and which are sums.
 
-On one device such a number covers the whole batch, on a rank it covers only the rank's samples. The number on one
-device may be the mean of the ranks' numbers weighted by samples, their sum, or equal to each of them. At the first
-number that is none of these, the loss stops being a mean.
+On one device, such a number covers the whole batch. On a rank, it covers only the rank's samples. The number on one
+device may be the mean of the ranks' numbers weighted by samples, their sum, or equal to each of them. The first number
+that is none of these is where the loss stops being a mean.
 """
 
 from __future__ import annotations
@@ -114,8 +114,8 @@ class Joined:
 
     @property
     def is_mean_of_its_own(self) -> bool:
-        """Whether the scalar on one device is a weighted mean of the ranks' scalars, where the weight of a rank is its
-        divisor. Example: a mean loss over tokens, where each rank divides by its own number of tokens."""
+        """Whether the scalar on one device is the mean of the ranks' scalars, weighted by the number that each rank
+        divides by. Example: a mean loss over tokens, where each rank divides by its own number of tokens."""
         over = [number.over for number in self.ranks]
         return (
             min(over) > 0 and _near(sum(over), self.one.over) and _near(self.weighed(over), self.one.value * sum(over))

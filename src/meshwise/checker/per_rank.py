@@ -1,6 +1,6 @@
 """Find mistakes in the source of programs with the per-rank view.
 
-Such a program sees only its rank's samples, and may take a sum or a mean over them for one over all samples. Values
+Such a program sees only its rank's samples, and may mistake a sum or a mean over them for one over all samples. Values
 that are returned, or passed to other functions of the file, are skipped: they may be summed there.
 """
 
@@ -43,7 +43,7 @@ def slips_in(files: Iterable[str]) -> list[str]:
 
 
 def _sums(source: Source) -> Found:
-    """Find sums of sums and means of ratios."""
+    """Find `mw.sum` of summed values, and `mw.mean` of ratios of sums."""
     for call in source.calls():
         verb = source.verb(call)
         if verb == "sum" and call.args and _is_joined(source, call.args[0]):
@@ -53,7 +53,7 @@ def _sums(source: Source) -> Found:
 
 
 def _is_joined(source: Source, node: ast.expr, behind: tuple[str, ...] = ()) -> bool:
-    """Return whether a value is made of results of `mw.sum` and `mw.mean` alone, and possibly of plain numbers."""
+    """Return whether a value is computed from results of `mw.sum` and `mw.mean`, and nothing else but numbers."""
     node = bare(node)
     if isinstance(node, ast.BinOp):
         parts = [node.left, node.right]
@@ -74,7 +74,7 @@ def _is_ratio(source: Source, node: ast.expr) -> bool:
 
 
 def _has_sum(node: ast.expr) -> bool:
-    """Return whether an expression is made of sums over whole tensors, and possibly of plain numbers."""
+    """Return whether an expression has only sums over whole tensors, like `x.sum()`, and numbers."""
     node = bare(node)
     if isinstance(node, ast.BinOp):
         sides = [each for each in (node.left, node.right) if not isinstance(each, ast.Constant)]
@@ -116,7 +116,7 @@ def _shows(source: Source, node: ast.stmt, name: str) -> bool:
 
 
 def _joins(source: Source, node: ast.AST) -> bool:
-    """Return whether code runs on one rank, or may reduce values over ranks, judging by its functions' names."""
+    """Return whether code may run on one rank only, or reduce values over ranks, judging by the names in it."""
     called = {name_of(each) for each in ast.walk(node) if isinstance(each, ast.Call)}
     if any(word in each.lower() for each in called for word in JOINS) or "rank" in ast.unparse(node).lower():
         return True
@@ -124,7 +124,7 @@ def _joins(source: Source, node: ast.AST) -> bool:
 
 
 def _may_be_joined(source: Source, name: str, behind: tuple[str, ...] = ()) -> bool:
-    """Return whether the user's function may reduce a value over the ranks, or pass it on."""
+    """Return whether the user's function may reduce the variable `name` over the ranks, or return it."""
     for node in (node for node in inside(source.scope) if not isinstance(node, ast.For) or reads(node.iter, name)):
         if isinstance(node, ast.Global | ast.Nonlocal) and name in node.names:
             return True

@@ -3,7 +3,7 @@
 A cast to a lower precision that only one side makes has no effect in float64. In the plan's own precision it shows as
 larger rounding. After a value that is not finite, nothing is proven.
 
-If only the plan keeps parameters or moments in a lower dtype, this shows because that dtype holds all their values
+Parameters or moments that only the plan keeps in a lower dtype are found because that dtype holds all their values
 exactly.
 """
 

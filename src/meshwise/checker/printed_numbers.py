@@ -26,7 +26,7 @@ MEASURED = {
     *("memory", "mem", "allocated", "reserved", "rss"),
     *("devices", "device", "rank", "ranks", "world", "workers", "gpus"),
 }
-"""Words that mark the number after them as a time, an amount of memory, or a figure of the devices."""
+"""Words that mark the number after them as a time, a speed, a size of memory, or a device count."""
 ALONE = "This counts the samples of one rank only: use mw.sum(total) / mw.sum(count)."
 """The advice to the user if only printed numbers differ from one device, and all compared values are equal."""
 
@@ -82,7 +82,7 @@ def _close(a: Decimal, b: Decimal) -> bool:
 
 
 def _is_measured(text: str, number: int) -> bool:
-    """Return whether the words around a number mark it as a time, an amount of memory, or a figure of the devices."""
+    """Return whether the words around a number mark it as a time, a speed, a size of memory, or a device count."""
     found = list(_NUMBER.finditer(text))
     before = text[found[number - 1].end() if number else 0 : found[number].start()]
     clock = before == ":" and len(found[number][0]) == 2

@@ -1,4 +1,4 @@
-"""Run a job or a script under watch, on every rank.
+"""Run a job or a script on every rank, and record it.
 
 A job runs under a plan, a script on any number of devices.
 
@@ -87,7 +87,7 @@ def _leave_own(leave: Callable[..., None]) -> Callable[..., None]:
 
 @contextlib.contextmanager
 def _disturbed(spec: CheckSpec, seed: int) -> Iterator[list[str]]:
-    """Yield a list that receives the races found inside the with block, if `spec.perturb` is True."""
+    """If `spec.perturb` is True, find races inside the with block. Yield the list that receives them."""
     found: list[str] = []
     if not spec.perturb:
         yield found

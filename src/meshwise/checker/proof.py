@@ -1,6 +1,6 @@
 """Prove whether a plan computes what one device computes.
 
-The proof says where the two sides diverge, the likely cause, and how each side rounds.
+The proof says where the two sides diverge, the likely cause, and each side's rounding errors.
 """
 
 from __future__ import annotations

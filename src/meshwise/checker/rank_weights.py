@@ -2,8 +2,8 @@
 
 The gradients are those of each rank's own loss, before any exchange between ranks.
 
-plan = sum of w g, one device = sum of v g, over ranks and microbatches. Both are solved by least squares over all
-parameters, in float64, on random projections of the gradients. A solution counts only if its residual is as small as
+The plan's gradient is a weighted sum of these gradients, and so is one device's. Both sets of weights are found by
+least squares over all parameters, in float64, on random projections. They count only if the residual is as small as
 rounding. Otherwise no weights explain the gradient.
 """
 
@@ -25,8 +25,8 @@ ROUNDING = 100 * LIMIT  # relative to the target; loose, since a step can magnif
 
 @dataclass(frozen=True)
 class RankWeights:
-    """The weights with which the ranks' own gradients add up to the gradient of one device, and to that of the plan. A
-    rank has one gradient of its own for each microbatch."""
+    """The weights with which the ranks' own gradients add up to the gradients of one device and of the plan. A rank has
+    one gradient of its own for each microbatch."""
 
     columns: list[tuple[int, int]]
     one: list[float] | None

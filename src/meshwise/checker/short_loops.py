@@ -3,8 +3,8 @@
 A ragged batch is one that the ranks cannot divide evenly.
 
 A training loop ends after the wanted steps, an evaluation loop after three batches. Each later epoch has the batches of
-one step, so that the check sees an evaluation after the training. A script is ended after `AFTER` further backward
-passes.
+one step, so that the check sees an evaluation after the training. A script may make `AFTER` backward passes after the
+wanted steps.
 """
 
 from __future__ import annotations

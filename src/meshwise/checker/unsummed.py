@@ -4,10 +4,10 @@ After such a loop, each rank of a per-rank program has results for its own sampl
 
 An evaluation is a loop over a distributed loader that has no backward and runs a distributed model in its first batch.
 A `mw.sum`, `mw.mean` or `mw.gather_samples` may still come after the loop, so the loop is reported only when the next
-loop at another place begins, or the program ends. Not reported are loops whose results the program reduces by
-torch.distributed, loops before a training (they may prepare it), loops that are left after one batch,
-and `update_bn`. Models that use torch.compile get no hook: their loops run a model if gradients are off or a model is
-in evaluation mode.
+loop at another place begins, or the program ends. Not reported are loops whose results the program reduces with
+torch.distributed, loops before a training (they may prepare it), loops that are left after one batch, and `update_bn`.
+Models that use torch.compile get no hook: their loops run a model if gradients are off or a model is in evaluation
+mode.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class UnsummedLoops:
     """Finds evaluations whose results are never summed over the ranks."""
 
     def __init__(self, engine: Engine, found: Callable[[str], None]) -> None:
-        """found: called with the place of such a loop."""
+        """found: receives the place of each such evaluation."""
         self._program, self._found = engine.program, found
         self._open: dict[LoopRead, Loop] = {}
         self._waiting: list[Loop] = []
@@ -89,11 +89,11 @@ class UnsummedLoops:
         self._waiting.clear()
 
     def program_begins(self) -> None:
-        """Warn of loops of this process's earlier program whose results nothing has summed."""
+        """Warn of loops in this process's previous program whose results were never summed."""
         self._say(lambda loop: not loop.prepares)
 
     def evaluations_end(self) -> None:
-        """Warn at the end of the program of loops whose results nothing has summed."""
+        """At the end of the program, warn of loops whose results were never summed."""
         trained = self._program.backwards > self._program.began
         self._say(lambda loop: not (loop.prepares and trained))
 

@@ -102,7 +102,7 @@ def _whole(passes: Sequence[Pass], size: int, trained: bool) -> Iterator[Finding
 
 
 def _batch(passes: Sequence[Pass], alone: Sequence[Pass]) -> Iterator[Finding]:
-    """Report a global batch that has another size than the batch of one process."""
+    """Report a global batch whose size differs from the batch size in one process."""
     if not alone or not all(p.batches for p in (*alone, *passes)):
         return
     ours, own = sum(len(p.batches[0]) for p in passes), len(alone[0].batches[0])
@@ -137,7 +137,7 @@ def schedule(ranks: Sequence[Record], one: Record, pairs: Sequence[tuple[Step, S
 
 
 def _ticks_twice(many: Record, wrong: bool, evidence: str) -> Finding:
-    """Return a finding: on several ranks, the schedule ends after a different number of epochs than in one process."""
+    """Return the finding that the scheduler ticks at another pace on several ranks than in one process."""
     where = tuple(dict.fromkeys(place for place in many.ticked_at if place))
     instead = "Count its length in the ticks that this number of devices makes."
     return Finding("scheduler ticks at another pace", wrong, where, evidence, instead)
@@ -152,7 +152,7 @@ def _steps_of_pass(record: Record) -> float:
 
 
 def _whole_steps(steps: float, horizon: float) -> float:
-    """Round the number of optimizer steps in an epoch so that it divides the schedule's length, if it can."""
+    """Round the number of optimizer steps in an epoch so that it divides the schedule's length, if possible."""
     whole = (each for each in (math.floor(steps), math.ceil(steps)) if each and horizon % each == 0)
     return next(whole, steps)
 

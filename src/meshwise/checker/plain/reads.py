@@ -1,7 +1,7 @@
 """Choose what one rank of a plain script reads, and record it.
 
 A loop that trains makes a few steps, and then reads its last batches. A loop that does not train reads three batches
-and its last one. The third pass over a loader that trains ends the script. Tested in
+and its last one. The script ends before a third training pass over a loader. Tested in
 tests/checker/test_plain_scripts.py.
 """
 

@@ -1,4 +1,4 @@
-"""Count the ticks of a plain script's scheduler."""
+"""Count the steps of a plain script's learning rate scheduler."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def have_common_bytes(one: Region, other: Region) -> bool:
     tried = 0
 
     def lands(apart: int, rest: list[tuple[int, int]]) -> bool:
-        """Return whether the views `one` and `other` have a byte in common."""
+        """Return whether runs `apart` bytes apart can overlap if moved by the steps in `rest`."""
         nonlocal tried
         tried += 1
         if not rest or tried > MOST_TRIED:
