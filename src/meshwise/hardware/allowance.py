@@ -80,7 +80,7 @@ def memory_left(root: Path = ROOT, own: Path = OWN) -> int | None:
 
 
 def _memory(root: Path, own: Path) -> Iterator[tuple[int, int]]:
-    """Yield the limit and the bytes in use of each control group that has one; cached files count as free."""
+    """Yield the limit and the bytes in use of each control group with a limit. Cached files count as free."""
     versions = (
         ("", "memory.max", "memory.current", ""),
         ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),

@@ -58,7 +58,7 @@ def of_type(kind: type, must: str) -> Read:
 
 
 def number(least: float, most: float) -> Read:
-    """Return a function that accepts a number from `least` to `most`, or only an integer if `least` is one."""
+    """Return a function that accepts numbers from `least` to `most`, only integers if `least` is an integer."""
     whole = isinstance(least, int)
     must = f"a whole number without quotes, such as {least}" if whole else "a number without quotes"
 
@@ -115,7 +115,7 @@ def one_or_each(read: Read) -> Read:
 
 
 def amount(unit: str, least: float, most: float) -> Read:
-    """Return a function that accepts a number, or a text with its unit."""
+    """Return a function that accepts a number from `least` to `most`, plain or as a text with its unit."""
     plain = number(least, most)
 
     def read(value: Any, where: str) -> Any:

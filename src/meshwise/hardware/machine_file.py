@@ -292,7 +292,7 @@ def _timings(timings: Timings) -> dict[str, Any]:
 
 
 def _figures(device: Device) -> dict[str, Any]:
-    """Return the nominal figures. Omitted figures would be read from the catalog."""
+    """Return all nominal figures, even unknown ones: omitted figures would be read from the catalog."""
     return {name: _value(name, getattr(device, name)) for name in FIGURES}
 
 

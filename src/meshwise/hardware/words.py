@@ -77,7 +77,7 @@ def class_links(device_parts: list[CatalogPart], several_on_a_host: bool) -> tup
 
 
 def _slowest_link(device_parts: list[CatalogPart], apart: bool, warnings: list[str]) -> list[CatalogPart]:
-    """Return the model with the slowest link, and add a warning. Different models on a host copy through the host."""
+    """Reduce different models to the one with the slowest link, with a warning. On one host, they copy through it."""
     if len({part.name for part in device_parts}) == 1:
         return device_parts
 
@@ -91,7 +91,7 @@ def _slowest_link(device_parts: list[CatalogPart], apart: bool, warnings: list[s
 
 
 def _group(words: str, text: str) -> tuple[int, int, CatalogPart, list[str]]:
-    """Parse `2x8xA100` as (hosts, devices a host, model, warnings)."""
+    """Parse `2x8xA100` as (hosts, devices per host, model, warnings)."""
     found = re.fullmatch(r"\s*(?:(\d+)\s*[x×*]\s*)?(?:(\d+)\s*[x×*]\s*)?(.+?)\s*", text, re.IGNORECASE)
     if found is None:
         raise UsageError(f"machine '{words}' names no device. {_WRITE}")

@@ -101,7 +101,7 @@ def _device(nvml: _Nvml, handle: Any, sys: Path) -> Accelerator:
 
 
 def _nvlinks(nvml: _Nvml, handle: Any, places: Mapping[str, int]) -> dict[Any, int]:
-    """Count the active NVLinks by their other end: a device's index, `switch` or `elsewhere`. Add the `generation`."""
+    """Return how many active NVLinks lead to each device index, `switch` or `elsewhere`, and their `generation`."""
     found: dict[Any, int] = {}
     for link in range(MOST_NVLINKS):
         state = nvml("DeviceGetNvLinkState", handle, link)

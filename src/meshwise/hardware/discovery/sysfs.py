@@ -1,4 +1,4 @@
-"""Read PCI devices and NUMA nodes from /sys: links, nodes and bridges."""
+"""Read PCI devices, their links, and NUMA nodes from /sys."""
 
 from __future__ import annotations
 

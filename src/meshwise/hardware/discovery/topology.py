@@ -28,7 +28,7 @@ def device_links(found: Sequence[Accelerator], between: Mapping[tuple[int, int],
 
 
 def link_warnings(links: Sequence[Link], found: Sequence[Accelerator]) -> list[str]:
-    """Return a sentence for each kind of suspicious link. It says what to do."""
+    """Return a sentence for each kind of suspicious link, most with advice."""
     parts = {one.label: one.part for one in found}
     slow: dict[str, list[str]] = {}
     for link in links:

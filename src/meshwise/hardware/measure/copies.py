@@ -130,5 +130,5 @@ def _peers(source: str, target: str) -> bool:
 
 
 def _can(path: PathSpec) -> bool:
-    """Return whether the devices of a path support its copies; only `pageable` ones need no streams."""
+    """Return whether the devices of a path support its copies. All but `pageable` copies need streams."""
     return path.path == "pageable" or all(end == "host" or has_streams(end) for end in (path.source, path.target))

@@ -149,7 +149,7 @@ def bench_of(
     seconds: float,
     stopped: Stop | None = None,
 ) -> Bench:
-    """Return a `Bench`: the machine with these measurements added."""
+    """Return a `Bench` of these results, and of `machine` with the measurements added."""
     rates = {one.device: {key: _rounded(vars(one)[key]) for key in RATES} for one in computed}
     links = {(link.source, link.target): link for link in machine.links}
     collectives = []

@@ -80,7 +80,7 @@ def host_seconds(call: Callable[[], object], device: torch.device, batch: int) -
 
 
 def stream_seconds(call: Callable[[], object], device: torch.device, batch: int) -> float:
-    """Return the mean time in seconds of `batch` calls in a row."""
+    """Return the seconds of one call by the device's clock, as the mean of `batch` calls in a row."""
     start, end = torch.Event(device, enable_timing=True), torch.Event(device, enable_timing=True)
     start.record()
     for _ in range(batch):

@@ -108,7 +108,7 @@ def _in_step(timed: Callable[[int], float], computes: bool, member: Member, shar
 
 
 def _timed(case: Case, member: Member, latency: float, batch: int) -> float:
-    """Return the mean seconds of `batch` calls, without the answer's latency. Return 0 if this rank's do not count."""
+    """Return the mean seconds of `batch` calls, without the answer's latency; 0 if this rank's time does not count."""
     seconds = stream_seconds if has_streams(member.device) else host_seconds
     took = seconds(case.call, member.device, batch)
     return max(took - latency, took / 2) if case.counts else 0.0

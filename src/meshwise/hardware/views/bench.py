@@ -109,7 +109,7 @@ def _slowest(timings: Timings) -> dict[str, str]:
 
 
 def _matrices(results: Sequence[PathResult], width: int) -> list[Text]:
-    """Return a matrix for each path: sources, targets, GB/s one way."""
+    """Return a table for each kind of path: the GB/s from each source to each target."""
     lines: list[Text] = []
     for path in dict.fromkeys(result.path for result in results):
         cells = {(r.source, r.target): r for r in results if r.path == path}

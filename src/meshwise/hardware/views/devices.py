@@ -145,7 +145,7 @@ def _shown_dtype(devices: Sequence[Device]) -> str:
 
 
 def _reached(device: Device) -> str:
-    """Format the best measured rate of products, or "unknown". It is shown if the peak is unknown."""
+    """Format the best measured rate of matrix products, or "unknown", for a device with unknown peak."""
     best = max(device.matmuls, key=lambda product: product.rate, default=None)
     return "unknown" if best is None else f"reached {flops_text(best.rate)} {best.dtype}"
 
