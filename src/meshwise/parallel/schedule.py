@@ -84,7 +84,7 @@ def forwards(ranks: int, chunks: int) -> tuple[tuple[Action, ...], ...]:
 
 
 def stage_ranges(costs: Sequence[float], stages: int) -> list[tuple[int, int]]:
-    """Cut layers, in order, into non-empty stages so that the cost of the most expensive stage is as small as
+    """Return the range of layers of each stage. No stage is empty, and the most expensive stage costs as little as
     possible."""
     before = [0.0]
     for cost in costs:

@@ -254,7 +254,7 @@ class Sharded:
                 p.register_hook(functools.partial(self._note_reached, name, getattr(p, "placements", None)))
 
     def _note_reached(self, name: str, placements: Any, gradient: Tensor) -> Tensor | None:
-        """Record that the loss of this backward depends on parameter `name`."""
+        """Record that the loss depends on parameter `name`. Return the gradient in `placements` if it has others."""
         self._reached_past_blocks.add(name)
         other = isinstance(gradient, DTensor) and placements and gradient.placements != placements
         return gradient.redistribute(placements=placements) if other else None  # type: ignore[attr-defined]

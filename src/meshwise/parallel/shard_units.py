@@ -24,7 +24,7 @@ SMALL = 4096  # elements: for smaller layers, a collective costs more than keepi
 
 
 def roots_of(model: nn.Module) -> list[nn.Module]:
-    """Return `model`, or the models in it if it is a `ModuleList` or `ModuleDict`."""
+    """Return the models with parameters: `model`, or those in it if it is a `ModuleList` or `ModuleDict`."""
     return [root for root in called_in(model) if any(True for _ in root.parameters())]
 
 

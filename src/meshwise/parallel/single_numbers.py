@@ -2,7 +2,7 @@
 
 A scalar, such as a temperature, cannot be divided.
 
-In the forward of its module, a scalar parameter is replaced by a leaf tensor of this rank that shares its memory. The
+In the forward of a module, each scalar parameter is replaced by a leaf tensor of this rank with the same memory. The
 gradients of these leaves stay unreduced until sharded gradients are reduced. Then they are averaged over the ranks in
 one collective.
 """

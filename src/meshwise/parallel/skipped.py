@@ -47,7 +47,7 @@ def may_be_skipped(root: nn.Module, name: str) -> str | None:
 
 
 def _on_the_way(root: nn.Module, name: str) -> Iterator[tuple[Any, str, nn.Module, nn.Module]]:
-    """Yield the calls on the way to a module: a class, its attribute, the module or list there, and the entry."""
+    """Yield (caller's class, attribute, value of the attribute, called module) for each call on the way to a module."""
     owner, path = unwrapped(root), name.split(".")
     while path:
         kind, attribute = type(owner), path.pop(0)
@@ -100,7 +100,7 @@ def _parsed(function: Any) -> ast.FunctionDef | None:
 
 
 class _Calls:
-    """Finds the calls of `self.<attribute>`, or of entries of that list, in a function."""
+    """Finds the calls of `self.<attribute>`, or of its entries if it is a list, in a function."""
 
     def __init__(self, function: Any, tree: ast.FunctionDef, attribute: str) -> None:
         self._entries = {f"self.{attribute}"}  # later also names of the list's entries
@@ -131,7 +131,7 @@ class _Calls:
             self._varying |= names - self._flags
 
     def _is_entry(self, node: ast.AST | None) -> bool:
-        """Return whether a node is the attribute, an entry of it, or a part of one."""
+        """Return whether a node is the attribute, an entry of its list, or a part of either."""
         while isinstance(node, ast.Subscript | ast.Attribute) and ast.unparse(node) not in self._entries:
             node = node.value
         return node is not None and ast.unparse(node) in self._entries

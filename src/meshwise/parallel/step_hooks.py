@@ -57,8 +57,8 @@ class Order(enum.IntEnum):
 
 @dataclass(eq=False)
 class Subscription:
-    """The functions that one caller of `subscribe` wants to be called before and after optimizer steps. `remove` ends
-    this."""
+    """The functions that one caller of `subscribe` wants to be called before and after optimizer steps, until
+    `remove`."""
 
     order: Order
     before: Before | None
@@ -80,8 +80,8 @@ def subscribe(
     *,
     optimizer: Optimizer | None = None,
 ) -> Subscription:
-    """Call `before` before each optimizer step, and `after` after it. Returns a `Subscription`, whose `remove` ends
-    this.
+    """Call `before` before each optimizer step, and `after` after it, until the returned `Subscription` is
+    removed.
 
     order: decides which subscriber is called first (see `Order`).
     failed: called in place of `after` if the step, or a function called before it, raised an error. It is called only

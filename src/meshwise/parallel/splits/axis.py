@@ -1,4 +1,4 @@
-"""Define the ranks over which tensors split, and their exchanges."""
+"""Define axes of ranks, and how tensors are split over them."""
 
 from __future__ import annotations
 

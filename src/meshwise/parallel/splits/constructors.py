@@ -81,8 +81,8 @@ _KINDS = type(torch.FloatTensor)
 
 
 class _Stands(type):
-    """The class of substitutes for `torch.FloatTensor` and the like, whose constructors cannot be replaced. torch reads
-    only their names."""
+    """The metaclass of substitutes for classes such as `torch.FloatTensor`, whose constructors cannot be replaced.
+    torch reads only the names of these classes."""
 
     kind: Any
 

@@ -84,7 +84,7 @@ def _of_program(held: dict[int, Any]) -> list[int]:
 
 
 def _take(held: dict[int, Any]) -> dict[int, Any]:
-    """Remove the program's hooks from those of a parameter, and return them."""
+    """Remove the program's hooks from the hooks of a parameter, and return the removed hooks."""
     return {key: held.pop(key) for key in _of_program(held)}
 
 

@@ -145,7 +145,7 @@ def _getitem(func: Func, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _by_pairs(x: SplitTensor, items: Sequence[Any]) -> tuple[SplitTensor, tuple[Any, ...]]:
-    """Return this rank's tensor and index for an index of rows and more, such as `x[torch.arange(len(x)), y]`."""
+    """Return this rank's rows, and the index into them, for an index such as `x[torch.arange(len(x)), y]`."""
     rows, dims = items[0], max(each.dim() for each in items if isinstance(each, Tensor))
     if x.part.dim or any(map(_is_mask, items)) or rows.dim() != dims or whole_shape(rows)[1:].numel() != 1:
         raise NoRule

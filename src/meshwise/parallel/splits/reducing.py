@@ -38,8 +38,8 @@ def _asked(args: Args, kwargs: Kwargs, *names: str) -> tuple[SplitTensor, list[i
 
 
 def _of_all(found: Tensor, part: SplitPart, dim: int, most: int = 1) -> Tensor:
-    """Gather the entries along `dim` that the ranks have found. A rank has found as many as it holds of `part`, but at
-    most `most`."""
+    """Gather `found` along `dim` from all ranks. A rank sends as many entries as it holds of `part`, but at most
+    `most`."""
     ends = list(itertools.accumulate((min(part.held(rank), most) for rank in range(part.axis.size)), initial=0))
     into = replace(part, dim=dim).divided([[each] for each in itertools.pairwise(ends)], ends[-1])
     return gather(split(found.narrow(dim, 0, into.own), into))
@@ -88,7 +88,7 @@ def _amax(func: Func, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _largest(func: Func, args: Args, kwargs: Kwargs) -> Any:
-    """Return the largest (or smallest) entries along the split dim, with their places."""
+    """Return the largest (or smallest) entries along the split dim, with their indices."""
     topk = called(func) == "topk"
     if not topk and any(isinstance(each, Tensor) for each in (*args[1:], *kwargs.values())):  # a maximum of two tensors
         return ELEMENTWISE["maximum"](func, args, kwargs)

@@ -126,7 +126,7 @@ class DataAxis(Axis):
         return bool(collectives.all_reduce(answer, op, self.group, of="answers"))
 
     def meet(self, what: str) -> None:
-        """Return at once, because the verb log finds a rank that reads alone."""
+        """Do nothing: the verb log finds a rank that reads alone (workers/verb_log.py)."""
 
 
 class ProofAxis(Axis):

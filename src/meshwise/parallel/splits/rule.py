@@ -65,7 +65,7 @@ def first_split(args: Sequence[Any]) -> SplitTensor:
 
 
 def positive(dim: Any, dims: int) -> int:
-    """Convert a dim that may count from the end to one that counts from the front."""
+    """Return the number of a dim from 0 on. The given number may be negative."""
     if not isinstance(dim, int) or isinstance(dim, bool):
         raise NoRule
     return dim % dims

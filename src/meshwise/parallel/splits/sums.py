@@ -95,7 +95,7 @@ def _each_place(func: Func, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _gradient(func: Func, args: Args, kwargs: Kwargs) -> Any:
-    """Return the `.grad` of a split tensor, which autograd has summed in the scale of parts."""
+    """Return the `.grad` of a split tensor, divided by the `gradient_scale` of its axis."""
     with on_parts():
         found = func(args[0])
     if found is None:
@@ -106,7 +106,7 @@ def _gradient(func: Func, args: Args, kwargs: Kwargs) -> Any:
 
 
 def own_gradient(found: Tensor, x: SplitTensor) -> Tensor:
-    """Convert a gradient of `x` from the scale of parts to the scale that the program expects."""
+    """Return a gradient of `x` as a split tensor, divided by the axis's `gradient_scale`."""
     with on_parts():
         found = found / x.parts[0].axis.gradient_scale
     return split_again(found, parts_of(x))

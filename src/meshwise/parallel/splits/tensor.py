@@ -187,7 +187,7 @@ class Hidden:
 
 
 def one_stage_on(hidden: Hidden) -> Hidden:
-    """Return what the third stage of a pipeline sends, if the second sends `hidden`, and both do the same."""
+    """Return what the third stage of a pipeline sends, if the second has the same layers and sends `hidden`."""
     own = len(hidden.before) // 2
     more = {number + own: form for number, form in hidden.before.items() if number >= own}
     return replace(hidden, before=hidden.before | more)
@@ -218,8 +218,8 @@ def gives_view(name: str, args: Any) -> bool:
 
 
 def note_copies(batch: SplitTensor, made: Any) -> None:
-    """Track results of a view operator that do not share the batch's memory. Mark results that are parts of a gradient
-    as such."""
+    """Track results of a view operator that do not share the batch's memory. Mark results as parts of a gradient if
+    `batch` is one."""
     with on_parts():
         memory = batch.untyped_storage().data_ptr()
         for each in made if isinstance(made, (tuple, list)) else (made,):

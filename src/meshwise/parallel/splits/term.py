@@ -110,7 +110,7 @@ class Term(Tensor):
 
     @property
     def known(self) -> Known:
-        """What is known about the sum. Made anew after a write to the memory of this tensor."""
+        """What is known about the sum. After a write to this tensor's memory, a new object is made."""
         known, written = self.__dict__["held"]
         with on_parts():
             if version(self) != written:
