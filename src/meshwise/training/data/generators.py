@@ -106,7 +106,7 @@ def handles_of(*holders: Any) -> tuple[Handle, ...]:
 
 @dataclass(frozen=True)
 class Draws:
-    """Two functions that call a given function to draw an epoch's order: `begin` from a recorded state of the
+    """Two functions that draw an epoch's order by calling a given function. `begin` draws from a recorded state of the
     generators if there is one, `go_on` from their present state."""
 
     begin: Callable[[Callable[[], Any]], Any]

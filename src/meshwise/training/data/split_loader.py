@@ -179,7 +179,7 @@ def _stream(loader: DataLoader[Any], world: World) -> LoaderSpec:
 def _read_alike(
     source: Iterable[Any], rows_of: Callable[[Any], int], take: Callable[[Any, slice], Any], world: World
 ) -> Callable[..., Pairs]:
-    """Return the function `pairs` for a loader. Each rank reads whole batches, and keeps its own rows."""
+    """Return the function `pairs` of a `LoaderSpec`. Each rank reads whole batches, and keeps its own rows."""
 
     def pairs(draws: Draws, epoch: int, begin: int, most: int | None = None) -> Pairs:
         batches = draws.begin(lambda: _behind(begin, iter(source), rows_of))

@@ -215,8 +215,8 @@ class Engine:
         return parallel.precision.cast_batch(batch, self.stored) if self.stored else batch
 
     def watched_backward(self, reduce: bool) -> contextlib.AbstractContextManager[None]:
-        """Return a context manager by which `self.watcher` observes a backward. If the engine has no watcher, it does
-        nothing."""
+        """Return a context manager by which `self.watcher` observes a backward. Without a watcher, nothing is
+        observed."""
         return self.watcher.backward(reduce) if self.watcher else NOTHING
 
     def on_trial(self) -> contextlib.AbstractContextManager[None]:
@@ -224,7 +224,7 @@ class Engine:
         return self.calls.on_trial() if self.calls else NOTHING
 
     def attempt(self, part: Any) -> Callable[[], None]:
-        """Return a function that discards what `calls` records of the call that begins now."""
+        """Let `self.calls` observe a call of a model. Return a function that discards what was recorded of it."""
         return self.calls.attempt(part) if self.calls else _nothing
 
 

@@ -54,7 +54,7 @@ class Loops:
         self._places = Counter[object]()
 
     def is_elsewhere(self, loop: LoopRead) -> bool:
-        """Return whether listeners treat this loop as new: loop 1, 2, 4, 8 … at its source line."""
+        """Return whether this is loop 1, 2, 4, 8 … at its source line, which listeners treat as new."""
         loop.place, place = user_place(), (user_lines(), loop.loader)
         self._places[place] += 1
         return self._places[place].bit_count() == 1

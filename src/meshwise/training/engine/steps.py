@@ -179,7 +179,7 @@ def _alone(program: Program, loss: Tensor, before: Tensor) -> Tensor:
 
 
 def watched(engine: Engine) -> contextlib.AbstractContextManager[None]:
-    """Return a context manager for a backward, which reduces gradients or leaves them on their ranks."""
+    """Return a context manager for a backward that reduces gradients, or for one that leaves them unreduced."""
     watch = engine.watched_backward(engine.reduce)
     return watch if engine.reduce and not WATCHING else _keeping(engine.program, engine.reduce, watch)
 
