@@ -98,7 +98,7 @@ def _title(report: Report, width: int) -> Text:
 
 
 def _goodput(report: Report) -> list[Text]:
-    """Return the line on the shares of the wall time: useful first, then the causes of loss, large to small."""
+    """Return a line with the shares of the wall time: useful time first, then the losses, the largest first."""
     waits = sorted((part for part in report.waiting if part.share >= 0.005), key=lambda part: -part.seconds)
     of_waiting = ", ".join(f"{part.name} {percent_text(part.share)}".replace(" ", GLUE) for part in waits)
     rest = sorted(report.goodput[1:], key=lambda part: -round(100 * part.share))

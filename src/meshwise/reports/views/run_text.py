@@ -1,6 +1,6 @@
-"""Show a run's summary, a list of runs, two runs compared.
+"""Show a run's summary, a list of runs, or a comparison.
 
-The summary has metrics, throughput, time, what to type next; `meshwise report` shows where the time of each step went.
+The summary has metrics, throughput, time and what to type next. `meshwise report` shows where a step's time went.
 The comparison has the verdict, a row for each kind of time, and figures of the runs as a whole.
 """
 
