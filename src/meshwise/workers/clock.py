@@ -1,4 +1,4 @@
-"""Ask rank 0 for its clock, over an authenticated connection.
+"""Ask rank 0 for the time, over an authenticated connection.
 
 On this connection, a rank first proves that it knows the secret.
 
@@ -81,6 +81,6 @@ class ClockProbe:
 
 
 def _quick(line: Line) -> socket.socket:
-    """Return the bare socket, for bytes without authentication codes that are sent at once."""
+    """Return the socket of `line`, set to send bytes at once. They get no authentication codes."""
     line.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return line.connection

@@ -1,6 +1,6 @@
 """Read this process's control groups, of version 2 or 1.
 
-Control groups hold what Linux lets this process use, and what it denied. A SIGKILL does not say who sent it, but the
+Control groups limit what this process may use, and count what was denied. A SIGKILL does not say who sent it, but the
 kernel counts the processes that its out-of-memory killer has ended: in each control group of version 2
 (`memory.events`) and for the machine (`/proc/vmstat`).
 """

@@ -154,7 +154,7 @@ def tell_of_loss(before: Callable[..., Any], folder: Path, ranks: Sequence[int],
 
 
 def _ends(folder: Path, rank: int, ranks: Sequence[int]) -> None:
-    """Record that the program of this rank has ended."""
+    """Record that this rank's program has ended. The last rank to end removes `folder`."""
     if folder.is_dir():
         _mark(folder, rank).touch()
         if all(_mark(folder, each).exists() for each in ranks):

@@ -31,7 +31,7 @@ OF_RANK = "{call} ended the process before its work was done. Return, or raise a
 
 
 def prepare() -> None:
-    """Let this process need little memory when it ends by `exit_now`."""
+    """Keep `exit_now` from copying shared memory pages at the end."""
     atexit.register(_end)
 
 

@@ -1,6 +1,6 @@
-"""Redirect the files of a checked program to the check's folder.
+"""Redirect what a checked program writes to the check's folder.
 
-Files that the program wrote are there; all other files stay in place.
+The program reads these files there; all other files stay in place.
 
 scratch_files.py applies this view to Python's file functions. Code that bypasses them (C++, Rust, other programs) fails
 if it would change a file of the user, provided that Linux supports Landlock, which restricts writes (`lock_files`).

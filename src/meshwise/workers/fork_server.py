@@ -153,7 +153,7 @@ class Forks:
             self.close()
 
     def close(self) -> None:
-        """Kill the server and all processes that it forked. Wait for their end for a limited time."""
+        """Kill the server and all processes that it forked. Wait a limited time for them to end."""
         if self._line is None:
             return
         workers = [self.hear(facts).get("pid") for facts in self._known]
@@ -195,7 +195,7 @@ class ForkedWorker:
 
 def serve(line: socket.socket, work: Callable[[], int], interrupted: Any = signal.default_int_handler) -> int:
     """Run the fork server: for each request, fork a process that calls `work`.
-    Return the exit code in each of them."""
+    Return the process's exit code."""
     for ignored in (*WARNINGS, signal.SIGINT):
         signal.signal(ignored, signal.SIG_IGN)
     gc.freeze()  # a worker's garbage collector skips imported objects, so their memory pages stay shared

@@ -80,7 +80,7 @@ class StepGate:
 
     @property
     def halted(self) -> bool:
-        """Whether the run was asked to stop. It is then expected that other ranks are gone."""
+        """Whether the run was asked to stop, so that other ranks may have ended already."""
         return self._frozen
 
     def stop(self, step: int, epoch: int | None = None) -> BaseException:

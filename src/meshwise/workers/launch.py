@@ -175,14 +175,14 @@ class _Launcher:
         return all(w.state in (State.DONE, State.EXITED) for w in self.workers)
 
     def _look_at_verbs(self) -> None:
-        """Fail if ranks have made different calls (see `Verb`). Do nothing after a failure or a request to stop."""
+        """Raise WorkerFailed if ranks made different calls, unless a worker has failed or a stop is wanted."""
         if self.halt.wanted or any(w.state is State.FAILED for w in self.workers):
             return
         if text := self._divergence.look(self._in(State.DONE, State.EXITED)):
             self._fail(Failure(self.first_rank, "diverged", text, plain=True))
 
     def _look_at_beats(self) -> None:
-        """Tell the user about a rank that makes no progress."""
+        """Tell the user about a hanging rank, or raise WorkerFailed at its limit."""
         if self.halt.wanted:
             return
         pids = {w.rank: w.process.pid for w in self.workers if w.state is State.RUNNING}

@@ -1,4 +1,4 @@
-"""Track a run's machines over its attempts, and who leads.
+"""Track a run's machines over its attempts, and which one leads.
 
 Their launchers meet in the store of the first machine, which leads: it announces each attempt and who takes part.
 Every machine keeps a store and has told the others its address; if the leader is lost, they meet at the next machine.
@@ -203,7 +203,7 @@ class Machines:
 
     def announced(self, after: int) -> Beginning | None:
         """Return the attempt after number `after` that the leader has announced.
-        None if this machine takes no part."""
+        None if there is none with this machine."""
         told = self.meeting.try_get("begins")
         begins = None if told is None else Beginning.of(told)
         if begins is None or begins.number <= after or all(m.name != self.me.name for m in begins.members):

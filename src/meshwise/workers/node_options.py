@@ -1,4 +1,4 @@
-"""Describe how one machine of several is started: count, index, meeting place."""
+"""Define the options about a run's machines, and connect the machines."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ class Beginning:
 
     @classmethod
     def of(cls, told: Mapping[str, Any]) -> Beginning:
-        """Return the announcement from the values that `asdict` made of it."""
+        """Return the announcement that `asdict` converted to these values."""
         return cls(**{**told, "members": tuple(Member(**member) for member in told["members"])})
 
 
@@ -156,7 +156,7 @@ class Nodes:
         return None
 
     def all_done(self) -> bool:
-        """Tell the other machines that this machine's workers are done. Return whether all workers are."""
+        """Tell the other machines that this machine's workers are done. Return whether all machines' are."""
         self.set(f"done/{self.node_rank}", True)
         return all(self.try_get(f"done/{member.node}") for member in self.others)
 

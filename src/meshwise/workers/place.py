@@ -1,4 +1,4 @@
-"""Find the place of this process among those of its launcher.
+"""Find the place of this process among its launcher's processes.
 
 The place is read from environment variables. Launchers are tried from the innermost outwards; the first launcher whose
 variables are set is taken.
@@ -83,8 +83,7 @@ class Place:
         return {"launcher": self.launcher, "scheduler_job": self.job, "start": self.attempt} if self.job else {}
 
     def work(self) -> Work:
-        """Return the launcher's job and its attempt, or an empty `Work` if there is no job. A run folder is locked in
-        their name."""
+        """Return the launcher's job and attempt, which a run folder's lock names. An empty `Work` without a job."""
         return Work(f"{self.launcher} job {self.job}", self.attempt) if self.job else Work()
 
     def told(self, devices: int, nodes: int | None = None) -> str:

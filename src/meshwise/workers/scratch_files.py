@@ -103,7 +103,7 @@ def _owned() -> Iterator[tuple[Any, str, str, int]]:
 
 
 def _replace(functions: dict[int, Function]) -> None:
-    """Replace functions, by their ids, wherever a loaded module or class holds them."""
+    """Replace functions in loaded modules and classes. functions: from ids to replacements."""
     modules = [module for module in list(sys.modules.values()) if getattr(module, "__name__", "") not in _LEFT]
     classes = {owner for owner, *_ in _owned() if isinstance(owner, type)}
     for holder in (*modules, *CLASSES | classes):
@@ -152,7 +152,7 @@ class FileFunctions(FileView):
         return call
 
     def read(self, call: Callable[[], Any]) -> Any:
-        """Return the result of a call that reads files."""
+        """Call `call`, which reads files. Return its result."""
         return call()
 
     def _of_path(self, use: str, position: int, original: Function, *given: Any, **named: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Serve the key-value store in which launchers meet, and exchange with it.
+"""Serve the key-value store in which launchers meet and exchange values.
 
 Each launcher keeps a store: if the store in use is lost, another store takes over.
 

@@ -1,9 +1,9 @@
-"""Locate a hanging process: its kernel state and its line of Python.
+"""Find a hanging process's kernel state and its line of Python.
 
 This module also tells whether a process computes, by its CPU time.
 
-The state is read from /proc. A signal asks a process for its stack (heartbeat.py). It is sent only to processes that
-handle it, since it would kill others.
+The state is read from /proc. A signal asks a process for its stack (heartbeat.py). Only processes that handle the
+signal get it, since it would kill others.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ class VerbTrail:
 
     @property
     def oldest(self) -> int:
-        """The number of the oldest logged call to read."""
+        """The number of the oldest call that is surely still in the log."""
         return max(1, self.count - SLOTS // 2)
 
     def checksum(self, number: int) -> int:

@@ -1,4 +1,4 @@
-"""Track what a launcher knows about a worker and tells its caller."""
+"""Define a launch's listeners, and the state of each worker."""
 
 from __future__ import annotations
 

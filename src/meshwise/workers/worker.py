@@ -144,8 +144,8 @@ def prepare(scratch: Path, world: World, channel: WorkerChannel) -> None:
 
 
 def tell_collectives(channel: WorkerChannel, rank: int, ask: Callable[[], Sequence[GroupProgress]] = progress) -> None:
-    """When the launcher sends the message ASKED, answer with what this rank's device waits for: a line for the user,
-    such as which collectives have not ended."""
+    """When the launcher sends the message ASKED, send a line for the user about the collectives that have not ended on
+    this rank's device."""
 
     def tell(message: Mapping[str, Any]) -> None:
         found = [str(each) for each in ask()]
