@@ -1,4 +1,4 @@
-"""Define groups of ranks, and this rank's place among them."""
+"""Define groups of ranks, and this rank's number in a group."""
 
 from __future__ import annotations
 
