@@ -1,4 +1,4 @@
-"""Apply a plan to an ordinary nn.Module: one technique a file."""
+"""Apply the techniques of a plan to an ordinary nn.Module."""
 
 from meshwise.spec.lazy import files_of
 

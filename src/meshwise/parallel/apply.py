@@ -5,8 +5,8 @@ The techniques, each with the reason for its place:
     precision    first: later techniques must see the parameters in the dtype that they are stored in
     placement    moves the model to the device, with the start values of rank 0; a deferred model gets values later
     stages       drops what other stages of a pipeline hold, so that later techniques need not handle it
-    batch norm   over all ranks: changes a layer's own forward, which recompute and shard then wrap; the same holds for
-    balance losses of mixtures of experts
+    batch norm   over all ranks: changes a layer's own forward, which recompute and shard then wrap
+    balance      losses of mixtures of experts, over all ranks: in this place for the same reason
     expert       in each experts module, the forward finds this rank's experts, and the tokens routed to them
     tensor       in each module, the forward, as its author wrote it, finds this rank's parts of its parameters
     context      the whole model's forward finds this rank's positions of its inputs
@@ -14,14 +14,14 @@ The techniques, each with the reason for its place:
     recompute    inside a sharded block: shard then gathers the parameters once for the second run and the backward
     offload      around the whole model's forward, and inside what shard does before and after that
     shard        after recompute and offload: it gathers a block around the block's wrapped forward
-    start values of a deferred model (deferred.py): once each rank has its part, and before data, which needs them
+    start values fills a deferred model (deferred.py) once each rank has its part, before data, which needs the values
     pipeline     around the wrapped forward of a block, which is run or skipped as a whole
     data         last: it reduces the gradients of the parameters that the other techniques have made; under shard,
                  shard does this for both
-    zero1        and offload of the optimizer: they need parameters that are no longer replaced
+    zero1        with offload of the optimizer: both need parameters that are no longer replaced
 
-A technique is a field of the plan, a file of its own (`technique.py` describes its functions), and a line in
-`TECHNIQUES`, by which it is loaded when a plan uses it.
+Most techniques have a field in the plan and a file (`technique.py` describes its functions). A technique's line in
+`TECHNIQUES` says how to load it when a plan uses it.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ Such a loss is a product of two means over tokens (Switch Transformer, arXiv:210
 rank's loss is another number. Models of transformers call a module-level function for it; during their forward, that
 function gets the router outputs of all ranks, and gradients go back to the ranks that computed them.
 
-An expert capacity counts the tokens of one rank; on one device, it counts the whole batch. A run prints a note on it.
+A router with an expert capacity counts one rank's tokens, but on one device the whole batch. A note tells the user.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def _balance(original: Callable[..., Any], /, *given: Any, **named: Any) -> Any:
 
 
 def of_all_ranks(rows: Tensor, counts: bool) -> Tensor:
-    """Gather the rows of all ranks for which `counts` is True, in rank order."""
+    """Gather the rows of the ranks that pass True for `counts`, in rank order."""
     own = rows if counts else rows[:0]
     lengths = collectives.all_gather(torch.tensor([len(own)], device=rows.device), of="the balance loss").flatten()
     return through(_Rows, own, tuple(lengths.tolist()))

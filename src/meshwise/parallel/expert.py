@@ -135,7 +135,7 @@ def _list_of_experts(model: nn.Module) -> str:
 
 
 def _layout(module: nn.Module) -> str:
-    """Return what the forward of stacked experts takes: "weights" of routing, "sizes", or "even" rows. Else ""."""
+    """Return the kind of a forward: with routing "weights", with "sizes" of experts' rows, "even" rows, or ""."""
     names = list(inspect.signature(module.forward).parameters)
     if len(names) > 2 and ("ind" in names[1] or "expert" in names[1]) and "weight" in names[2]:
         return "weights"

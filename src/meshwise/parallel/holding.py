@@ -91,7 +91,7 @@ class Holding:
         _drop(self.model, stages.lacks(self.model), self._pipe.rank)
 
     def show(self, seen: bool) -> None:
-        """Replace the parameters that only other pipeline stages need with NaN tensors, or restore the parameters."""
+        """If `seen`, put NaN tensors in place of parameters that only other stages need. Else put these back."""
         for module, name, held, shown in self._seen:
             parameters_in(module)[name] = shown if seen else held
 
@@ -183,8 +183,7 @@ class Holding:
 
 
 class _Notes:
-    """A forward hook that adds the name of its module to the set `into`, but only for calls from the stages that this
-    rank runs."""
+    """A forward pre-hook that adds its module's name to the set `into` if the module runs in a stage of this rank."""
 
     def __init__(self, into: set[str], name: str) -> None:
         self._into, self._name = into, name

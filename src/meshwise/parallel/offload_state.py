@@ -4,7 +4,7 @@ The state of only one bucket at a time is on the device.
 
 `step` runs once per bucket. Only the parameters of one bucket then have gradients and state, and every torch optimizer
 skips a parameter without a gradient. So any optimizer that treats each parameter separately works unchanged, and the
-device never holds more state than that of one bucket. Counters of a parameter group advance once per step.
+device never holds the state of several buckets. Counters of a parameter group advance once per step.
 
 The copies on the host are pinned if the device is a GPU. On a CPU, host and device share one memory; copies are made
 nevertheless, so that tests there run the code of a GPU.

@@ -1,6 +1,6 @@
 """Record a constructor's operators on fake tensors.
 
-The record holds the operators in order, and which random numbers they would draw.
+The record also tells which random numbers the operators would draw.
 
 torch has no hook for code that sets a generator. So each random operator advances the real generator by one number,
 which gives every entry of the record a distinct generator state. If the state has changed otherwise, the program has

@@ -3,8 +3,8 @@
 The operators run in their recorded order.
 
 Operators on which no wanted tensor depends are skipped, except random operators, which advance the generator as
-recorded. A storage is made when it is first filled, and freed when no operator needs its values any more. A storage
-that a later operator overwrites is freed until then. So a replay holds the wanted tensors and about one more tensor.
+recorded. A storage is made when it is first filled, and freed when no operator needs its values any more. If a later
+operator overwrites a storage, it is freed meanwhile. So a replay holds the wanted tensors and about one more tensor.
 """
 
 from __future__ import annotations

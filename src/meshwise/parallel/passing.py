@@ -65,7 +65,7 @@ class Pass:
         return self.received
 
     def _poison(self, form: Form) -> Tensor:
-        """Return a stand-in for an earlier block's output."""
+        """Return NaN, or 0 for integers, in place of an earlier block's output."""
         if (found := self._poisons.get(form)) is None or found.is_inference() or version(found):
             value = torch.nan if form.dtype.is_floating_point else 0
             found = self._poisons[form] = torch.full(form.shape, value, dtype=form.dtype, device=self.device)

@@ -2,7 +2,7 @@
 
 The test runs before a plan lets an optimizer step only some parameters, or parts of each parameter.
 
-Most optimizers treat every element separately, and those of torch that do are known (`is_by_numbers`). Others may
+Most optimizers treat every element separately, and `is_by_numbers` knows those in torch. Others may
 compute a norm over all gradients (AdaGC) or over a matrix (LARS), or use the whole matrix (Muon, Shampoo, SOAP): on a
 part, their step may differ without an error. So a copy of the optimizer with the same settings steps small parameters
 both ways, a few times in float64, and the results must be the same numbers. If it cannot step float64, float32 is used.

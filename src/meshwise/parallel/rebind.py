@@ -2,7 +2,7 @@
 
 The plan replaces a model's parameters with this rank's parts.
 
-An optimizer that was made before would step the old parameters, without an error and without effect. When it is
+An optimizer made before the plan would step the old parameters, without an error and without effect. When it is
 re-bound, it stays the same object, with the same groups, settings and state. Schedulers that refer to it need no
 change. `load_state_dict` of a model and of an optimizer accepts what one device has saved: whole tensors are sharded
 first.
