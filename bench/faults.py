@@ -120,7 +120,7 @@ ROWS = (
     Row("stop", ["stop:rank=R,step=15,phase=backward"], "hung", options=HANGS),
     Row("slow", ["slow 30ms:rank=R,step=3"], "", says="rank R", attempts=1, step=0),
     Row("nan", ["nan:rank=R,step=15"], "raised", 1, attempts=1, any_rank=True, numbers=False, step=0),
-    Row("bitflip", ["bitflip:rank=R,step=14"], "corrupt", replicas=3, step=0),
+    Row("bitflip", ["bitflip:rank=R,step=14"], "corrupt", replicas=3, step=16),  # replicas are compared at step 16
     Row("server stopped", [], "", attempts=1, outside="stop server"),
     Row("server stopped, kill", ["kill:rank=R,step=15"], outside="stop server"),
     Row("server stopped, SIGTERM", [], "", 143, (), "by SIGTERM", 1, outside="stop server, end run", resumed=True),
