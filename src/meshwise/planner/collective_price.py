@@ -3,7 +3,7 @@
 The time in seconds, called a price, comes from the machine's tables of measurements. Without a table, it comes from a
 model of NCCL or gloo.
 
-The model of NCCL is its own cost model. Each algorithm and protocol has a latency (hops within hosts and between hosts)
+For NCCL, this is NCCL's own cost model. Each algorithm and protocol has a latency (hops within hosts and between hosts)
 and a bandwidth, and the shortest time of all is used. Between hosts, a group has a share of each host's bandwidth,
 since the other ranks of these hosts communicate in groups of their own at the same time. If the bandwidth of a link is
 unknown, no time is given.

@@ -41,7 +41,7 @@ class Rehearsed:
 
     @functools.cached_property
     def whole(self) -> Rehearsed:
-        """The same estimate with all microbatches."""
+        """The same estimate, computed from all microbatches."""
         return self if self.again is None else self.again()
 
 

@@ -131,7 +131,7 @@ class _Longer:
         self.start = self.next = 0
 
     def sections(self) -> list[list[Any]]:
-        """Return the memory held before the first step, the events of this step, and both for a later step."""
+        """Return the memory held before the first step, the events of this step, and the same for a later step."""
         found: list[list[Any]] = []
         for event in self._events():
             if event is None:

@@ -141,7 +141,7 @@ def _memory_events(work: Work) -> Iterator[tuple[int, Allocate | Free]]:
 
 
 def next_launches(work: Work) -> list[Launch | None]:
-    """Return, for each event, the launch that it belongs to."""
+    """Return the launch at or after each event, or else the last launch."""
     found: list[Launch | None] = [None] * len(work.events)
     last = next((event for event in reversed(work.events) if isinstance(event, Launch)), None)
     for place in range(len(work.events) - 1, -1, -1):

@@ -1,11 +1,11 @@
 """Estimate the time of one operator on one device.
 
-The time in seconds, called a price, is a measurement on this device. Without one, a roofline model with the catalog's
-figures gives it.
+The time in seconds, called a price, is a measurement on this device, or else comes from a roofline model with the
+catalog's figures.
 
-The roofline model takes the longer of two times: the FLOPs at the rate that a matmul of this shape can reach (the
-fraction of the peak that was reached, and how tiles fill the multiprocessors), and the bytes at the rate of the memory.
-If a figure is unknown, no time is given.
+The roofline model takes the longer of two times: to compute the FLOPs, or to read and write the bytes. FLOPs are
+computed at the rate of a matmul of this shape: it depends on the fraction of the peak that was reached, and on how
+tiles fill the multiprocessors. If a figure is unknown, no time is given.
 """
 
 from __future__ import annotations

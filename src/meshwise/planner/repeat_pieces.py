@@ -99,7 +99,7 @@ class Pieces:
         return [(at, self.entries[piece][at]) for at in self._lasting[piece]]
 
     def kinds(self, names: Container[str] = (REST, "input", *ACTIONS)) -> Iterator[tuple[Place, Kind]]:
-        """Yield each place in the pieces of these names, with its kind."""
+        """Yield each place in the pieces with these names, and its kind."""
         for piece, own in self.entries.items():
             following: Hashable = None
             for at in reversed(range(len(own) if piece.name in names else 0)):
@@ -130,7 +130,7 @@ def count_of(orders: Iterable[Order]) -> int:
 
 
 def sections_of(trace: Trace) -> Sequence[Sequence[Any]]:
-    """Return the memory held before the first step, the events of the first step, and both for a later step."""
+    """Return the memory held before the first step, its events, and the same for a later step."""
     return trace.first.held, trace.first.events, trace.step.held, trace.step.events
 
 

@@ -162,7 +162,7 @@ class Composing:
         return ref._replace(number=number)
 
     def _write_rest(self, piece: Piece) -> None:
-        """Write events that belong to no microbatch, but may go through all of them."""
+        """Write events outside the microbatches. Some of them concern each microbatch in turn."""
         entries, at = self._pieces.entries[piece], 0
         while at < len(entries):
             if self._launches_alone and not isinstance(entries[at].event, Launch):
@@ -202,7 +202,7 @@ class Composing:
                 yield ref.piece._replace(number=other), ref.at
 
     def _sweep(self, entries: Sequence[Entry], at: int) -> tuple[int, bool, dict[Piece, list[Entry]]] | None:
-        """Return (number of entries from `at` that go through all microbatches, whether backwards, entries by
+        """Return (number of entries from `at` that concern the microbatches in turn, whether in reverse, entries by
         piece)."""
         run = list(self._run(entries, at))
         names = {ref.piece.name for ref in run if 2 <= ref.piece.number < self._pieces.count - 1}

@@ -53,7 +53,7 @@ class Stretch:
         return self.count * self.group == len(self.names)
 
     def beginning(self, count: int) -> Stretch:
-        """Return the sequence in a model with fewer groups, as `shortened` makes it."""
+        """Return this sequence as it is in a model shortened to `count` groups."""
         more = (self.count - count) * self.group
         return replace(self, count=count, names=self.names[: len(self.names) - more])
 
@@ -243,7 +243,7 @@ class _BlockOutput:
         self._before: tuple[object, ...] = ()
 
     def check(self, after: int, tensor: Tensor, references: int) -> None:
-        """Raise NotExtrapolable if the model did anything after the last skipped block. after: 0 for the first."""
+        """Raise NotExtrapolable if the model did anything since the last of `after` earlier skipped blocks."""
         now = id(tensor), references, calls_so_far()
         if after and now != self._before:
             raise NotExtrapolable("between two blocks, the model runs an operator or keeps a tensor")

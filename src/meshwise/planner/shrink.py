@@ -105,7 +105,7 @@ class Stages:
 
     @property
     def sort(self) -> Plan:
-        """A key, equal for plans with the same kinds of stages: the traced plan with small axes and one microbatch."""
+        """A key that plans with the same kinds of stages share: the traced plan with small axes and one microbatch."""
         axes = {axis: min(getattr(self.few, axis), 2) for axis in AXES if axis != "pipeline"}
         return with_few(self.few, **axes, accumulate=1)
 
@@ -216,7 +216,7 @@ class Stages:
 
 
 def _runs(held: Sequence[Allocate]) -> list[list[Allocate]]:
-    """Return the runs of parameters that have a single element."""
+    """Return each run of consecutive parameters with a single element."""
     runs = itertools.groupby(held, lambda one: one.category == "parameters" and one.size <= ELEMENT)
     return [list(run) for single, run in runs if single]
 
@@ -255,7 +255,7 @@ def with_all_stages(
 
 def fills_once(plan: Plan) -> bool:
     """Return whether a plan has so few microbatches that its first stage gets the last microbatch before the first
-    backward, or right after it. Under shard, what an action does depends on that."""
+    backward, or right after it. With `shard`, what an action does depends on that."""
     return plan.shard > 1 and plan.pipeline > 1 and plan.schedule == "1f1b" and plan.accumulate <= plan.pipeline + 1
 
 

@@ -160,7 +160,7 @@ class Tracer:
     def _growth(
         self, least: Sequence[Trace], actions: Sequence[Actions], longer: Callable[[], Sequence[Trace]]
     ) -> list[Growth]:
-        """Find what grows with the number of microbatches, from a step of one more, or else from longer traces."""
+        """Find what grows with the number of microbatches, from a step with one more, or else from longer traces."""
         with contextlib.suppress(NotExtrapolable):
             return [growth_of(each, with_more(each), own) for each, own in zip(least, actions, strict=True)]
         return [growth_of(*three) for three in zip(least, longer(), actions, strict=True)]
@@ -274,5 +274,5 @@ def parts_traced(plan: Plan) -> int:
 
 
 def _few_parts(plan: Plan, few: int) -> int:
-    """Like `parts_traced`, for `few` microbatches and one more, which a pipeline traces only with the fewest blocks."""
+    """Like `parts_traced`, for `few` and `few + 1` microbatches (in a pipeline, `few + 1` with the fewest blocks)."""
     return 2 * few + 1 if plan.pipeline == 1 else (3 * few + 1) * min(plan.pipeline, FEW_STAGES) // 2
