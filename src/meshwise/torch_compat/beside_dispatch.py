@@ -1,4 +1,4 @@
-"""Change the arguments of torch's functions that `__torch_function__` does not see.
+"""Change the arguments of torch's functions that bypass `__torch_function__`.
 
 Scripted functions, `torch.tensor` and others that make tensors, and the transforms of `torch.func` read a tensor's
 memory without asking its class.
@@ -35,7 +35,7 @@ transforming: list[str] = []
 
 @contextmanager
 def beside_transforms() -> Iterator[None]:
-    """In the block, run operators outside of any transform of `torch.func`, such as `vmap`, that is running."""
+    """In the block, run operators as if no transform of `torch.func`, such as `vmap`, were running."""
     running, transforming[:] = transforming[:], []
     try:
         with temporarily_clear_interpreter_stack():
@@ -45,7 +45,7 @@ def beside_transforms() -> Iterator[None]:
 
 
 def change_arguments(change: Change) -> None:
-    """Let `change` replace the arguments, a pair of a tuple and a dict, of all these functions from now on."""
+    """From now on, let `change` replace the arguments (args, kwargs) of all functions that this module wraps."""
     _change[:] = [change]
     _install()
 

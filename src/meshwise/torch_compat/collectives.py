@@ -1,6 +1,6 @@
 """Give torch's collectives one behavior on every backend and version.
 
-They accept any dtype, any layout and empty tensors.
+The functions accept any dtype, any layout and empty tensors.
 
 The differences hidden here, as found by running torch 2.13 (gloo) and by reading 2.11 and 2.15:
 

@@ -1,4 +1,4 @@
-"""Pass every operator through one handler, and say what memory it touches.
+"""Pass every operator through one handler; list the memory that operators touch.
 
 `StorageMap` keeps facts for as long as a storage lives.
 
@@ -152,7 +152,7 @@ class StorageMap:
         return None if found is None else found[1]
 
     def set(self, tensor: Tensor, value: Any) -> None:
-        """Store `value` for the storage of `tensor`. Do nothing if it has none, as for a sparse tensor."""
+        """Store `value` for the storage of `tensor`. Do nothing if `tensor` has no storage, such as a sparse tensor."""
         storage = _storage(tensor)
         if storage is None:
             return
@@ -232,7 +232,7 @@ def _made(schema: Any, result: Any) -> Iterator[Tensor]:
 
 
 def _memory(tensor: Tensor) -> int:
-    """Return the address of the tensor's storage; 0 if it has none, or holds other tensors."""
+    """Return an id of the tensor's storage; 0 for a tensor that has no storage or wraps other tensors."""
     holds_others: bool = is_traceable_wrapper_subclass(tensor)
     storage = None if holds_others else _storage(tensor)
     return 0 if storage is None else int(storage._cdata)

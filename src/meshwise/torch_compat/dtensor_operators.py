@@ -1,7 +1,7 @@
 """Let DTensor's operators take several meshes, and expand strategies once.
 
 In `_foreach_` and fused operators, and in a loss scaler's check, DTensor accepts tensors of one mesh only. Here such an
-operator is called once for each mesh. DTensor also expands the sharding strategies of each tensor in such a list
+operator is called once for each mesh. DTensor also expands the sharding strategies of each tensor in a list
 separately, which takes milliseconds per tensor, although the parameters of equal blocks have equal strategies, even on
 the meshes of other ranks.
 

@@ -1,7 +1,7 @@
 """Read the progress of a rank's collectives from torch's flight recorder.
 
 On a GPU a rank runs ahead of its device, so its own progress says little about what the device waits for. NCCL's
-watchdog follows each collective by CUDA events, and the recorder keeps how far each group has come. Its getter
+watchdog follows each collective by CUDA events, and the recorder stores each group's progress. Its getter
 `_dump_fr_trace_json` is private (torch 2.11 and later). The buffer is on by default; TORCH_FR_BUFFER_SIZE=0 (formerly
 TORCH_NCCL_TRACE_BUFFER_SIZE) turns it off. Whether a collective has begun is known only with
 TORCH_NCCL_ENABLE_TIMING=1.

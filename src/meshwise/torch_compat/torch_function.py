@@ -1,4 +1,4 @@
-"""Handle `__torch_function__`: switch it off, and name what was called.
+"""Switch `__torch_function__` off, and name the functions that it gets.
 
 torch calls this method of a tensor subclass for each operator on such a tensor.
 """
@@ -88,8 +88,8 @@ def change_arguments_of_functions(change: Callable[[str, Sequence[Any]], Sequenc
     """Change the arguments of the user's subclasses of `torch.autograd.Function`, from now on. `change(name,
     arguments)` gets the name of a subclass, and returns the new arguments.
 
-    torch does not pass such calls to `__torch_function__` of tensor subclasses. If the arguments stayed, the forward
-    would get whole tensors, but the backward local tensors. torch's own functions are not changed."""
+    torch does not pass such calls to `__torch_function__` of tensor subclasses. Unchanged arguments would be whole
+    tensors in the forward, but local tensors in the backward. torch's own functions are not changed."""
     own = inspect.getattr_static(Function, "apply")  # a Python method; implemented in C since torch 2.15
 
     def apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
