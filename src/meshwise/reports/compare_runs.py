@@ -1,4 +1,4 @@
-"""Compare two runs: step time by kind, and whether differences are chance.
+"""Compare two runs by kind of time; tell differences from chance.
 
 A ratio's interval comes from a bootstrap over the steps of each run, in blocks of neighboring steps, because neighbors
 are alike (Künsch 1989, https://doi.org/10.1214/aos/1176347265). The interval covers how steps vary within these two

@@ -1,8 +1,8 @@
 """Record spans and counters of one rank during the run.
 
-Recording a span takes two readings of the clock and one append; the log's thread drains, encodes and writes. On CUDA,
+Recording a span takes two readings of the clock and one append; the log's thread encodes and writes the spans. On CUDA,
 device work is marked by events, which are read once `query` says that they have passed, so recording never
-synchronizes. If nobody drains the recorder, the oldest spans are dropped and counted.
+synchronizes. If nobody calls `drain`, the oldest spans are dropped and counted.
 
 One process is one rank and has one recorder, `current()`, which is off until recording is switched on.
 """

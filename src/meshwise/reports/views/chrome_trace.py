@@ -194,7 +194,7 @@ def _counts(counter: Counter, origin: int) -> Iterator[Event]:
 
 
 def _flows(rows: _Rows, table: Arrivals, origin: int) -> Iterator[Event]:
-    """Yield arrows between ranks: from the last to arrive at a collective to each that waited for it."""
+    """Yield arrows from the rank that arrived last at a collective to each rank that waited for it."""
     tids = _tids(rows, table)
     for low in range(0, len(table.number), CHUNK):
         part = slice(low, low + CHUNK)
@@ -222,7 +222,7 @@ def _tids(rows: _Rows, table: Arrivals) -> Whole:
 
 
 def _micro(times: Whole) -> list[float]:
-    """Convert ns to µs, so that readers get the exact ns back."""
+    """Convert ns to µs that Perfetto converts back to exactly these ns."""
     missed = np.trunc(times / 1000 * 1000.0) != times
     micro: list[float] = ((times + 0.3 * missed) / 1000).tolist()
     return micro
