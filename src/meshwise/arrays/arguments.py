@@ -1,4 +1,4 @@
-"""Refuse arguments that only NumPy's functions have.
+"""Refuse names and arguments that only NumPy has.
 
 Each refusal says what to write instead.
 """

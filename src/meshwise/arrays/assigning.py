@@ -1,6 +1,6 @@
 """Write `x[key] = value`, and move as few bytes as possible.
 
-Only this moves, which is the lower bound:
+Only these elements move, which is the lower bound:
 
 - the elements of the value that are on other devices than the elements that they replace
 - a value that is repeated along the sharded dim, to each device that it is written to
@@ -102,7 +102,7 @@ def _value(x: Array, value: Any) -> Value:
 
 
 def _bits_of(value: Value, dtype: torch.dtype) -> Value:
-    """For an unsigned dtype that torch hardly supports: cast a value to it, and return the bits in a signed type."""
+    """Cast a value to uint16, uint32 or uint64, and return its bits in a signed type. For others, return `value`."""
     kind = SIGNED.get(dtype)
     if kind is None:
         return value

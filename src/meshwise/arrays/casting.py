@@ -1,6 +1,6 @@
 """Cast arrays, and describe dtypes and the namespace.
 
-The namespace describes itself by `__array_namespace_info__`.
+`xp.__array_namespace_info__()` returns the description.
 """
 
 from __future__ import annotations

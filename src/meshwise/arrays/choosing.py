@@ -1,4 +1,4 @@
-"""Choose entries: where, take, take_along_axis, triangles, grids."""
+"""Choose entries of arrays, and broadcast arrays to a common shape."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Create arrays; each device makes only its own part.
 
-No device ever holds all of a large array.
+No device ever holds all of a divided array.
 
 The first parameter of these functions, the `Space` with the devices, is filled in by the namespace.
 """

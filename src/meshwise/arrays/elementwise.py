@@ -259,7 +259,7 @@ def _power(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _absolute(x: Any, /) -> Array:
-    """Return absolute values. A complex `x` gives real numbers of the same precision. Any other dtype stays."""
+    """Return absolute values. They have the dtype of `x`, or if `x` is complex, the dtype of its real parts."""
     if type(x) is not Array:
         raise NoArrayGiven(f"abs needs an array, not {type(x).__name__}. Write xp.asarray(value) first.")
     parts = [part.clone() if part.dtype in (BOOL, *UNSIGNED) else torch.abs(part) for part in x.parts]

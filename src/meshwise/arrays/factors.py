@@ -1,4 +1,4 @@
-"""Factor a matrix that no one device holds, in blocks.
+"""Factor a matrix that is divided over devices, in blocks.
 
 LU factors a matrix that is sharded by columns, Cholesky a matrix that is sharded by rows. QR and SVD factor tall
 matrices.
@@ -94,7 +94,7 @@ class LU:
     """The LU factorization, with partial pivoting, of a square matrix that is sharded by columns."""
 
     def __init__(self, x: Array, name: str, right: Array | None = None) -> None:
-        """Factor the matrix `x`."""
+        """Factor the matrix `x`, and apply the elimination steps to the right-hand sides `right`."""
         x = x if x.sharding.dim == 1 else reshard(x, evenly(x.shape[0], x.sharding.places, 1), name)
         self.x, self.held, self.moves, self.n = x, x.sharding, _Moves(x, name), x.shape[0]
         self.filled = self.moves.filled
@@ -214,7 +214,7 @@ class Tall:
     small: Array
 
     def q(self, turn: Tensor | None = None) -> Array:
-        """Return Q, sharded by rows like the factored matrix."""
+        """Return Q, or `Q @ turn`, sharded by rows like the factored matrix."""
         x, moves = self.x, _Moves(self.x, self.name)
         n, centre = x.shape[1], x.sharding.places.index(self.small.sharding.places[0])
         parts = dict(zip(moves.here, self.owns, strict=True))

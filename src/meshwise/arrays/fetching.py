@@ -111,8 +111,8 @@ def _owners(entries: Tensor, placed: Sharding) -> Tensor:
 
 
 def _flat(indices: Sequence[Array], lengths: Sequence[int]) -> list[Tensor]:
-    """Combine index arrays of several dims into row-major indices, a vector per local part.
-    Invalid ones are -1."""
+    """Combine index arrays of several dims into a vector of row-major indices per local part.
+    An invalid index becomes -1."""
     flat = []
     for parts in zip(*(each.parts for each in indices), strict=True):
         number = torch.zeros_like(parts[0], dtype=torch.int64).reshape(-1)

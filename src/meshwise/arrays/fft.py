@@ -1,4 +1,4 @@
-"""Compute Fourier transforms, with a transpose before a sharded axis.
+"""Compute Fourier transforms, with a transpose if the axis is sharded.
 
 Axes that are not sharded are transformed without communication.
 
@@ -188,8 +188,8 @@ def _result(name: str, length: int, n: int | None, dtype: torch.dtype) -> tuple[
 
 
 def _divisor(length: int, places: int) -> int | None:
-    """Return into how many rows to divide a vector, so that each device gets at least one row: the largest divisor of
-    `length` that is at most its square root. Return None if this divisor is below `places`, the number of devices."""
+    """Return the number of rows into which to divide a vector: the largest divisor of `length` up to its square root.
+    Return None if this divisor is below `places`, the number of devices, since some device would get no row."""
     for one in range(math.isqrt(length), places - 1, -1):
         if length % one == 0:
             return one

@@ -1,6 +1,6 @@
 """Load and save arrays part by part: `.npy` and safetensors.
 
-No device, and no rank, ever holds a whole array.
+No device or rank ever holds more than its own parts.
 
 Over ranks, each rank reads or writes its own parts of one file, which must lie on storage that all ranks reach.
 """
@@ -149,7 +149,7 @@ def _safetensors_header(named: Mapping[str, Array]) -> tuple[bytes, list[int]]:
 
 
 def _write(file: Path, begin: int, x: Array) -> None:
-    """Write the local parts to the file, from byte `begin` on. Of a replicated array, only the first device writes."""
+    """Write the local parts to the file, from byte `begin` on. For a replicated array, only the first device writes."""
     if not math.prod(x.shape):
         return
     kind = _RAW.get(x.dtype) or numpy_dtype(x.dtype)

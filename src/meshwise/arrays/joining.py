@@ -1,6 +1,6 @@
 """Concatenate, stack, split, repeat, roll and pad arrays.
 
-`runs.py` says what each of them moves; along a dim that is not divided, no data moves.
+`runs.py` says what each function moves. Along a dim that is not divided, no data moves.
 """
 
 from __future__ import annotations

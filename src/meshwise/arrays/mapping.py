@@ -1,6 +1,6 @@
 """Run a function of tensors on each part of an array.
 
-Use it if the namespace lacks a function.
+Use `map_shards` if the namespace lacks a function.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Give `Array` its operators and methods.
 
-They are the same functions that the namespace has.
+Many of them are also functions of the namespace, such as `sum`.
 
-Other files add their own through `METHODS` and `PROPERTIES`, tables of functions whose first parameter is the array.
+Other files list more in `METHODS` and `PROPERTIES`, tables of functions whose first parameter is the array.
 """
 
 from __future__ import annotations

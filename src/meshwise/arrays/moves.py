@@ -1,8 +1,8 @@
-"""Move arrays' bytes between devices; only this file does.
+"""Move arrays between devices: exchange pieces, reshard, combine parts.
 
-It exchanges pieces, changes an array's layout, or combines parts.
+Other files move arrays between devices only by these functions.
 
-Operations ask for a sharding; interval arithmetic finds what has to move, and each piece is a row of the open
+Operations ask for a sharding. Interval arithmetic finds what has to move, and each piece is a row of the open
 `mw.comm_log`. Over ranks, every rank makes the same list of pieces, so that sender and receiver agree.
 """
 

@@ -3,7 +3,7 @@
 `xp = mw.array_namespace("4xcpu")`, then `xp.sqrt(x)` as in NumPy.
 
 The namespace collects functions of other files by their names. Only the functions that say where arrays lie are defined
-here. A new file of functions gets a line in `RULES`, or in `MAKERS` if its functions need no array.
+here. A new file of functions gets an entry in `RULES`, or in `MAKERS` if its functions need no array.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Add NumPy's functions of samples and signals that the standard lacks.
 
-They are interpolation, differences, covariances and bins.
+Examples are `interp`, `convolve`, `gradient` and `cov`.
 
 They are composed of the array API standard's functions, and move the same data. `interp` sends its table to each device
-that has values; `convolve` sends the shorter array to each device that has a part of the longer one, and to each part
-the entries behind it.
+that has values. `convolve` sends the shorter array to each device that has a part of the longer one, and sends to this
+device the entries that follow its part.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Generate counter-based random bits with Philox4x32-10, on any device.
 
-A key and a counter give 64 random bits (Salmon, Moraes, Dror, Shaw, SC 2011).
+A key and a counter give 128 random bits (Salmon, Moraes, Dror, Shaw, SC 2011).
 
 torch calculates with signed 64-bit integers. One such integer holds all bits of a product of two 32-bit numbers, and a
 mask after a shift gives its upper half as an unsigned number.

@@ -87,7 +87,7 @@ def _quantile(x: Array, q: Any, axis: Any, method: str, keepdims: bool, name: st
 
 
 def _ranks(at: Tensor, length: int) -> Tensor:
-    """Return the positions of the sorted elements to read, to interpolate at the positions `at`, such as 2.5."""
+    """Return which sorted elements to read for an interpolation at the positions `at`, such as 2.5."""
     return torch.cat([at.floor(), at.ceil(), at.new_tensor([length - 1])]).to(torch.int64)
 
 

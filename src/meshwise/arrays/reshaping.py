@@ -110,7 +110,7 @@ def _lengths(shape: Shape, given: Shape | int) -> Shape:
 
 @dataclass(frozen=True)
 class Rows:
-    """A divided array in the shape (before, outer, length, after), with which its elements are moved in a reshape."""
+    """How an array is divided over devices, if its shape is written as (before, outer, length, after)."""
 
     before: int
     outer: int

@@ -26,7 +26,7 @@ FEWEST_A_PART = 8  # minimum samples per part, so that every round narrows the r
 
 
 def order(values: Tensor, dim: int = 0, descending: bool = False) -> tuple[Tensor, Tensor]:
-    """Return (sorted values, indices) along `dim`, as torch.sort."""
+    """Return (sorted values, indices) along `dim`, as torch.sort does, also for complex numbers."""
     if not values.is_complex():
         return torch.sort(values, dim=dim, descending=descending, stable=True)
     at = torch.sort(values.imag, dim=dim, descending=descending, stable=True).indices

@@ -1,6 +1,6 @@
-"""Compute unique_*: sort by exact cuts, then count in place.
+"""Find distinct elements of arrays, and compute unions and intersections.
 
-Each device counts the distinct values that begin in its part of the sorted array.
+The array is sorted, and each device counts the distinct values that begin in its part.
 
 These bytes are moved: those of the sort, one element from each part to the next, and for the inverse, one number per
 element back to the device from which the element came. For `unique_values`, each device first drops its duplicates.

@@ -1,4 +1,4 @@
-"""Define the namespace's functions of shapes and entries."""
+"""List functions and methods that change shapes or choose entries."""
 
 from __future__ import annotations
 

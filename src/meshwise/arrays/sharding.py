@@ -1,4 +1,4 @@
-"""Describe where an array's elements lie: whole, or split by dim.
+"""Describe where an array lies: whole, or split along a dim.
 
 A user writes a `Layout` before the shape is known; `Layout.of` makes the `Sharding` of an array from it.
 """

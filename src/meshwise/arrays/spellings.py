@@ -1,8 +1,8 @@
-"""Add NumPy's and CuPy's other spellings of the standard's functions.
+"""Add NumPy and CuPy functions that the standard spells differently.
 
-They are other names, or functions that are composed of the standard's functions.
+The functions are composed of the standard's functions.
 
-`ALIASES` are other names for functions of a namespace. Functions in this file call others of their array's namespace.
+`ALIASES` has other names for functions and dtypes of the namespace.
 """
 
 from __future__ import annotations

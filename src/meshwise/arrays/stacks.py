@@ -30,8 +30,8 @@ Function = Callable[[Tensor], Any]
 
 
 def as_matrices(name: str, given: Any, *, square: bool = False) -> Array:
-    """Convert `given` to floats.
-    Raises ValueError unless it is a matrix or a stack of matrices, square if `square`."""
+    """Convert integers in a matrix or stack of matrices to floats.
+    Raises ValueError for any other shape. square: whether to also refuse matrices that are not square."""
     x = as_floats(name, given)
     if len(x.shape) < 2 or (square and x.shape[-1] != x.shape[-2]):
         raise ValueError(
@@ -49,7 +49,7 @@ def called(name: str, function: Callable[..., Any], *given: Any) -> Any:
 
 
 def is_large(x: Array) -> bool:
-    """Return whether `x` has at least `LARGE` bytes, so that factoring it is divided over the devices."""
+    """Return whether `x` has at least `LARGE` bytes, so that several devices factor it together."""
     size = math.prod(x.shape) * x.dtype.itemsize
     return size > 0 and size >= LARGE
 

@@ -1,4 +1,4 @@
-"""Share helpers for shapes and entries: parts, bits and dims."""
+"""Define helpers for the parts, bits and dims of arrays."""
 
 from __future__ import annotations
 
