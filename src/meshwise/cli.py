@@ -1,6 +1,6 @@
 """Define the command line: commands, one-sentence errors, exit codes.
 
-Each command is a file of its house, read when it is typed: torch alone takes a second.
+A command's file is imported when the command is typed, since importing torch takes a second.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ROOMS = (
     *(("hardware", "devices bench"), ("planner", "plan"), ("launcher", "run submit predict"), ("checker", "check")),
     *(("reports", "report"), ("launcher", "runs logs stop"), ("training", "checkpoints weights")),
 )
-"""Pairs of a house and its commands, in order of use. A house may be absent."""
+"""Pairs of a package and its commands, in order of use. A package may be absent."""
 HERE = Path(__file__).parent
 FILES = [HERE / house / "commands" / f"{name}.py" for house, names in ROOMS for name in names.split()]
 COMMANDS = {file.stem: f"{__package__}.{file.parts[-3]}.commands.{file.stem}" for file in FILES if file.exists()}
@@ -177,8 +177,7 @@ def _print_error(error: MeshwiseError) -> None:
 
 
 def _flush() -> None:
-    """Flush stdout. It is not an error if its reader is gone or if a job has closed it. Raise OSError if it cannot be
-    written for another reason."""
+    """Flush stdout. Raises OSError if stdout cannot be written, unless its reader is gone or a job has closed it."""
     with contextlib.suppress(AttributeError, ValueError):
         try:
             sys.stdout.flush()

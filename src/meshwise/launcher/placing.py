@@ -5,8 +5,8 @@ This module does not import torch.
 If the launcher started one task per device, each task is a rank. If it started one task on each machine, with several
 devices, meshwise starts the workers there.
 
-`meshwise run --folder DIR` begins or continues the run of a folder, so a batch script has the same command at every
-start (`continued`).
+For `meshwise run --folder DIR`, `continued` begins or continues the run of the folder. So a batch script has the same
+command at every start.
 """
 
 from __future__ import annotations
@@ -39,8 +39,7 @@ ASKED = "asked"
 
 
 def placed(options: RunOptions, environment: Mapping[str, str] = os.environ) -> tuple[RunOptions, bool]:
-    """Add the machines that srun or the like set up.
-    Return the options, and whether this process is a rank."""
+    """Return (options with the machines that srun or another launcher uses, whether this process is a rank)."""
     place = place_in(environment)
     if place.size == 1:
         return options, False

@@ -1,4 +1,4 @@
-"""Predict: start the workers, then join and summarize their results."""
+"""Start workers that predict, then join and summarize their results."""
 
 from __future__ import annotations
 

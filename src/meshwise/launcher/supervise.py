@@ -1,6 +1,6 @@
-"""Supervise a run's workers: messages, Ctrl-C, outcome.
+"""Supervise a run's workers: show messages, handle signals, restart after failures.
 
-Tested with real workers in tests/faults and tests/cli/test_run_folder.py.
+tests/faults and tests/cli/test_run_folder.py test this with real workers.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Read a cluster's settings for every job from a TOML file.
 
-The file is the site's or the user's.
+The site or the user writes this file.
 
     machine = "8xH100"                     # a node, as `meshwise plan --machine` reads it
     network = "400Gb"                      # what a node can send, one way
@@ -52,7 +52,7 @@ class Site:
 
 
 def find_site(named: str | Path | None = None, *, beside: Path = Path(), home: Path | None = None) -> Site:
-    """Read a cluster's settings from `named`, or the first site.toml: here, in `beside` or in the user's config."""
+    """Read the file `named`, or the first site.toml in the current folder, `beside` or the user's config."""
     if named is not None:
         return read_site(Path(named))
     config = Path(os.environ.get("XDG_CONFIG_HOME") or (home or Path.home()) / ".config")
