@@ -60,7 +60,7 @@ def of_any_rank(named: dict[Name, Any], group: Group = None) -> dict[Name, Any]:
 def tensors_diverge(
     kind: str, named: Mapping[str, Tensor], *, divided: bool = False, group: Group = None
 ) -> Divergence:
-    """Return, for each tensor that differs between ranks, the largest distance of any rank's copy from the first rank's
+    """Return, for each tensor that differs between ranks, the largest relative distance of a copy from the first rank's
     copy."""
     ranks = to_rank_0({name: sketch(value) for name, value in named.items()}, group)
     found = {}

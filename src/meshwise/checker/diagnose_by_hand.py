@@ -124,7 +124,7 @@ def _call(evidence: Evidence) -> tuple[int, str, int]:
 
 
 def _scaled(evidence: Evidence, groups: Groups) -> Iterator[tuple[float, float, str]]:
-    """Yield formulas (factor, added, what) that fit the outputs: `factor` times one device's + `added` times `what`."""
+    """Yield (factor, added, what) if the outputs are `factor` times one device's outputs, plus `added` times `what`."""
     key = _call(evidence)
     one = next((output for output in evidence.steps[0].outputs if output.key == key), None)
     rows = _rows(groups)

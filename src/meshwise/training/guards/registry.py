@@ -1,8 +1,8 @@
 """Attach the guards, each looking for one mistake.
 
-Each guard has a file. The engine imports none of them; only `agreed` sends values along with the loss.
+Each guard has its own file, which the engine does not import. Only `agreed` sends values along with the loss.
 
-If several guards would raise in one event, the first in this order raises, the same one on every rank.
+If several guards would raise in one event, the guard that was attached first raises, the same on every rank.
 """
 
 from __future__ import annotations

@@ -94,7 +94,7 @@ def samplers_of(loader: Any) -> list[Any]:
 
 
 def read(things: dict[str, Any], samples: int | None, known: weakref.WeakValueDictionary[int, Any]) -> dict[str, Held]:
-    """Return the facts by which to compare objects with the same objects on another rank."""
+    """Return facts about these objects, to compare them with the same objects on other ranks."""
     sizes, seen, found = {samples}, set(known), dict[str, Held]()
     waiting = [(name, thing, 0) for name, thing in reversed(things.items())]
     while waiting and len(found) < THINGS:

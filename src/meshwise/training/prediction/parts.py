@@ -119,8 +119,8 @@ def _parts(out: Path) -> list[Path]:
 
 @contextlib.contextmanager
 def locked_folder(out: Path, facts: Mapping[str, Any], *, overwrite: bool) -> Iterator[None]:
-    """Create the folder for the parts of `out`, or continue in the folder of an earlier run, and lock it within the
-    context."""
+    """Create the folder for the parts of `out`, or continue in the folder of an earlier run, and lock it during the
+    `with` block."""
     folder = folder_of(out)
     if overwrite:
         shutil.rmtree(folder, ignore_errors=True)

@@ -30,7 +30,7 @@ def not_finite_names(models: Mapping[str, nn.Module]) -> frozenset[str]:
 def not_finite_in(
     models: Mapping[str, nn.Module], optimizers: Mapping[str, Optimizer], known: frozenset[str]
 ) -> tuple[str, str]:
-    """Return the first entry of the state with NaN or infinity, and the ranks with such entries, or ("", ""). Entries
+    """Return the name of the first entry with NaN or infinity, and the ranks with such entries, or ("", ""). Entries
     in `known` do not count."""
     every = collectives.gather_objects(not_finite_here(models, optimizers, known), collectives.everyone())
     ranks = [rank for rank, name in enumerate(every) if name]

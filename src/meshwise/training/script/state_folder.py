@@ -53,7 +53,7 @@ def hold(folder: Path) -> HeldFolder:
 
 
 def _held(folder: Path) -> tuple[FolderLock | None, int | None, str]:
-    """Lock the folder, and claim a number for this start. Return (lock, number, why it was refused)."""
+    """Lock the folder, and claim a number for its states. Return (lock, number, why the folder was refused)."""
     lock = None
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -148,7 +148,7 @@ _calls: Counter[str] = Counter()
 
 @contextlib.contextmanager
 def log_into(tracking: Tracking | None, step: Callable[[], int | None]) -> Iterator[None]:
-    """Let `mw.log` write to `tracking` inside the with block. None: it writes nothing."""
+    """Let `mw.log` write to `tracking` inside the with block, or write nothing if it is None."""
     target = tracking, step
     _targets.append(target)
     try:

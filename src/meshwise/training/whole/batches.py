@@ -41,7 +41,7 @@ ALIKE = (torch.Generator, numpy.random.Generator, numpy.random.RandomState, rand
 
 
 def _is_alike(thing: Any, depth: int = 4) -> bool:
-    """Return whether every rank must read all rows: a data set holds its own generator or split tensors."""
+    """Return whether every rank must read all rows, because a data set holds generators or split tensors."""
     if isinstance(thing, ALIKE):
         return True
     inner = list(thing[:16]) if isinstance(thing, (list, tuple)) else list(getattr(thing, "__dict__", {}).values())
