@@ -58,7 +58,7 @@ class PartLink:
 
 @dataclass(frozen=True, eq=False)  # compared by identity, so that parts can be dict keys
 class CatalogPart:
-    """A device that can be bought.
+    """A device model in the catalog.
 
     kind: the name that torch uses for this kind of device.
     memory: in bytes.

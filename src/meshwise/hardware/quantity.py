@@ -1,7 +1,7 @@
 """Read and write quantities with units: `80 GB`, `3.35 TB/s`, `4 µs`.
 
-Decimal prefixes are powers of 1000 and binary ones (KiB, MiB, GiB, TiB) of 1024. Bits are accepted where links are
-sold in them (`200 Gbit/s`) and become bytes.
+Decimal prefixes are powers of 1000 and binary ones (KiB, MiB, GiB, TiB) of 1024. Rates may also be given in
+bits (`200 Gbit/s`), which become bytes.
 """
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ def node_sockets(sys: Path, proc: Path) -> Sockets:
 
 
 def own_limits() -> Mapping[str, float]:
-    """Return the limits of this process."""
+    """Return this process's limits on open files, locked memory and shared memory, where there are any."""
     numbers = {"open files": resource.RLIMIT_NOFILE, "locked memory": resource.RLIMIT_MEMLOCK}
     soft = {name: resource.getrlimit(number)[0] for name, number in numbers.items()}
     found = {name: limit for name, limit in soft.items() if limit != resource.RLIM_INFINITY}

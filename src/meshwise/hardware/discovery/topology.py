@@ -153,7 +153,7 @@ class Between:
 
 @dataclass(frozen=True)
 class Found:
-    """The accelerators, in the order in which they are reported."""
+    """The accelerators in the reported order, the connections between them, and versions."""
 
     accelerators: tuple[Accelerator, ...] = ()
     between: Mapping[tuple[int, int], Between] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""Ask torch: versions, device numbers, peer access.
+"""Ask torch for versions, device numbers and peer access.
 
 NVML numbers devices by PCI address and sees every device. torch numbers devices as CUDA does, and sees only those that
 the environment leaves visible. Devices of both are matched by PCI address. torch's names are kept, since programs use

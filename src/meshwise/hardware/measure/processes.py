@@ -1,7 +1,7 @@
 """Measure devices alone, links between pairs of ranks, and collectives.
 
-`measure_alone` and `measure_processes` start a worker per device and get each result as it is done, so that a Ctrl-C or
-a rank that dies leaves what was measured before. `measure_ranks` is for ranks that are in a process group already, such
+`measure_alone` and `measure_processes` start a worker per device and get each result as it is done, so that earlier
+results survive a Ctrl-C or a rank that dies. `measure_ranks` is for ranks that are in a process group already, such
 as one per host.
 """
 
