@@ -1,4 +1,4 @@
-"""Reject what a program cannot do with parts of parameters.
+"""Reject uses of parameter shards that would fail or be wrong.
 
 Each error message gives the reason.
 """

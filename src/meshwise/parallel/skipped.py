@@ -74,7 +74,7 @@ def is_of_a_library(kind: Any) -> bool:
 
 
 def called_in_parts(root: nn.Module, name: str) -> bool:
-    """Return whether a submodule of a block is called directly."""
+    """Return whether code around the block `name` calls a submodule of the block directly."""
     called, block = list(_on_the_way(root, name))[-1:], root.get_submodule(name)
     texts = [text for kind, attribute, *_ in called for each in _calls(kind, attribute) for text in each.texts]
     whole = [text[: -len(part) - 1] for part, _ in block.named_modules() for text in texts if text.endswith(f".{part}")]

@@ -4,9 +4,9 @@ Every rank holds all parameters and gradients, but the optimizer state of only s
 
 Each parameter has an owner rank. On each rank, the optimizer steps only the parameters that the rank owns, so it makes
 state only for these parameters. The new values are then sent from the owner to all ranks. Parameters are assigned
-whole, the largest first, to the rank with the least so far. So any optimizer that treats each parameter separately
-works unchanged. A rank holds at most the average plus the largest parameter. This is stage 1 of ZeRO (Rajbhandari and
-others, SC 2020).
+whole, the largest first, to the rank with the fewest bytes so far. So any optimizer that treats each parameter
+separately works unchanged. A rank holds at most the average plus the largest parameter. This is stage 1 of ZeRO
+(Rajbhandari and others, SC 2020).
 
 The optimizer stays the same object, and its groups keep all parameters: `zero_grad`, schedulers and clipping work as
 before.

@@ -56,7 +56,7 @@ def _broadcast(func: Func, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _compared(func: Func, args: Args, kwargs: Kwargs) -> Any:
-    """Run a comparison of two tensors, with broadcasting, along a dim that is not split."""
+    """Compare two tensors along a dim that is not split, as `cosine_similarity` does."""
     x, y = _broadcast(func, [*args[:2], *(value for value in kwargs.values() if isinstance(value, Tensor))], {})
     options = {name: value for name, value in kwargs.items() if not isinstance(value, Tensor)}
     made, pairs = func(x, y, *args[2:], **options), called(func) == "pairwise_distance"

@@ -155,7 +155,7 @@ def _batch_norm(func: Func, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _cumsum(func: Func, args: Args, kwargs: Kwargs) -> Any:
-    """Add up rows one after the other: each rank adds what the ranks before it hold."""
+    """Compute the running sum of rows: each rank adds the totals of the ranks before it."""
     x, (dim,), _ = _asked(args, kwargs, "dim") if not args[0].part.dim else refuse()
     totals = gather(split(x.sum(dim, True), replace(x.part, length=x.part.axis.size, pieces=None)))
     return given(x.cumsum(dim) + enter(totals, x.part.axis)[: x.part.axis.rank].sum(dim, True), x.part)
