@@ -146,8 +146,8 @@ def newest_run(parent: Path, *, queued: bool = False) -> Path:
 
 
 def since(folder: Path, *, queued: bool = True) -> str:
-    """Return when a run began, as ISO text; "" if unknown. If `queued`, a run that has
-    not begun counts from its submission."""
+    """Return when a run began, as ISO text; "" if unknown. If `queued`, a run that has not begun
+    counts from its submission."""
     try:
         facts = read_run(folder)
     except UsageError:
