@@ -52,7 +52,7 @@ class Alike:
 
 
 def key_of(func: Any, args: Iterable[Any], kwargs: dict[str, Any], tensors: list[Any]) -> tuple[Any, ...] | None:
-    """Return a key that is equal for calls with equal results, or None.
+    """Return a key that is equal for calls with equal results, or None if no key is possible.
     Adds the call's tensors to `tensors`."""
     if _leaves_out(func) or torch.is_inference_mode_enabled():
         return None
