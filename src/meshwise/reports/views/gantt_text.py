@@ -174,7 +174,7 @@ def _longest(bars: Sequence[Bar]) -> list[Bar]:
 
 
 def _scale(seconds: float) -> tuple[float, str, str]:
-    """Return the time units per second, the number format and the axis title of a chart that covers `seconds`."""
+    """Return the time units per second, the time format and the axis title of a chart that covers `seconds`."""
     if seconds < IN_MICROSECONDS:
         return 1e6, "%Q", "axis in µs"
     return (1e3, "%S.%L", "axis in s") if seconds < 60 else (1e3, "%M:%S", "axis in min:s")
