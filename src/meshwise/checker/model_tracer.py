@@ -142,7 +142,7 @@ class ModelTracer:
 
     @contextlib.contextmanager
     def on_trial(self) -> Iterator[None]:
-        """Record nothing inside the with block, where a model runs on trial: the program does not get its results."""
+        """Trace nothing inside the with block, where a model runs on trial. Reset the random draws at its end."""
         traced, redraw = self.in_forward, self.draws.attempt()
         self.in_forward = False
         try:
@@ -228,7 +228,7 @@ class ModelTracer:
                     self.step.own_boxes[0, name] = _box(gradient.detach() != 0)
 
     def _compare_with_last_backward(self) -> None:
-        """Record whether gradients were changed since the last backward pass of this step."""
+        """Record the gradients' norm, and whether they changed since the last backward pass of this step."""
         if self._norms_left is None:
             return
         now = local_norms(self._model)

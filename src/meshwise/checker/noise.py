@@ -22,7 +22,7 @@ NOISE = 1e-8  # relative to the largest gradient
 
 
 def note_noise(noise: Named, mine: Named, others: Named) -> None:
-    """Mark the parameter elements whose gradient is only rounding noise, both on one device and under the plan."""
+    """Mark in `noise` the parameter elements whose gradient is only rounding, on one device and under the plan."""
     most = largest(mine.values())
     for name in mine.keys() & others.keys():
         a, b = mine[name].abs(), others[name].abs()
@@ -33,7 +33,7 @@ def note_noise(noise: Named, mine: Named, others: Named) -> None:
 
 
 def noise_of(reference: Trace, actual: Trace) -> list[Noise]:
-    """Return, for each step, the parameter elements whose gradients are only rounding, with the plan's values."""
+    """Return, for each step, masks of the elements whose gradients are only rounding, and the plan's parameters."""
     noise: dict[str, Tensor] = {}
     found = list[Noise]()
     for mine, other in zip(reference.steps, actual.steps, strict=False):

@@ -126,7 +126,7 @@ def _fits(one: Output, ranks: Sequence[Output], dim: int, padded: bool = False) 
 
 
 def _positions_difference(mine: Tensor, ranks: Sequence[Tensor]) -> list[tuple[float, float]]:
-    """Compare a module output on one device and on the ranks, position by position, e.g. token by token."""
+    """Return each rank's difference from one device, by positions (e.g. tokens), up to the rank's length."""
     if sum(map(len, ranks)) != len(mine):
         return []
     parts = mine.split([len(part) for part in ranks])

@@ -1,6 +1,6 @@
-"""Predict a run: trace on fake tensors, price, simulate, search.
+"""Predict a run's time and memory, and search for the best plan.
 
-The program's real step is traced, and its operators are priced for a machine.
+The program's real step is traced on fake tensors. Its operators are priced for a machine, and it is simulated.
 """
 
 from meshwise.spec.lazy import files_of

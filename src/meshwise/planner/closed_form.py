@@ -42,7 +42,7 @@ class Kind:
 
 @dataclass(frozen=True)
 class Small:
-    """Costs on one rank, computed from a trace of a few blocks. All except `kept` are in seconds."""
+    """Costs on one rank, computed from a trace of a few blocks. `kept` is in bytes, the rest in seconds."""
 
     forward: float
     backward: float

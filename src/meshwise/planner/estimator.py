@@ -1,4 +1,4 @@
-"""Estimate a plan of a job: trace, price, simulate, replay."""
+"""Estimate a plan's step time and memory from a traced step."""
 
 from __future__ import annotations
 

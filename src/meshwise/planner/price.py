@@ -4,8 +4,8 @@ The time in seconds, called a price, is a measurement on this device, or else co
 catalog's figures.
 
 The roofline model takes the longer of two times: to compute the FLOPs, or to read and write the bytes. FLOPs are
-computed at the rate of a matmul of this shape: it depends on the fraction of the peak that was reached, and on how
-tiles fill the multiprocessors. If a figure is unknown, no time is given.
+computed at the rate of a matmul of this shape. This rate depends on the fraction of the peak that was reached, and on
+how tiles fill the multiprocessors. If a figure is unknown, no time is given.
 """
 
 from __future__ import annotations

@@ -88,7 +88,7 @@ class Pieces:
         return self.entries[place.piece][place.at]
 
     def lasting(self, piece: Piece) -> list[tuple[int, Entry]]:
-        """Return the allocations of an action that no action frees, as (index in the piece, entry)."""
+        """Return an action's allocations that no action frees, as (index in the piece, entry)."""
         if not self._lasting:
             actions = {piece: own for piece, own in self.entries.items() if piece.name in ACTIONS}
             frees = [each for own in actions.values() for each in own if isinstance(each.event, Free)]
@@ -117,7 +117,7 @@ class Pieces:
         return replace(self, entries=entries)
 
     def with_events(self, changed: Mapping[Place, Event]) -> Pieces:
-        """Return the pieces with other events in some places."""
+        """Return the pieces with the events in `changed` at their places."""
         entries = {piece: list(own) for piece, own in self.entries.items()} if changed else self.entries
         for (piece, at), event in changed.items():
             entries[piece][at] = Entry(event, entries[piece][at].refers)

@@ -92,7 +92,7 @@ def _item(cost: Cost, ends: Mapping[str, str]) -> Item:
 
 
 def all_that_join(costs: Sequence[Cost], ends: Mapping[str, str]) -> Iterator[Sequence[Cost]]:
-    """Yield rows of operators that can be joined."""
+    """Yield rows of launches, each to be joined into one item."""
     first = 0
     for place in range(1, len(costs) + 1):
         if place == len(costs) or not costs[place].joins:
@@ -140,7 +140,8 @@ EVENLY = 1e-7
 
 
 def around(costs: Sequence[Cost], left_out: range) -> tuple[int, ...]:
-    """Return the place of a rank's last launch in each of the two microbatches before and after the left-out ones."""
+    """Return the place of a rank's last launch in the two microbatches before the left-out ones, and in the two
+    after."""
     near = left_out.start - 2, left_out.start - 1, left_out.stop, left_out.stop + 1
     last = {cost.launch.microbatch: cost.place for cost in costs}
     return tuple(last[number] for number in near)

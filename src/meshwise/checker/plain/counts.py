@@ -37,7 +37,7 @@ def has_own_data(ranks: Sequence[Record]) -> bool:
 
 
 def reads(ranks: Sequence[Record], one: Record, agrees: bool) -> Iterator[Finding]:
-    """Check which samples each rank reads."""
+    """Yield findings about the samples that ranks read."""
     for passes in _by_pass(ranks):
         first, trained = passes[0], any(p.trained for p in passes)
         alone = [p for p in one.passes if (p.loader, p.number) == (first.loader, first.number)]

@@ -105,7 +105,7 @@ class Follow:
     ranks: Sequence[Record]
 
     def unions(self, own: Pass) -> list[list[list[int]]] | None:
-        """Return the batches that one process reads in place of its own, to read what all ranks have read."""
+        """Return the batches for one process to read, each as the ranks' parts. None if no rank made this pass."""
         passes = [p for record in self.ranks for p in record.passes if (p.loader, p.number) == (own.loader, own.number)]
         if not passes:
             return None

@@ -55,7 +55,7 @@ class Stack(NamedTuple):
 
 
 def stack(of: str = "") -> Stack:
-    """Return the source lines that this thread is executing."""
+    """Return the source lines that this thread, or else the main thread, is executing."""
     lines = _lines(sys._getframe(1))
     if lines:
         return Stack(lines)
