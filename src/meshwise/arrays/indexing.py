@@ -128,7 +128,7 @@ def _ascending(each: Cut) -> Cut:
 
 
 def _within(entries: range, begin: int, size: int) -> range:
-    """Return which of these entries lie in a part that begins at `begin` and has `size` entries."""
+    """Return the entries that lie in a part of `size` entries from `begin` on, as indices in the part."""
     first = max(0, -(-(begin - entries.start) // entries.step))
     last = min(len(entries), max(first, -(-(begin + size - entries.start) // entries.step)))
     if first >= last:

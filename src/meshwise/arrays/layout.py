@@ -1,6 +1,6 @@
-"""Permute, add, remove or broadcast dims without moving anything.
+"""Permute, add, remove, reverse or broadcast dims.
 
-Each device rearranges its own part, without new memory.
+Each device rearranges its own part. Only `spread` moves data.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Read an array on the host: tensor, NumPy array, number, text.
 
-Only these functions wait for a value.
+A function that returns values waits until they are computed.
 """
 
 from __future__ import annotations

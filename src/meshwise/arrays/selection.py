@@ -1,4 +1,4 @@
-"""Select the first r elements of several sorted parts.
+"""Select the first r elements of sorted parts, and merge them.
 
 Sorting, quantiles and top-k use it.
 

@@ -1,4 +1,4 @@
-"""Sort along one axis: sort, argsort and functions built on them.
+"""Sort along one axis, on each device or across devices.
 
 Along a dim that is not split, each device sorts the part that it holds.
 

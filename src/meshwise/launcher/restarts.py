@@ -154,7 +154,7 @@ class Restarts:
         return f"attempt {self.attempt} of {self.most + 1} begins {where}{change}."
 
     def keep_plan(self) -> None:
-        """Write the plan of the next attempt to the plan file in the run folder."""
+        """Record the plan of the next attempt in the run folder."""
         path = self.folder / names.PLAN
         there = plan_from_toml(path.read_text(encoding="utf-8")) if path.is_file() else None
         if self.plan_now not in (None, there):
@@ -209,7 +209,7 @@ class Restarts:
         self._commands.append(subprocess.Popen(self.command, shell=True, env=variables, stdin=subprocess.DEVNULL))
 
     def close(self, say: Callable[[str], None]) -> None:
-        """Wait for the commands of --on-failure for a limited time."""
+        """Wait a limited time for the commands of --on-failure, and report faults that did not happen."""
         until = time.monotonic() + COMMAND_TIMEOUT
         for process in self._commands:
             try:

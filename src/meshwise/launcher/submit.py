@@ -1,4 +1,4 @@
-"""Send a run to a cluster's queue, and manage it there."""
+"""Send a run to a cluster's queue, once or again."""
 
 from __future__ import annotations
 
