@@ -51,12 +51,12 @@ COLUMNS: Mapping[str, tuple[Callable[[float], str], Callable[[RankReport], float
 
 
 def report_text(report: Report, width: int | None = None, height: int | None = None) -> RenderableType:
-    """Draw the report, if possible in at most `height` lines."""
+    """Draw the report in at most `height` lines."""
     return Drawn(lambda screen: _lines(report, screen, height or screen.height), width)
 
 
 def _lines(report: Report, screen: Screen, height: int | None) -> list[Text]:
-    """Return the report as lines, the most important first."""
+    """Return up to `height` lines of the report."""
     width = screen.width
     head = screen.wrap(_title(report, width), *_verdict(report))
     table, stages = rank_table(report, width), _stages(report, width)
@@ -72,7 +72,7 @@ def _lines(report: Report, screen: Screen, height: int | None) -> list[Text]:
 
 
 def _verdict(report: Report) -> list[Text]:
-    """Return the headline and the verdict of the report as two lines."""
+    """Return the headline and the verdict, as one or two lines."""
     begins = report.headline.rstrip(".")
     if not begins:
         return [Text(report.verdict, "bold")]

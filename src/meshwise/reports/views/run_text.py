@@ -282,7 +282,7 @@ def _time(seconds: float) -> str:
 
 
 def _figure_row(figure: Figure) -> list[str]:
-    """Return the cells of a row: the figure's name, its values in the two runs, and their difference."""
+    """Return the cells of a row: the figure's name, its values in the two runs, and the change."""
     a, b = figure.first, figure.second
     change = ""
     if a is not None and b is not None:
