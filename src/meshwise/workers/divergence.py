@@ -55,7 +55,7 @@ class DivergenceWatch:
         return {rank: read_trail(trail_path(self._folder, rank)) for rank in self._ranks}
 
     def look(self, ended: Collection[int]) -> str:
-        """Describe how the ranks' calls differ, if this has lasted for GRACE seconds or all ranks have ended.
+        """Describe how the ranks' calls differ, if they still do after GRACE seconds or all ranks have ended.
         Otherwise, return ""."""
         now = time.monotonic()
         if len(ended) == len(self._ranks):

@@ -1,4 +1,4 @@
-"""Tell a process its rank and device by environment variables.
+"""Define and read the environment variables of a process.
 
 This module does not import torch.
 

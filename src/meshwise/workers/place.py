@@ -5,7 +5,7 @@ variables are set is taken.
 
 A batch script of Slurm has SLURM_PROCID and SLURM_NTASKS too, although it is one process. Only a step has the variables
 SLURM_STEP_*, but a batch script that was submitted from inside a step inherits that step's variables. A process's step
-is known from its control group; without one, the step's variables are believed if they agree with those that Slurm sets
+is known from its control group; without one, the step's variables are trusted if they agree with those that Slurm sets
 again for every task and batch script.
 """
 

@@ -4,9 +4,8 @@ No other process knows the secret. It comes from the environment, or from a file
 
 The file is in the folder of the start. The first process there makes the file, with a new secret, so that no process
 waits for a file to appear, which NFS shows up to a minute late; rank 0 adds its addresses. Only an open file that
-belongs to this user and that no other user may read is trusted; a link at its path is not followed. Folders above it
-may be links that others can change; the only file of this user that they can put there is an older one of the same
-name.
+belongs to this user and that no other user may read is trusted; a link at its path is not followed. A folder above
+it may be a link. A user who changes the link can only lead to an older file of this user with the same name.
 """
 
 from __future__ import annotations
