@@ -144,7 +144,7 @@ class Stopwatch:
         self._start = time.perf_counter()
 
     def stop(self, stream: torch.Stream | None = None) -> Seconds:
-        """Return the seconds since the start."""
+        """Return the seconds since the start, or a function that waits for them and returns them."""
         if not self._events:
             return time.perf_counter() - self._start
         self._events[1].record(stream)

@@ -106,7 +106,7 @@ def staged(dst: Tensor, src: Tensor) -> Seconds:
 
 
 def _chunks(dst: Tensor, src: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Yield (0 or 1, chunk of dst, chunk of src) for each chunk."""
+    """Yield (buffer 0 or 1, part of dst, part of src) per chunk."""
     step = chunk_bytes(src.numel())
     for number, start in enumerate(range(0, src.numel(), step)):
         yield number % 2, dst[start : start + step], src[start : start + step]
@@ -124,7 +124,7 @@ def _host_legs(dst: Tensor, src: Tensor) -> Seconds:
 
 @dataclass
 class _Lane:
-    """The state of copies between one pair of devices."""
+    """Streams, events and buffers for copies from one device to another."""
 
     out: torch.Stream
     back: torch.Stream
