@@ -88,7 +88,7 @@ class _SavedTensors:
     known: StorageMap = field(default_factory=StorageMap)
 
     def to_host(self, tensor: Tensor) -> Tensor | _View:
-        """Copy a tensor that autograd is about to save into host memory."""
+        """Return a host copy of a tensor that autograd will save, or the tensor itself if it stays."""
         if not _goes(tensor):
             return tensor
         known: weakref.ref[_HostCopy] | None = self.known.get(tensor)
@@ -136,7 +136,7 @@ class _SavedTensors:
 
 
 def offload_activations(model: nn.Module, window: int | None = None) -> None:
-    """Keep the tensors that the forward of `model` saves for its backward in host memory."""
+    """Keep in host memory what the forward of `model` saves for its backward."""
     for root in called_in(model):
         put_forward(root, functools.partial(_offloaded, root.forward, WINDOW if window is None else window))
 

@@ -48,8 +48,7 @@ class OffloadedState:
         subscribe(Order.OFFLOAD, self._before, self._after, self._failed, optimizer=optimizer)
 
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Step the parameters bucket by bucket, so that the device holds the optimizer state of one bucket at a
-        time."""
+        """Step all buckets of parameters but the last, one by one. Prepare the last for the optimizer's own step."""
         if has_closure(args, kwargs):
             raise PlanError(
                 "offload='optimizer': optimizer.step(closure) needs all of the state at once. Call backward, then "

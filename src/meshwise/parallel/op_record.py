@@ -99,7 +99,7 @@ class OpRecord:
         )
 
     def known(self, value: Any) -> Any:
-        """Return the `StorageView` that stands for a fake tensor."""
+        """Return the `StorageView` for a fake tensor, or any other value unchanged."""
         if isinstance(value, torch.UntypedStorage) or (is_fake(value) and self._storages.get(value) is None):
             raise ReplayMismatch("a tensor was read from a file, or made outside of torch's operators.")
         return self._view_of(value)

@@ -1,7 +1,7 @@
 """Pass hidden states forwards and gradients backwards between pipeline stages.
 
 Sends do not wait. A stage keeps a forward's output until its gradients arrive, and sent gradients until its next
-backward. From the schedule, a rank knows the order in which others send. It keeps what it does not need yet.
+backward. From the schedule, a rank knows what others send next. It keeps tensors that it does not need yet.
 Shapes and structure are sent once for each kind of batch. For a split tensor, each rank sends its part to the rank at
 the same position in the other stage, which holds the same part there.
 """

@@ -236,8 +236,7 @@ class Pipeline:
 
 
 class Leave(BaseException):
-    """Raised to end a stage's forward after its last block. It is no Exception, so `except Exception` does not catch
-    it."""
+    """Raised to end a stage's forward after its last block. `except Exception` in the model does not catch it."""
 
 
 def _run_block(
