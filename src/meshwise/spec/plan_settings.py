@@ -82,7 +82,7 @@ def plan_on(devices: int, settings: Sequence[str]) -> Plan:
 
 
 def devices_of(axes: Iterable[str]) -> int:
-    """Return how many devices are needed for settings of axes: `data=2` and `shard=4` need 8.
+    """Return how many devices settings of axes need: `data=2` and `shard=4` need 8.
 
     A setting whose value is not a positive integer is ignored.
     """
