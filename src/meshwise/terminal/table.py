@@ -82,7 +82,7 @@ def columns_lines(
     columns: the cells of each column, by the title of the column.
     left: the titles of the columns to align left.
     less_needed: the titles of columns that are dropped, in this order, until the table fits into `width`.
-    rest: where to find the dropped columns. It begins a line that names them.
+    rest: where to find the dropped columns. The line that names them begins with this text.
     """
     filled = {title: cells for title, cells in columns.items() if any(cells)}
     for without in range(len(less_needed) + 1):
