@@ -1,7 +1,7 @@
 """Change the arguments of torch's functions that bypass `__torch_function__`.
 
 Scripted functions, `torch.tensor` and others that make tensors, and the transforms of `torch.func` read a tensor's
-memory without asking its class.
+memory without calling its class.
 The names of the transforms' implementations are private. Based on torch 2.11 and 2.13: `_functorch/apis.py`,
 `_functorch/eager_transforms.py`.
 """

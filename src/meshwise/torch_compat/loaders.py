@@ -2,7 +2,7 @@
 
 Schedulers send a warning signal to every process of a task. SIGTERM, SIGINT, SIGUSR1 and SIGUSR2 end torch's worker
 processes: the rank then fails in the middle of the step after which it would have saved its state. With this module,
-only their rank ends them, as usual. Based on torch 2.11, 2.13 and 2.15: `utils/data/dataloader.py`,
+only the workers' rank ends them. Based on torch 2.11, 2.13 and 2.15: `utils/data/dataloader.py`,
 `utils/data/_utils/fetch.py` and `utils/data/_utils/worker.py` (its handler of SIGTERM is set before `worker_init_fn` is
 called); in datasets 5.2: `arrow_dataset.py`. Tested in tests/checker/test_plain_scripts.py,
 tests/faults/test_signals.py and tests/training/guards/test_replicas.py.
