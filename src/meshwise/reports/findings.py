@@ -214,7 +214,7 @@ def _communication(shares: _Shares, stragglers: Sequence[Finding]) -> Iterator[F
 
 
 def _most_expensive(collectives: Sequence[CollectiveReport], steps: int) -> str:
-    """Describe the collectives that take the most time, by number a step, kind, size and time.
+    """Describe the collectives that take the most time, by number per step, kind, size and time.
     "" if there are none."""
     if not collectives:
         return ""
