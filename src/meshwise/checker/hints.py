@@ -1,6 +1,6 @@
 """Find likely mistakes in a script, with their source lines.
 
-They affect one device and the plan alike, so comparing the two does not show them. They are found on one device.
+Such mistakes affect one device and the plan alike, so no comparison shows them. They are found on one device.
 
 A hint is a warning, since what it reports may be intended. It is given only if it holds for every step, or every loop,
 that was seen.

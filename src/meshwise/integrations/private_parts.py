@@ -1,8 +1,8 @@
 """Reach private parts of accelerate and of Lightning's Trainer.
 
-In accelerate: processes, the seeded sampler, the ends of loops. In Lightning: signals, logging, the closure of a step,
-the end of an epoch. None of these has a public interface. Checked against accelerate 1.15 and Lightning 2.6. Neither is
-imported before a Trainer exists. Tested in tests/training/script/test_trainer.py,
+In accelerate, these are processes, the seeded sampler and ends of loops; in Lightning, signals, logging, the closure of
+a step and the end of an epoch. None has a public interface. Checked against accelerate 1.15 and Lightning 2.6. Neither
+is imported before a Trainer exists. Tested in tests/training/script/test_trainer.py,
 tests/training/script/test_lightning.py and tests/training/process/test_same_work.py.
 """
 

@@ -1,4 +1,4 @@
-"""Compare what must be equal on all replicas: optimizer settings, parameter sums.
+"""Compare optimizer settings and sums of parameters between replicas.
 
 A scheduler or the program sets an optimizer's settings on each rank. Gradients are reduced, so parameters diverge only
 if a rank modifies them locally: with noise drawn on that rank, or by a rule that depends on its samples. The sums are

@@ -1,6 +1,6 @@
 """Define a job: an ordinary training program as plain functions.
 
-Nothing in it knows about devices.
+A job knows nothing about devices.
 """
 
 from __future__ import annotations

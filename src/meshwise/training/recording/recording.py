@@ -1,4 +1,4 @@
-"""Begin and end a rank's recording: recorder, log, clock.
+"""Begin and end the recording of one rank.
 
 The clock of each rank is compared with the clock of rank 0.
 

@@ -1,4 +1,4 @@
-"""Supply the values that calls on one rank's rows read."""
+"""Supply values to calls that run on one rank's rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Begin the whole view of a program: its batches, models and backwards."""
+"""Set up `view="whole"` for batches, models and backwards."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _mean_backward(engine: Engine, loss: Tensor, *_: Any) -> Tensor:
 
 
 class OneDevice:
-    """The whole view on one device, where every batch is whole: loops draw as without meshwise."""
+    """The view `whole` on one device, where every batch is whole: loops draw as without meshwise."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
