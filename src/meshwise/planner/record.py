@@ -139,7 +139,7 @@ class Record:
         return tuple("tf32" if word == "fp32" else word for word in words) if loose and name in MATMULS else words
 
     def _on_collective(self, moved: Moved, values: Any) -> None:
-        """Record a collective."""
+        """Record a collective, or a wait for one."""
         what, own = _collective(moved), self._stream
         if what is None:  # a barrier, or a wait for a collective
             self.collectives.wait(moved.work, own, self._storages(values))
