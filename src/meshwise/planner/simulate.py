@@ -140,7 +140,7 @@ EVENLY = 1e-7
 
 
 def around(costs: Sequence[Cost], left_out: range) -> tuple[int, ...]:
-    """Return the places of a rank's last launch in the two microbatches before and two after the left-out ones."""
+    """Return the place of a rank's last launch in each of the four microbatches around the left-out ones."""
     near = left_out.start - 2, left_out.start - 1, left_out.stop, left_out.stop + 1
     last = {cost.launch.microbatch: cost.place for cost in costs}
     return tuple(last[number] for number in near)

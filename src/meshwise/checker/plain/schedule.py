@@ -48,7 +48,7 @@ def watch_ticks(record: Record) -> list[Callable[[], None]]:
 
 
 def steps_of_trainer() -> int:
-    """Return how many optimizer steps the transformers Trainer makes in all, if it is the caller."""
+    """Return how many optimizer steps the transformers Trainer makes in all, or 0 if it is not the caller."""
     trainer = getattr(frame_in(TRAINER), "f_locals", {}).get("self")
     return getattr(getattr(trainer, "state", None), "max_steps", 0)
 
