@@ -140,7 +140,7 @@ def loader_end(error: BaseException) -> tuple[str, str] | None:
 
 
 def await_loader_end(error: BaseException) -> None:
-    """Wait for a report on how a loader worker ended, if `error` says only that the connection to it broke."""
+    """Wait for a report on an ended loader worker if `error` tells only of its connection. Then reset SIGCHLD."""
     frames = traceback.extract_tb(error.__traceback__)
     if isinstance(error, OSError | EOFError) and any(frame.name == "_try_get_data" for frame in frames):
         time.sleep(LOADER_TIMEOUT)

@@ -39,7 +39,7 @@ _asked: queue.SimpleQueue[int] = queue.SimpleQueue()
 
 
 def pass_on(channel: WorkerChannel, gate: StepGate, *, leads: bool) -> None:
-    """Report to the launcher when this worker receives a signal to stop, such as SIGTERM."""
+    """Report signals to stop, such as SIGTERM, to the launcher. leads: whether to watch the time limit."""
     _catch((*WARNINGS, signal.SIGINT), lambda: gate.interrupting)
     if leads:
         _in_thread(lambda: watch_time(gate, lambda: _asked.put(TIME_LIMIT), _over))
