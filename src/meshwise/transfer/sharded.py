@@ -119,7 +119,7 @@ def _nth(piece: tuple[int, int], own: int, size: int) -> tuple[int, int]:
 
 
 def placed(p: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> nn.Parameter:
-    """Convert a parameter that is equal on all ranks to a DTensor, and keep its Python attributes. Nothing is sent."""
+    """Make a DTensor of a parameter that is equal on all ranks, and keep its Python attributes. Nothing is sent."""
     local = sharding.local_of(p.detach())  # `p` may be a DTensor of another mesh: take this rank's part
     new = nn.Parameter(distribute_tensor(local, mesh, placements, src_data_rank=None), p.requires_grad)
     new.__dict__.update(p.__dict__)

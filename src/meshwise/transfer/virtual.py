@@ -102,7 +102,7 @@ class _Rules(TorchFunctionMode):
         return result
 
     def _common_place(self, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
-        """Return the number of the virtual device on which all inputs are, or None if they are on the host."""
+        """Return the number of the inputs' virtual device, or None for the host. Raises UsageError if they differ."""
         get = self.places.get
         every = list(tensors_in((args, kwargs)))
         if not every:
