@@ -90,8 +90,8 @@ def materialise(model: nn.Module, device: torch.device | str = "cpu") -> None:
 
 
 def take_fakes(model: nn.Module) -> Callable[[torch.device | str, torch.device | str], None] | None:
-    """Replace the fake tensors of a deferred `model` with meta tensors, and return a function that fills the model with
-    values."""
+    """Replace the fake tensors of `model` with meta tensors. Return a function that gives the model its values, or None
+    if it had no fake tensors."""
     fakes = {key: t for key, t in _tensors(model).items() if is_fake(t)}
     if not fakes:
         return None
@@ -241,7 +241,7 @@ def _part(whole: Tensor, like: Tensor, device: torch.device | str) -> Tensor:
 
 
 def _nothing(like: Tensor, device: torch.device | str) -> Tensor:
-    """Return a stand-in for a parameter that only another pipeline stage uses."""
+    """Return NaN in the shape of a parameter that only another pipeline stage uses."""
     return torch.full((), torch.nan, dtype=like.dtype, device=device).expand(like.shape)
 
 
