@@ -121,7 +121,7 @@ def number(environment: Mapping[str, str], name: str, default: int | None = None
 
 
 def place_in(environment: Mapping[str, str]) -> Place:
-    """Return the place that a launcher gave a process with these environment variables. Raises UsageError if
+    """Return the place that a launcher gave a process with these environment variables. Raises UsageError if they are
     invalid."""
     inner = of_torchrun(environment)
     if inner is not None and "LOCAL_RANK" not in environment:

@@ -132,7 +132,7 @@ def keep_sockets_in(scratch: Path) -> None:
 
 
 def prepare(scratch: Path, world: World, channel: WorkerChannel) -> None:
-    """Begin to report this worker's verbs, its progress and the files it writes."""
+    """Keep sockets in `scratch`. Begin to report verbs, progress and the files written."""
     keep_sockets_in(scratch)
     verb_log.begin(trail_path(scratch, world.rank))
     join.keep_store()
