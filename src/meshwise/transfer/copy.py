@@ -129,7 +129,7 @@ def moved_to(
     leaf: Any, target: torch.device, operation: str, options: CopyOptions = DEFAULT, *, own: bool = False
 ) -> Tensor:
     """Return `leaf` as a tensor on `target`.
-    Log a copy as `operation`. own: whether to copy even on one device."""
+    Log a copy as `operation`. own: whether to copy `leaf` even if it is there."""
     tensor = interop.from_array(leaf)
     if device_of(tensor) == target and not own:
         return tensor
