@@ -67,7 +67,7 @@ class Cut:
 
 
 def cuts_of(model: nn.Module, ranks: int, *, packed: bool = True) -> dict[int, Cut]:
-    """Return how to split each parameter over the ranks, as a dict from the id of a parameter to its `Cut`."""
+    """Return how to split parameters over the ranks, as a dict from the id of a split parameter to its `Cut`."""
     found = _of_multi_head(model, ranks) if packed else {}
     layers = [layer for layer in _layers(model) if id(layer.weight) not in found]
     rows = _rows(model, layers)
@@ -105,7 +105,7 @@ def _of_multi_head(model: nn.Module, ranks: int) -> dict[int, Cut]:
 
 
 def _divides(length: int, ranks: int) -> bool:
-    """Return whether a dim of this length can be split well over the ranks."""
+    """Return whether a dim of this length can be split (almost) evenly over the ranks."""
     return length % ranks == 0 or length >= UNEVEN * ranks
 
 

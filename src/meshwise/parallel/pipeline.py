@@ -247,8 +247,7 @@ def _run_block(
 
 
 def costs_of(blocks: Sequence[tuple[str, nn.Module]], cost: Cost | None) -> list[float]:
-    """Return the cost of each block: the number of its parameters or, if `cost` is given, the value that `cost`
-    returns."""
+    """Return the cost of each block: the number of its parameters, or, if given, what `cost` returns on rank 0."""
     if cost is None:
         return [sum(p.numel() for p in block.parameters()) for _, block in blocks]
     found = [cost(name, block) for name, block in blocks]

@@ -96,7 +96,7 @@ def _stepped(optimizer: optim.Optimizer, dtype: torch.dtype, place: Place, every
 
 
 def _copied(optimizer: optim.Optimizer, draw: Callable[[Tensor], Tensor]) -> tuple[Any, dict[nn.Parameter, Tensor]]:
-    """Return a copy without state, and a dict from its test parameters to the parameters that they represent."""
+    """Return a stateless copy of `optimizer`, and a dict from its test parameters to the real parameters."""
     clone: Any = object.__new__(type(optimizer))
     memo: dict[int, Any] = {id(optimizer): clone, id(optimizer.state): defaultdict(dict)}
     memo |= {id(hooks): {} for name, hooks in vars(optimizer).items() if is_hooks(name)}
