@@ -1,6 +1,6 @@
 """Define the command line: commands, one-sentence errors, exit codes.
 
-A command's file is imported when the command is typed, since importing torch takes a second.
+A command's file is imported when the command is typed: torch alone takes a second.
 """
 
 from __future__ import annotations

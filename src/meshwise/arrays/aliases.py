@@ -103,7 +103,7 @@ def fetched(x: Array) -> tuple[Tensor, ...]:
 
 
 def is_last(x: Array) -> bool:
-    """Return True if no other array in use shares memory with `x`, so that no other array would see a write to `x`."""
+    """Return True if no other array in use shares memory with `x` and would see a write to `x`."""
     alias, aliases = x.alias, 1
     while alias is not None and alias.source is not None:
         if getrefcount(alias.source) > 2:  # the alias holds one reference, and getrefcount holds one

@@ -94,7 +94,7 @@ class LU:
     """The LU factorization, with partial pivoting, of a square matrix that is sharded by columns."""
 
     def __init__(self, x: Array, name: str, right: Array | None = None) -> None:
-        """Factor the matrix `x`, and apply the elimination steps to the right-hand sides `right`."""
+        """Factor `x`, and apply the same steps to the right-hand sides `right`."""
         x = x if x.sharding.dim == 1 else reshard(x, evenly(x.shape[0], x.sharding.places, 1), name)
         self.x, self.held, self.moves, self.n = x, x.sharding, _Moves(x, name), x.shape[0]
         self.filled = self.moves.filled

@@ -189,7 +189,7 @@ def _result(name: str, length: int, n: int | None, dtype: torch.dtype) -> tuple[
 
 def _divisor(length: int, places: int) -> int | None:
     """Return the number of rows into which to divide a vector: the largest divisor of `length` up to its square root.
-    Return None if this divisor is below `places`, the number of devices, since some device would get no row."""
+    Return None if it is below `places`, the number of devices: some device would get no row."""
     for one in range(math.isqrt(length), places - 1, -1):
         if length % one == 0:
             return one

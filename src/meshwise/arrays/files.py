@@ -1,6 +1,6 @@
 """Load and save arrays part by part: `.npy` and safetensors.
 
-No device or rank ever holds more than its own parts.
+No device or rank holds more than its own parts.
 
 Over ranks, each rank reads or writes its own parts of one file, which must lie on storage that all ranks reach.
 """

@@ -1,6 +1,6 @@
 """Give `Array` its operators and methods.
 
-Many of them are also functions of the namespace, such as `sum`.
+Many are also functions of the namespace, such as `sum`.
 
 Other files list more in `METHODS` and `PROPERTIES`, tables of functions whose first parameter is the array.
 """

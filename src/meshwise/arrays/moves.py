@@ -1,6 +1,6 @@
 """Move arrays between devices: exchange pieces, reshard, combine parts.
 
-Other files move arrays between devices only by these functions.
+Other files move arrays only by these functions.
 
 Operations ask for a sharding. Interval arithmetic finds what has to move, and each piece is a row of the open
 `mw.comm_log`. Over ranks, every rank makes the same list of pieces, so that sender and receiver agree.

@@ -3,8 +3,8 @@
 Examples are `interp`, `convolve`, `gradient` and `cov`.
 
 They are composed of the array API standard's functions, and move the same data. `interp` sends its table to each device
-that has values. `convolve` sends the shorter array to each device that has a part of the longer one, and sends to this
-device the entries that follow its part.
+that has values. `convolve` sends to each device with a part of the longer array the shorter array, and the entries that
+follow the part.
 """
 
 from __future__ import annotations

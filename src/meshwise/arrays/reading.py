@@ -1,6 +1,6 @@
 """Read an array on the host: tensor, NumPy array, number, text.
 
-A function that returns values waits until they are computed.
+Functions that return values wait for them.
 """
 
 from __future__ import annotations

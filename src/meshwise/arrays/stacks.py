@@ -31,7 +31,7 @@ Function = Callable[[Tensor], Any]
 
 def as_matrices(name: str, given: Any, *, square: bool = False) -> Array:
     """Convert integers in a matrix or stack of matrices to floats.
-    Raises ValueError for any other shape. square: whether to also refuse matrices that are not square."""
+    Raises ValueError for any other shape, and with `square`, for matrices that are not square."""
     x = as_floats(name, given)
     if len(x.shape) < 2 or (square and x.shape[-1] != x.shape[-2]):
         raise ValueError(

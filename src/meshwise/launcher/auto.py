@@ -73,7 +73,7 @@ def with_plan(options: RunOptions, console: Console) -> RunOptions:
 
 
 def _choice(plans: Plans, devices: int) -> tuple[Estimate, str]:
-    """Return the fastest plan that fits in memory, or the simplest if no times are known, and why it was chosen."""
+    """Return the fastest plan that fits in memory, or the simplest if no times are known, and the reason."""
     best = plans.best
     if best is None:
         nearest = min(plans.found.estimates, key=lambda each: each.memory.total.value).memory

@@ -5,7 +5,7 @@ This module does not import torch.
 If the launcher started one task per device, each task is a rank. If it started one task on each machine, with several
 devices, meshwise starts the workers there.
 
-For `meshwise run --folder DIR`, `continued` begins or continues the run of the folder. So a batch script has the same
+For `meshwise run --folder DIR`, `continued` begins or continues the folder's run. So a batch script has the same
 command at every start.
 """
 

@@ -1,6 +1,6 @@
 """Supervise a run's workers: show messages, handle signals, restart after failures.
 
-tests/faults and tests/cli/test_run_folder.py test this with real workers.
+tests/faults and tests/cli/test_run_folder.py use real workers.
 """
 
 from __future__ import annotations
