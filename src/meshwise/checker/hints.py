@@ -140,7 +140,7 @@ class Hints:
         self._said[text] = None
 
     def end(self, *, by_hand: bool, per_rank: bool) -> list[str]:
-        """Return the texts of all warnings about likely mistakes in the script."""
+        """Return all warnings about likely mistakes in the script."""
         several = [window for window in self._windows if window.backwards > 1]
         count = max((window.backwards for window in several), default=1)
         for text, wrong in ((THROWN_AWAY, [w.zeroed for w in several]), (TICKS, [w.ticked for w in several])):

@@ -97,7 +97,7 @@ def tied_in(model: nn.Module) -> list[tuple[str, ...]]:
 
 
 def optimizer_state_of(optimizer: Optimizer, model: nn.Module) -> Named:
-    """Return the tensors in the state of an optimizer, copied to the CPU."""
+    """Return the tensors in an optimizer's state, copied to the CPU."""
     names = {id(p): name for name, p in named_parameters(model)}
     held = [p for group in optimizer.param_groups for p in group["params"]]
     return {

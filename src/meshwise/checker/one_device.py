@@ -155,7 +155,7 @@ def _backward(run: _Reference, batches: list[Microbatch], step: StepTrace) -> fl
 
 
 def _evaluate(run: _Reference, data: Data | None) -> None:
-    """Evaluate the test set and record its metrics in the trace. They replace the metrics of an earlier evaluation."""
+    """Evaluate the test set, and record its metrics in the trace in place of earlier ones."""
     if data is None:
         return
     job, trace = run.job, run.tracer.trace

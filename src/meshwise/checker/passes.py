@@ -17,7 +17,7 @@ class Passes:
     def __init__(
         self, what: Sequence[str], steps: int, notify: Callable[[str], None], progress: Callable[[str], None]
     ) -> None:
-        """what: a description of each pass, in the order in which the passes begin."""
+        """what: a description of each pass, in order."""
         self._what, self._steps, self._notify, self._progress = what, steps, notify, progress
         self._begun = 0
 
@@ -44,12 +44,12 @@ class Passes:
 
 
 def say_next_pass() -> None:
-    """Tell the launching process that the next run of the checked program begins."""
+    """Tell the launching process that the next pass begins."""
     _send("pass")
 
 
 def say_step(step: int) -> None:
-    """Tell the launching process how many optimizer steps the current run of the checked program has made."""
+    """Tell the launching process how many optimizer steps the current pass has made."""
     _send("checked", step=step)
 
 

@@ -193,7 +193,7 @@ def _go_on(run: _Run) -> None:
 
 
 def _evaluate(run: _Run, data: Data | None) -> None:
-    """Evaluate the test set, and record its metrics in the trace. They replace the metrics of an earlier evaluation."""
+    """Evaluate the test set, and record its metrics in the trace in place of earlier ones."""
     job, engine = run.job, run.engine
     trace, tracer = run.watcher.found.trace, run.watcher.tracer
     if data is None or trace is None or tracer is None:

@@ -57,7 +57,7 @@ def sketches(value: Tensor, rows: int) -> dict[str, Tensor]:
 
 
 def row_sketches(value: Tensor) -> Tensor:
-    """Return a sketch of each row along dimension 0. A sketch is a projection on a few fixed random directions."""
+    """Return a sketch of each row along dimension 0."""
     return _projected(as_real(value).flatten(1) if value.dim() > 1 else value[:, None])
 
 

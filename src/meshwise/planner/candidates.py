@@ -47,7 +47,7 @@ class Space:
 
 
 def candidates(space: Space) -> list[Plan]:
-    """Return the plans to search, in the order in which to try them."""
+    """Return the plans to search, in the order to try them."""
     found: dict[Plan, None] = {}
     for count in space.devices:
         for mesh in _meshes(count, space.per_host):

@@ -59,7 +59,7 @@ class Race:
 
 
 class Checker:
-    """Finds races in a series of events, which it gets in the order in which the program causes them."""
+    """Finds races in events, which it gets in the order in which the program causes them."""
 
     def __init__(self, found: Callable[[Race], None], forgive: bool = True) -> None:
         self.order = Order()

@@ -121,7 +121,7 @@ class Finding:
 
 
 class LaneNames:
-    """Names of streams, which are numbered in the order in which they appear."""
+    """Names of streams, numbered in the order in which they appear."""
 
     def __init__(self) -> None:
         self._names: dict[Lane, str] = {HOST: "the host"}
