@@ -3,7 +3,7 @@
 Examples are `interp`, `convolve`, `gradient` and `cov`.
 
 They are composed of the array API standard's functions, and move the same data. `interp` sends its table to each device
-that has values. `convolve` sends to each device with a part of the longer array the shorter array, and the entries that
+that has values. To each device with a part of the longer array, `convolve` sends the shorter array and the entries that
 follow the part.
 """
 

@@ -64,8 +64,8 @@ def run(
 def typed() -> float:
     """Return the time when this process started, roughly when the user typed the command, in seconds since 1970.
 
-    It is the present time minus the age of the process. By psutil, which counts from the boot time in whole seconds, an
-    attempt could seem to begin before the previous one ended.
+    It is the present time minus the age of the process. With psutil, which counts from a boot time in whole seconds,
+    an attempt could seem to begin before the previous one ended.
     """
     ticks = Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]
     age = time.clock_gettime(time.CLOCK_BOOTTIME) - int(ticks) / os.sysconf("SC_CLK_TCK")
