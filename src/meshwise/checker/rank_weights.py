@@ -67,7 +67,7 @@ def weights_in(reference: StepTrace, actual: StepTrace, names: Iterable[str] | N
 
 
 def solve(columns: Tensor, wanted: Tensor) -> tuple[list[float], bool] | None:
-    """Return the weights with which `columns` add up to `wanted`, and whether the weights are unique."""
+    """Return the weights with which `columns` add up to `wanted`, and whether they are unique."""
     if not bool(wanted.isfinite().all() and columns.isfinite().all()) or columns.shape[1] == 0:
         return None
     rank = int(torch.linalg.matrix_rank(columns, rtol=1e-8))

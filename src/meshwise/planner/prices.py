@@ -103,7 +103,7 @@ class Prices:
         return None if seconds is None else times(seconds, self._crowd)
 
     def host(self, what: What, rank: int, phase: str = "other", dtensors: bool = False) -> Priced:
-        """Return the estimated time that the rank's host takes to launch `what` in this phase of the step."""
+        """Return the estimated time that a rank's host takes to launch `what` in this phase."""
         key = self._alike[rank], type(what), phase, dtensors
         if key not in self._hosts:
             self._hosts[key] = self._host(what, self.machine.devices[rank], phase, dtensors)

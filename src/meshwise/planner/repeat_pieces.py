@@ -214,7 +214,7 @@ def sort_of(action: Piece | None, count: int) -> tuple[str, int]:
 
 
 def kind_of(event: Event) -> Hashable:
-    """Return what events of one kind share, such as the operator and the stream of a launch."""
+    """Return what events of one kind share, such as a launch's operator and stream."""
     if isinstance(event, Launch):
         return event.what, event.stream, event.module
     return replace(event, storage=0) if isinstance(event, Allocate) else None

@@ -173,7 +173,7 @@ class Tracer:
         return None
 
     def _few_stages(self, plan: Plan, speeds: Sequence[Hashable]) -> Stages | None:
-        """Return the stages of a plan if a few traced stages can stand for all, and None otherwise."""
+        """Return the stages of a plan if a few traced stages can stand for all, else None."""
         stretch, alike = self.stretch, not (speeds or plan.state_parts > 1 or isinstance(plan.recompute, tuple))
         if stretch is None or plan.pipeline <= FEW_STAGES or not alike:
             return None

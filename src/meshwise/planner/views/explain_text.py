@@ -94,7 +94,7 @@ def _costly(title: str, costly: Sequence[Costly], step: float, width: int) -> li
 
 
 def costly_columns(title: str, costly: Sequence[Costly], step: float) -> dict[str, list[Cell]]:
-    """Return a table of the launches that take the most time, as a mapping from titles to columns."""
+    """Return a table of the most expensive launches, as a mapping from titles to columns."""
     return {
         title: [one.what for one in costly],
         "times": [str(one.times) for one in costly],
