@@ -239,9 +239,10 @@ class Record:
         events, self.events = self.events, []
         self.collectives = AsyncCollectives()
         fake_device.begin_record()
-        return tuple(self._with_categories(self._alive.values())), tuple(self._with_categories(events))
+        return tuple(self.with_categories(self._alive.values())), tuple(self.with_categories(events))
 
-    def _with_categories(self, events: Iterable[Any]) -> Iterator[Any]:
+    def with_categories(self, events: Iterable[Any]) -> Iterator[Any]:
+        """Yield these events with the categories that are known now."""
         for event in events:
             category = self._categories.get(event.storage) if isinstance(event, Allocate) else None
             yield event if category is None else replace(event, category=category)

@@ -164,7 +164,7 @@ class _Loop(Places):
         """End the current step, if there is one. Later events do not belong to it."""
         held, events = self._record.cut()
         if self._stepped and len(self.works) < STEPS:
-            self.works.append((self._held, events))
+            self.works.append((tuple(self._record.with_categories(self._held)), events))
             self.batch_size = self.batch_size or self.samples
         self._held, self._trained, self._stepped, self._batch, self.samples = held, False, False, -1, 0
 

@@ -206,7 +206,13 @@ def _steps(
     state = begun(job, plan, engine)
     record.tell(map(local_of, state.model.parameters()), "parameters")
     record.tell(map(local_of, state.model.buffers()), "buffers")
-    at_steps = SimpleNamespace(step_begins=lambda optimizer: record.backward_ends())
+
+    def step_begins(_: Any) -> None:
+        record.backward_ends()
+        gradients = [p.grad for p in state.model.parameters() if p.grad is not None]
+        record.tell(map(local_of, gradients), "gradients")  # also those that lie in the buffer of an all-reduce
+
+    at_steps = SimpleNamespace(step_begins=step_begins)
     engine.events.listen(at_steps, When.WATCH)
     record.cut()
     numbers: dict[int, int] = {}
@@ -238,7 +244,7 @@ def _steps(
         with fake_without_values():
             train_step(engine, job, state, parts)
         record.tell(state_of(state.optimizer), "optimizer")
-        yield held, record.cut()[1]
+        yield tuple(record.with_categories(held)), record.cut()[1]
     engine.events.leave(at_steps)
 
 
