@@ -110,7 +110,7 @@ def _lengths(shape: Shape, given: Shape | int) -> Shape:
 
 @dataclass(frozen=True)
 class Rows:
-    """How an array is divided over devices, if its shape is written as (before, outer, length, after)."""
+    """How an array is divided over devices: its shape is (before, outer, length, after), and `length` is split."""
 
     before: int
     outer: int

@@ -140,7 +140,7 @@ class _Calls:
         return [] if _is_same(call) else [each for each in [call.func, *call.args] if self._is_entry(each)]
 
     def _varies(self, node: ast.expr) -> bool:
-        """Return whether a value may differ between ranks. Data in an argument may, but a flag does not."""
+        """Return whether a value may differ between ranks: a tensor in an argument may, a flag may not."""
         return any(map(self._differs, ast.walk(node)))
 
     def _differs(self, node: ast.AST) -> bool:

@@ -267,7 +267,7 @@ class Composing:
 
 
 def _family(entry: Entry) -> str:
-    """Return `input` or `action` if an entry concerns the memory of one microbatch alone, otherwise an empty string."""
+    """Return `input` or `action` for memory that one microbatch allocates or frees there, and "" for other entries."""
     if isinstance(entry.event, Launch) or len(entry.refers) != 1 or not isinstance(entry.refers[0], Place):
         return ""
     name = entry.refers[0].piece.name

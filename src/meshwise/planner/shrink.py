@@ -222,7 +222,7 @@ def _runs(held: Sequence[Allocate]) -> list[list[Allocate]]:
 
 
 def check_third(found: Sequence[Trace], stages: Stages, count: int, axis: GrowthAxis) -> None:
-    """Raise NotExtrapolable if the third of FEW_STAGES stages does not do what the second does."""
+    """Raise NotExtrapolable if the third traced stage does not run the same operators as the second."""
     move = stages.move(found[1].step.rank, THIRD, axis)
     made = composer(found[1], {})(actions_of(stages.plan, THIRD)(count), range(0), move)
     check_equal(found[THIRD], stages.moved(made, THIRD))

@@ -103,7 +103,7 @@ class Tracer:
             runs = min(runs, LEAST + plan.pipeline + AROUND)
         if few is not None and self._reads_alike(plan):
             for stages in dict.fromkeys((self._few_stages(plan, speeds), None)):
-                with contextlib.suppress(MeshwiseError, NotExtrapolable):  # if this fails, more is traced
+                with contextlib.suppress(MeshwiseError, NotExtrapolable):  # if this fails, trace more stages
                     return self._of_few(plan, kind, speeds, few, stages, runs, extent)
         return self._replayed(_Asked(self.job, plan, kind, speeds))[0]
 

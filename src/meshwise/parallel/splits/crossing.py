@@ -67,7 +67,7 @@ def enter(whole: Tensor, axis: Axis) -> Tensor:
 
 
 def spread(tensor: Tensor, axis: Axis) -> Tensor:
-    """Return the whole of `tensor` for operators that combine it with split tensors."""
+    """Gather `tensor` for an operator that combines it with split tensors."""
     if not is_split(tensor):
         return enter(tensor, axis)
     return _once(tensor, "spread", tensor.part, axis.name)

@@ -55,7 +55,7 @@ class Agreed:
         dtype = torch.promote_types(like.dtype, torch.float32)
         key = (self._crc, dtype, like.device)
         if self._signs is not None and has_streams(like.device) and is_captured():
-            return self._signs[1]  # any signs do: in a captured graph they are never compared
+            return self._signs[1]  # any value works: in a captured graph signs are not compared
         if self._signs is None or self._signs[0] != key:
             bits = (torch.tensor(self._crc) >> torch.arange(SIGNS)) & 1
             self._signs = key, (bits * 2 - 1).to(dtype).to(like.device)

@@ -297,7 +297,7 @@ class LaterFiles(RankFiles):
         return pickle.loads(Path(made).read_bytes())
 
     def turn(self, call: str, before: bool) -> None:
-        """See the files as rank 0 had them when it reached `call`. before: whether that call is yet to run."""
+        """Show the files as rank 0 had them when it reached `call`. before: whether `call` has not run yet."""
         self._heard()
         self._epoch = self._turns.get(call, self._epoch)
         for path in () if before else sorted(self._changed, reverse=True):

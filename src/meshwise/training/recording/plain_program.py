@@ -186,7 +186,7 @@ class PlainProgram:
         finally:
             self._inside = False
 
-    # The records.
+    # Begin to record.
 
     def _begin(self) -> None:
         """Begin the `Recording` if it has not begun yet."""
