@@ -24,8 +24,8 @@ _meshes: dict[tuple[tuple[str, int], ...], DeviceMesh] = {}
 def make_mesh(plan: Plan, world: World, *, replicas: bool = False) -> DeviceMesh:
     """Return the mesh of the run's devices, with one named axis for each way in which `plan` divides work."""
     shapes = {axis: getattr(plan, axis) for axis in AXES}
-    least = {"shard": 0 if plan.split or plan.expert > 1 else 1}
-    kept = {axis: size for axis, size in shapes.items() if size > least.get(axis, 1)} or {"shard": 1}
+    needed = plan.split or plan.expert > 1
+    kept = {axis: size for axis, size in shapes.items() if size > 1 or (axis == "shard" and needed)} or {"shard": 1}
     key = (*kept.items(), ("replicas", int(replicas and plan.expert > 1)))
     if key not in _meshes or _meshes[key].device_type != world.kind:
         with real_values():

@@ -59,3 +59,25 @@ def branch_by_a_mean_later(distribute: Distribute) -> Any:
 
 def norm_over_rows_later(distribute: Distribute) -> Any:
     return trained(distribute, lambda body, x, later: F.normalize(body(x), dim=0 if later else 1))
+
+
+class ReadsItsLoss(nn.Linear):
+    """Mixes rows, by as many operators, once the loss that it was given is small."""
+
+    last: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = super().forward(x)
+        later = self.last is not None and self.last.item() < 0.9
+        return made - (made.mean(0, keepdim=True) if later else made.mean(1, keepdim=True))
+
+
+def loss_read_later(distribute: Distribute) -> Any:
+    model, optimizer, loader = usual(distribute, nn.Sequential(ReadsItsLoss(6, 3)))
+    losses = []
+    for _ in range(5):  # 15 calls: at its 16th, a proven call is tested again
+        for x, y in loader:
+            loss = F.cross_entropy(model(x), y)
+            losses.append(step(loss, optimizer))
+            model[0].last = loss
+    return losses

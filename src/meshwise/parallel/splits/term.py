@@ -36,7 +36,6 @@ storage_offset is_contiguous __hash__ requires_grad_ .shape .dtype .device .requ
 .layout .itemsize .is_cuda .is_cpu .is_meta .is_sparse .is_quantized .names .output_nr ._version .is_nested"""
 _PLAIN = {*PLAIN.split()}
 _as_subclass, _item, _tolist = Tensor.as_subclass, Tensor.item, Tensor.tolist  # originals that the whole view replaces
-NUMBERS: dict[torch.dtype, Any] = {torch.float32: numpy.float32, torch.float64: numpy.float64}
 
 heard: list[Callable[[str, Args, Kwargs], None]] = []
 """Called with each operator on batches and terms while a step is observed (training/guards/same_program.py)."""
@@ -146,11 +145,7 @@ class Term(Tensor):
 
     def item(self) -> Any:
         """See `torch.Tensor.item`."""
-        with on_parts():
-            found, number = self.known.get(reduce=True), NUMBERS.get(self.dtype)
-            if number is not None and isinstance(found, float) and abs(found) < 1e38:  # numpy warns about an overflow
-                return number(found).item()
-            return _item(value_of(self))
+        return value_of(self).item()  # not `_item`: a model that reads a sum must be seen to read
 
 
 def term(local: Tensor, axis: Axis, known: Known | None = None, assumed: int = 0) -> Term:
