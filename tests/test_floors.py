@@ -41,13 +41,13 @@ ROOMS = {
     ),
     "checker": ("checker/races", "checker", "checker/plain checker/views", "checker/check", "checker/commands"),
     "planner": ("planner/fakes", "planner", "planner/views", "planner/plan", "planner/commands"),
-    "launcher": ("launcher/schedulers", "launcher", "launcher/commands"),
+    "launcher": ("launcher/engines", "launcher", "launcher/commands"),
 }
 """The rooms of a house, from its ground: folders, files that stand above the others, and all its other files under the
 name of the house. Rooms in one text do not import each other. A house that is not here is one room."""
 ORDER = [floor for house in HOUSES for floor in ROOMS.get(house, (house,))] + ["cli", "__main__", "__init__"]
 FLOORS = {room: number for number, floor in enumerate(ORDER) for room in floor.split()}
-WITHOUT_TORCH = {"spec", "records", "launcher/schedulers", "terminal"}
+WITHOUT_TORCH = {"spec", "records", "launcher/engines", "terminal"}
 # What starts without torch: its imports at the top of a file, and what those import in turn. A command waits for torch,
 # which takes a second or more, where it is used: in a function, or in a file of a house imported on its first use.
 STARTS_WITHOUT_TORCH = ("cli.py", "reports/report.py", "launcher/script.py", "reports/views/")

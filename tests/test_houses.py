@@ -25,14 +25,14 @@ HOUSES = {
     "integrations": ("integrations/",),
     "bench": ("hardware/measure/", "hardware/views/bench.py", "hardware/bench.py", "hardware/commands/bench.py"),
     "submit": (
-        *("launcher/schedulers/batch_script.py", "launcher/schedulers/site.py"),
+        *("launcher/engines/batch_script.py", "launcher/engines/site.py"),
         *("launcher/submit.py", "launcher/commands/submit.py"),
     ),
 }
 MAY_IMPORT = {"planner": {"bench"}, "submit": {"planner"}}
 """A measured price needs the bench; a job is planned before it is submitted."""
 OF_HOUSES = (
-    *("arrays", "cli", "cuda", "docs", "checker", "examples", "hardware", "planner", "launcher/schedulers"),
+    *("arrays", "cli", "cuda", "docs", "checker", "examples", "hardware", "planner", "launcher/engines"),
     *("test_cli.py", "test_exports.py", "test_floors.py", "test_houses.py", "test_imports.py"),
 )
 """Tests of a house, of all commands, of all files."""

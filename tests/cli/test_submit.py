@@ -1,6 +1,6 @@
 """`meshwise submit`, and what `runs`, `stop` and `logs` show of what was sent. Its commands are stand-ins here; the
-real ones are in tests/launcher/schedulers. Of launcher/placing.py,
-launcher/commands/logs.py, launcher/commands/stop.py, records/attempts.py and launcher/schedulers/slurm.py."""
+real ones are in tests/launcher/engines. Of launcher/placing.py,
+launcher/commands/logs.py, launcher/commands/stop.py, records/attempts.py and launcher/engines/slurm.py."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ import nbformat
 import pytest
 import torch
 
-from meshwise.launcher.schedulers.site import read_site
+from meshwise.launcher.engines.site import read_site
 from meshwise.training.process.session import end_sessions
 from meshwise.workers.environment import PLAN_FILE, RUN_FOLDER
 from tests import run_programs

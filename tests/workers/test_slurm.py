@@ -228,7 +228,7 @@ def test_a_real_limit_ends_what_saves_nothing_by_its_signals(layout: str, cluste
     assert len(set(re.findall(r"ended after (\d+)", output))) == 1
 
 
-@pytest.mark.slow  # in `make test` it is tests/launcher/schedulers/test_submit_slurm.py that waits for a requeue
+@pytest.mark.slow  # in `make test` it is tests/launcher/engines/test_submit_slurm.py that waits for a requeue
 def test_a_requeued_job_goes_on_where_it_was_stopped(cluster: Slurm, programs: Path) -> None:
     again = 'if [ "$SLURM_RESTART_COUNT" = 1 ]; then set -- --resume runs/*; fi'
     train = f'srun -N2 --ntasks-per-node=1 {MESHWISE} run {JOB} --log-every 20 "$@"'

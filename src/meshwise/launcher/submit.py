@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from meshwise.hardware.words import machine_from_words
-from meshwise.launcher.schedulers import slurm
-from meshwise.launcher.schedulers.batch_script import BatchJob, batch_script, joined_options, nodes_of, slurm_time
-from meshwise.launcher.schedulers.site import Site, find_site
+from meshwise.launcher.engines import slurm
+from meshwise.launcher.engines.batch_script import BatchJob, batch_script, joined_options, nodes_of, slurm_time
+from meshwise.launcher.engines.site import Site, find_site
 from meshwise.records import code_files
 from meshwise.records import folder as names
 from meshwise.records.files import write_text

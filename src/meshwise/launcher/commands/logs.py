@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from meshwise.launcher.commands.runs import FOLDER, NAME
-from meshwise.launcher.schedulers import slurm
+from meshwise.launcher.engines import slurm
 from meshwise.records import folder as names
 from meshwise.records.attempts import BEGINS, logs_of
 from meshwise.records.metrics import Metrics

@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 
 from meshwise import reports
-from meshwise.launcher.schedulers import slurm
+from meshwise.launcher.engines import slurm
 from meshwise.records.run_list import RunEntry, find_run, run_entry, run_list
 from meshwise.spec.errors import UsageError
 from meshwise.terminal.completion import runs_here

@@ -10,8 +10,8 @@ from pathlib import Path
 import typer
 
 from meshwise import hardware, launcher, planner
-from meshwise.launcher.schedulers.batch_script import batch_script, nodes_of
-from meshwise.launcher.schedulers.site import Site
+from meshwise.launcher.engines.batch_script import batch_script, nodes_of
+from meshwise.launcher.engines.site import Site
 from meshwise.launcher.submit import SubmitOptions
 from meshwise.planner.estimate import FITS, UNKNOWN
 from meshwise.planner.options import PlanOptions

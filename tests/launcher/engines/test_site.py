@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwise.launcher.schedulers.site import Site, find_site, read_site
+from meshwise.launcher.engines.site import Site, find_site, read_site
 from meshwise.spec.errors import UsageError
 
 

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from meshwise.launcher.schedulers.site import Site
+from meshwise.launcher.engines.site import Site
 from meshwise.spec.errors import UsageError
 
 _NODES = re.compile(r"[1-9]\d{0,5}(-[1-9]\d{0,5})?")

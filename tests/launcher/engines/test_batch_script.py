@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from meshwise.launcher.schedulers.batch_script import BatchJob, batch_script, nodes_of, slurm_time
-from meshwise.launcher.schedulers.site import Site
+from meshwise.launcher.engines.batch_script import BatchJob, batch_script, nodes_of, slurm_time
+from meshwise.launcher.engines.site import Site
 from meshwise.spec.errors import UsageError
 
 
