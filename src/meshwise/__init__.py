@@ -30,7 +30,7 @@ def __getattr__(name: str) -> _Any:
     module = _MODULES.get(name)
     if module is None:
         raise AttributeError(f"module 'meshwise' has no attribute {name!r}")
-    drawn = _random.getstate()  # rich draws random numbers on import: keep the state that a program may have seeded
+    drawn = _random.getstate()  # importing rich draws random numbers, which must not change a program's seeded state
     value = globals()[name] = getattr(_import_module(module), name)
     _random.setstate(drawn)
     return value

@@ -56,7 +56,7 @@ class Commands(TyperGroup):
     def list_commands(self, ctx: Any) -> list[str]:
         return list(COMMANDS)
 
-    def get_command(self, ctx: Any, cmd_name: str) -> Any:  # `Any`, since newer typer has its own click
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:  # `Any`, since newer typer has its own copy of click
         if cmd_name not in COMMANDS:
             if ctx.resilient_parsing:  # the shell asks for completions
                 return None

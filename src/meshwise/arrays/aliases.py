@@ -46,7 +46,7 @@ def strides_of(x: Array) -> Strides:
 def shown(x: Array) -> Alias:
     """Return the `Alias` of `x`, which describes how `x` shares memory with other arrays."""
     if x.alias is not None and x.alias.source is not None:
-        fetched(x)  # may give x memory of its own
+        fetched(x)  # may turn x into an array that owns its memory
     if x.alias is None:
         if any(map(_repeats, x.parts)):  # repeated elements share memory, so copy them
             x.parts = tuple(part.clone(memory_format=torch.contiguous_format) for part in x.parts)
@@ -109,7 +109,7 @@ def is_last(x: Array) -> bool:
         if getrefcount(alias.source) > 2:  # the alias holds one reference, and getrefcount holds one
             return False
         alias, aliases = alias.source.alias, aliases + 1
-    # Read the attribute each time: Python may not count the reference of a local variable.
+    # Pass the attribute, not a local variable: from Python 3.14 on, a reference of a local may not be counted.
     return alias is None or getrefcount(alias.memory) == aliases + 1
 
 

@@ -72,7 +72,8 @@ class Array:
     def __reduce__(self) -> Any:
         if self.alias is None:
             return Array, (self.parts, self.sharding, self._shape, self._dtype, self.space)
-        own = tuple(part.clone(memory_format=torch.contiguous_format) for part in self.parts)  # without unused storage
+        # Clone the parts, because pickling a view writes the whole storage of the tensor.
+        own = tuple(part.clone(memory_format=torch.contiguous_format) for part in self.parts)
         return (
             Array,
             (own, self.sharding, self._shape, self._dtype, self.space),

@@ -44,7 +44,7 @@ def set_item(x: Array, given: Any, value: Any, /) -> None:
     if alias.flips and alias.source is not None and not key.arrays:
         x, key = alias.source, replace(key, cuts=tuple(mirrored(key.cuts, alias.flips, x.shape)))
     writable(x)
-    if key.arrays:  # neither the indices nor the value may change during the write
+    if key.arrays:  # copy what shares memory with x, so that it does not change during the write
         key = replace(key, arrays=tuple((dim, _of_its_own(x, each)) for dim, each in key.arrays))
         value = value if isinstance(value, Number) else _of_its_own(x, value)
     _write(x, key, value)
@@ -250,4 +250,5 @@ def _put(
         for entry, length in zip(where, turned.shape, strict=False):
             flat = flat * length + torch.where(entry < 0, entry + length, entry)
         size = math.prod(turned.shape[: len(dims)])
-        turned[where] = part[last_of_each(flat.clamp(0, max(size - 1, 0)), size)]  # turned[where] checks the bounds
+        # Entries out of range are clamped here, because turned[where] raises an IndexError for them.
+        turned[where] = part[last_of_each(flat.clamp(0, max(size - 1, 0)), size)]

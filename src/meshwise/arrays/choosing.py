@@ -41,7 +41,7 @@ def where(condition: Any, x1: Any = None, x2: Any = None, /) -> Any:
     shape, placed, (shown, *given) = aligned("where", [condition, *arrays])
     own = iter(given)
     both = [next(own) if isinstance(x, Array) else [torch.tensor(x, dtype=dtype)] * len(shown) for x in (x1, x2)]
-    bits = SIGNED.get(dtype, dtype)  # torch.where in 2.11 lacks uint16
+    bits = SIGNED.get(dtype, dtype)  # torch.where does not support uint16 in torch 2.11
     firsts, seconds = ([x.to(dtype).view(bits) for x in parts] for parts in both)
     parts = [torch.where(c != 0, a, b).view(dtype) for c, a, b in zip(shown, firsts, seconds, strict=True)]
     found = as_array_without_dims(Array(tuple(parts), placed, shape, dtype, condition.space))

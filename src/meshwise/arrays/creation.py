@@ -122,12 +122,12 @@ def _as_tensor(space: Space, obj: Any, wanted: torch.dtype | None = None) -> Ten
         return tensor.resolve_conj().resolve_neg()
     read = _read(obj)
     values = np.asarray(read)
-    if wanted is torch.uint64 and values.dtype.kind == "f":  # NumPy reads [1, 2**63] as floats, which rounds 2**63
+    if wanted is torch.uint64 and values.dtype.kind == "f":  # NumPy reads [1, 2**63 + 1] as rounded floats
         whole = np.asarray(read, dtype=object)
         values = whole.astype(np.uint64) if all(type(each) is int for each in whole.flat) else values
     if values.dtype.kind not in "biufc":
         raise TypeError(f"asarray: this {type(obj).__name__} does not contain only numbers. Pass numbers or lists.")
-    values = values.view(values.dtype.name)  # torch supports only one of two NumPy dtypes with the same name
+    values = values.view(values.dtype.name)  # NumPy has two dtypes named int64, and torch supports only one
     tensor = torch.from_numpy(values if values.flags.writeable else values.copy())
     if not _has_numpy(obj):
         if tensor.is_floating_point():

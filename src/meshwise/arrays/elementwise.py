@@ -226,7 +226,8 @@ def _by_parts(op: Op) -> Op:
     def of_parts(a: Tensor, b: Tensor) -> Tensor:
         if a.dim() and b.dim():
             return torch.view_as_complex(op(torch.view_as_real(a), torch.view_as_real(b)))
-        return torch.complex(op(a.real, b.real), op(a.imag, b.imag))  # a host number must stay 0-dim
+        # view_as_real adds a dim, but a tensor on the host must be 0-d to work with tensors on other devices.
+        return torch.complex(op(a.real, b.real), op(a.imag, b.imag))
 
     return of_parts
 

@@ -83,7 +83,7 @@ def explain(operation: Callable[[], Any]) -> Explanation:
             layout = {name: where(x) for name, x in arrays.items()}
             try:
                 found = sum(move.bytes for move in _moved(operation))
-            except Exception:  # skip placements that fail
+            except Exception:  # the operation may not work with every placement
                 continue
             if found < now:
                 held = sum(part.nbytes for x in arrays.values() for part in x.parts)

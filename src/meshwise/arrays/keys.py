@@ -81,7 +81,8 @@ def _read(items: list[Any], shape: Shape) -> Key:
             places.extend([at] if advanced else [])
         else:
             covered = _covered(item, shape, dim)
-            if item.dtype is torch.bool and tuple(item.shape) != tuple(covered):  # an empty mask: it selects nothing
+            # A mask with a dim of length 0 selects nothing, whatever the lengths of its other dims.
+            if item.dtype is torch.bool and tuple(item.shape) != tuple(covered):
                 item = torch.zeros(tuple(item.shape), dtype=torch.bool)
             arrays.append((dim, item))
             cuts.extend(range(length) for length in covered)

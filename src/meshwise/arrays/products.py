@@ -40,8 +40,8 @@ UNMULTIPLIED = {
     torch.uint16,
     torch.uint32,
     torch.uint64,
-}  # torch cannot multiply these; int64 products are equal modulo 2^64
-Labels = tuple[int | None, ...]  # one label per dim of an operand; None: a dim of length 1 that is broadcast
+}  # torch cannot multiply these, so they are multiplied as int64, which is the same modulo 2^64
+Labels = tuple[int | None, ...]  # one label per dim of an operand, None for a dim of length 1 that is broadcast
 Local = Callable[[Tensor, Tensor], Tensor]
 
 

@@ -139,7 +139,7 @@ def total(x: Any, /, axis: Any = None, dtype: Any = None, *, keepdims: bool = Fa
     x = as_array("sum", x)
     whole = axis is None and dtype is None and not keepdims
     if whole and x.dtype in IN_ORDER and x.sharding.dim is not None and plainly(x.space):
-        added = _in_order([part.sum() for part in x.parts])  # faster: the code below costs as much as 100,000 additions
+        added = _in_order([part.sum() for part in x.parts])  # the code below takes as long as 100,000 additions
         return Array((added,), sharding(x.sharding.places[:1]), (), x.dtype, x.space)
     kind = sum_dtype(x.dtype, dtype)
     run = _calculated(kind)

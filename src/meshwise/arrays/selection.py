@@ -21,7 +21,7 @@ from meshwise.arrays.reading import to_host
 from meshwise.arrays.sharding import sharding
 from meshwise.transfer.devices import OPEN_DEVICES
 
-SAMPLES = 512  # number of samples from all parts together, per cut and round
+SAMPLES = 512  # about how many samples each round reads for a cut, from all parts together
 FEWEST_A_PART = 8  # minimum samples per part, so that every round narrows the range
 
 

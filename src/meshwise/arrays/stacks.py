@@ -65,7 +65,8 @@ def by_stack(x: Array, name: str, function: Function) -> Any:
     stack = len(x.shape) - 2
     x = freed(x, {stack, stack + 1}, name)
     made = [called(name, function, part) for part in x.parts]
-    if not made:  # no part here: another rank holds the whole array
+    # Another rank holds the whole array, so find the result's shape and dtype without values.
+    if not made:
         made = [function(torch.empty(x.shape, dtype=x.dtype, device="meta"))]
         return _arrays(made, lambda each: Array((), x.sharding, tuple(each[0].shape), each[0].dtype, x.space))
 

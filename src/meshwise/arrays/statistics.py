@@ -88,7 +88,7 @@ def real_of_nan(part: Tensor) -> Tensor:
 def _spread(part: Tensor, axes: tuple[int, ...], keepdims: bool) -> tuple[Tensor, Tensor]:
     """Return the mean of a part over axes, and the sum of squared distances from this mean, in the part's dtype."""
     if not axes:
-        return part, (part - part).abs()  # NaN stays NaN
+        return part, (part - part).abs()  # the distances are 0, or NaN if the value is not finite
     centre = part.mean(axes, keepdim=True)
     apart = part - centre
     squares = (apart.abs().square() if apart.is_complex() else apart.mul_(apart)).sum(axes, keepdim=keepdims)

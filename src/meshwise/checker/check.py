@@ -185,7 +185,7 @@ def _plain(
 def _in_scratch(folder: Path, call: Callable[[], Any]) -> Any:
     """Call `call`. From then until this process ends, all files that Python code writes go to `folder` instead."""
     os.environ["WANDB_MODE"] = "disabled"
-    torch.set_num_threads(1)  # so that one process and many add in the same order
+    torch.set_num_threads(1)  # so that one process adds numbers in the same order as several
     if can_lock():
         lock_files(free_folders())
     _kept.enter_context(scratch_files(folder))

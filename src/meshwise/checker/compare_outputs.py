@@ -99,7 +99,8 @@ def compared_outputs(step: int, mine: StepTrace, other: StepTrace, unseen: list[
     layouts = {layout for *_, ways in seen for layout, far in ways if far[0] <= LIMIT}
     found = list[Difference]()
     for at, (output, part, size, ways) in enumerate(seen):
-        near = [(far, not layout.is_last) for layout, far in ways if layout in layouts]  # others seem to be unused
+        # A layout in which no output agrees is probably not one that the ranks use.
+        near = [(far, not layout.is_last) for layout, far in ways if layout in layouts]
         summed = part is not None and part.summed
         slices, of_positions = min(near, default=(None, False))
         size = (math.inf, 0.0) if summed else slices if part and slices else size or slices

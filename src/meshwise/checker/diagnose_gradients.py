@@ -56,7 +56,8 @@ def _modified_between_backwards(evidence: Evidence) -> Cause | None:
         where = f"after microbatch {micro + 1} on rank {rank}"
         if after == 0:
             return Cause(K.MISSING_REDUCTION, f"gradients are thrown away {where}, before the step.")
-        if not alike and micro in one.standing:  # reading gradients reduces them, so compare with one device
+        # If the program reads gradients, it reduces them, which changes their norm: use the norm on one device.
+        if not alike and micro in one.standing:
             before, alike = one.standing[micro], True
         if near(before, after):
             continue

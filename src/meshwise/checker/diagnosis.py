@@ -156,7 +156,8 @@ def _is_of_a_share_of_the_batch(evidence: Evidence) -> str:
     even = max(counts) - min(counts) <= 1
     read = [sample for part in evidence.steps[1].samples[0] for sample in part]
     scaled = plan[0] in (one[0] // devices, -(-one[0] // devices), one[0] * devices)
-    if devices == 1 or not even or not scaled or len(set(read)) < len(read):  # repeats do not enlarge the batch
+    # If ranks read the same samples, the batch is not larger, so another rule has to explain the difference.
+    if devices == 1 or not even or not scaled or len(set(read)) < len(read):
         return ""
     return (
         f"a batch has {plan[0]} samples on {devices} devices, and {one[0]} on one. Give the loader the same batch_size "

@@ -16,7 +16,7 @@ from torch import Tensor
 from meshwise.checker.trace import Named
 
 LIMIT = 1e-9
-FLOOR = 1e-3  # the smallest scale of a difference, as a fraction of the largest value of its kind
+FLOOR = 1e-3  # a difference is relative to at least this fraction of the largest value of its kind
 
 
 def ratio(difference: Tensor, scale: Tensor) -> float:

@@ -70,7 +70,7 @@ class EngineWatcher:
         self.tracer: ModelTracer | None = None
         self._model: nn.Module = nn.Module()
         self._batch: tuple[Rows, list[list[int]]] | None = None
-        self._contents: Any = None  # contents of the current batch
+        self._contents: Any = None  # this rank's rows of the current batch
         self._loader: Any = None  # the loader that yielded the current batch
         self.reading = Reading()
         """Which data set, random generator and collate function the batches come from."""
@@ -100,7 +100,7 @@ class EngineWatcher:
         if self.tracer is not None:
             self.tracer.follow(model)
 
-    # A loop over batches.
+    # Events of a loop over batches.
 
     def batch_asked(self, loop: LoopRead | None = None) -> None:
         """Record that a loop begins, or asks for its next batch."""
@@ -159,7 +159,7 @@ class EngineWatcher:
     def _loads(self, *_: object) -> None:
         self._has_loaded = True
 
-    # A microbatch.
+    # Events of a microbatch.
 
     def backward_begins(self, loss: Any, *_: object) -> None:
         """Record that a backward pass of this rank's loss begins."""
@@ -233,7 +233,7 @@ class EngineWatcher:
                 self.tracer.step.gradients = {name: g / scale for name, g in gradients.items()}
             self.tracer.step.loss += float(loss)
 
-    # An optimizer's step.
+    # Events of an optimizer step.
 
     def step_begins(self, optimizer: Optimizer) -> None:
         """Record the state at the beginning of an optimizer step."""
@@ -242,7 +242,7 @@ class EngineWatcher:
         if self.tracer is None:
             return
         self._wait_for_ranks("optimizer.step")
-        if self.tracer.step.samples:  # without samples, the step's closure may still run the forward
+        if self.tracer.step.samples:  # otherwise the step's closure may need the open forward
             self._end_forward(discard=True)
         self._in_step = True
         self.complete_step()
@@ -319,7 +319,7 @@ class EngineWatcher:
             found |= {f"{name}{key}": value for key, value in scheduler_numbers(scheduler).items()}
         return found
 
-    # An evaluation, and the end.
+    # Events of a resume, an evaluation, and the end of the program.
 
     def resumed(self, model: nn.Module, optimizer: Optimizer, scheduler: Any) -> None:
         """Record the state from which a job continues after a resume. Collective."""
@@ -373,7 +373,8 @@ class EngineWatcher:
                 by_hand = any(map(_is_by_hand, trace.steps))
                 trace.hints = self.hints.end(by_hand=by_hand, per_rank=self._engine.whole is None)
             for place in self._unsummed:
-                trace.evaluation[f"the loop at {place}, {UNSUMMED}"] = math.nan  # one device lacks it: a difference
+                # One device has no such value, so this counts as a difference.
+                trace.evaluation[f"the loop at {place}, {UNSUMMED}"] = math.nan
         return self.found
 
     def _wait_for_ranks(self, where: str) -> None:

@@ -73,7 +73,7 @@ class Hints:
         self._said: dict[str, None] = {}
         self._loops: list[_Loop] = []
         self._window, self._windows = _Window(), list[_Window]()
-        self._zeroed = self._ticked = ""  # lines of zero_grad and scheduler steps since the last backward
+        self._zeroed = self._ticked = ""  # places of the last zero_grad and scheduler step after the last backward
         self._evaluated = dict[tuple[str, int], None]()
         self._files = dict[str, None]()
         self._begun = 0  # number of random draws before the current model call
@@ -84,7 +84,7 @@ class Hints:
         model.register_forward_pre_hook(LooksOn(self._call_begins))
         model.register_forward_hook(LooksOn(self._call_ends))
 
-    # What the program does.
+    # Events of the program.
 
     def loop_begins(self) -> None:
         """Record that a loop over batches begins."""
@@ -110,7 +110,7 @@ class Hints:
             none = all(p.grad is None or not p.grad.any() for p in model.parameters())
             window.zeroed += [self._zeroed] if self._zeroed and none else []
             window.ticked += [self._ticked] if self._ticked else []
-            window.moved |= now != window.parameters  # whether parameters have changed, e.g. by a look-ahead step
+            window.moved |= now != window.parameters  # parameters changed between backwards, e.g. by look-ahead
         window.backwards, window.parameters = window.backwards + 1, now
         self._zeroed = self._ticked = ""
 

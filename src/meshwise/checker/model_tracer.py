@@ -78,7 +78,7 @@ class ModelTracer:
         """Whether the forward pass of a microbatch is being traced."""
         self._numbers = NotedNumbers()
         self._running = list[str]()  # names of the running modules, the innermost last
-        self._open_calls: list[list[int]] = []  # for each open call: draws before it, draws in nested calls
+        self._open_calls: list[list[int]] = []  # for each open call: [draws before it, draws made by nested calls]
         self._norms_left: dict[str, float] | None = None
         self._in_backward = False
         self._own: Named | None = None  # this rank's own gradients in the running backward
@@ -182,8 +182,8 @@ class ModelTracer:
             yield
         self._own, self._in_backward = None, False
         if self._of_loss is not None:
-            self._of_loss.remove()  # a hook left on the loss would count as the program's
-        # A recomputation that repeats the forward's draws adds nothing to the log.
+            self._of_loss.remove()  # otherwise it would be taken for a hook of the program
+        # The log grows only if the backward draws numbers that do not repeat draws of the forward.
         self.step.rng_mismatch |= len(self.draws.log) > drawn
         self._norms_left = local_norms(self._model)
 
@@ -242,7 +242,7 @@ class ModelTracer:
     def keyed(self, function: Callable[..., Any], rows: Sequence[Rows]) -> Callable[..., Any]:
         """Wrap a job's loss or metric function, so that its random draws do not depend on the number of ranks."""
         batches = iter(enumerate(rows))
-        now: list[Any] = []  # the current batch, its number, its rows; two stages on a rank use the same batch
+        now: list[Any] = []  # [batch, its number, its rows] of the last call, since two stages may use the same batch
 
         def evaluated(*args: Any) -> Any:
             if not now or args[-1] is not now[0]:
@@ -282,7 +282,8 @@ class ModelTracer:
             output = Output(self._at[1], name, kind, number, tuple(value.shape), self._rows.count, found)
             self.step.outputs.append(output)
             first = self._at == (0, 0) and not self._whole
-            if first and type(tensor) is Tensor and tensor.grad_fn is not None:  # no tensor hook: programs would see it
+            # Hook the node that made the tensor, because a program can see hooks of the tensor itself.
+            if first and type(tensor) is Tensor and tensor.grad_fn is not None:
                 tensor.grad_fn.register_prehook(partial(self._keep_back, output, tensor.output_nr))
 
     def _keep_back(self, output: Output, number: int, gradients: tuple[Tensor | None, ...]) -> None:

@@ -18,7 +18,7 @@ from meshwise.checker.difference import largest
 from meshwise.checker.model_state import named_parameters
 from meshwise.checker.trace import Named, Noise, Trace
 
-NOISE = 1e-8  # relative to the largest gradient
+NOISE = 1e-8  # gradients up to this fraction of the largest one count as rounding
 
 
 def note_noise(noise: Named, mine: Named, others: Named) -> None:

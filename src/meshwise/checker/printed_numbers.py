@@ -14,8 +14,8 @@ Printed = Sequence[tuple[str, str]]
 """Source lines of the script, such as train.py:31, each with a text that the line prints, in the order of printing."""
 _NUMBER = re.compile(r"(?<![\w.])[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
 _WORD = re.compile(r"[a-z]+")
-_CLOSE = Decimal("1e-6")  # relative to the number: both sides compute in float64
-MOMENT = Decimal("0.1")  # relative to the number: a larger change than a few steps of rounding can cause
+_CLOSE = Decimal("1e-6")  # largest relative difference of numbers that count as equal: both sides compute in float64
+MOMENT = Decimal("0.1")  # a number that changes by more than this fraction in a second run is measured, not rounded
 _UNIT = re.compile(
     r"\s*([kmgt]?i?b|bytes|[nuµm]?s|secs?|seconds?|mins?|minutes?|m|h|hours?|devices?|ranks?|workers?|gpus?|processes)"
     r"(?![a-z])|\s*[a-z]*\s*(/|per)\s*(s|sec|second|min|minute)(?![a-z])|:\d",

@@ -67,7 +67,7 @@ def watch_script(script: Callable[[], object], spec: CheckSpec, draws: Draws | N
             try:
                 _run(script)
             finally:
-                watcher.stop()  # ends a forward that is still open, in the script's precision
+                watcher.stop()  # an open forward entered contexts inside those above, so it ends first
     finally:
         engine.watcher = None
     found = watcher.end()

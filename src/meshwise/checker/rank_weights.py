@@ -20,7 +20,7 @@ from meshwise.checker.noise import NOISE
 from meshwise.checker.sketches import pieces
 from meshwise.checker.trace import StepTrace
 
-ROUNDING = 100 * LIMIT  # relative to the target; loose, since a step can magnify a difference of 1e-13
+ROUNDING = 100 * LIMIT  # relative to the target, and loose because a step can magnify a difference of 1e-13
 
 
 @dataclass(frozen=True)

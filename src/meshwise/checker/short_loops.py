@@ -26,7 +26,7 @@ class ShortLoops:
         self.made = 0
         """The number of optimizer steps made so far."""
         self._batches, self._trained = 0, False
-        self._since_step = self._a_step = 0  # batches since the last step; batches that the last step took
+        self._since_step = self._a_step = 0  # batches since the last step, and batches that the last step took
         self._after = 0  # backwards since the last compared step
 
     def loop_begins(self) -> None:

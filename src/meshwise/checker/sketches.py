@@ -20,7 +20,7 @@ from meshwise.training.data.keyed import keyed_normal
 DIRECTIONS = 8
 PIECES = 16
 MOST_SLICES = 1024
-LONGEST = 4096  # a sketch covers at most this many values; a longer row has one for each piece
+LONGEST = 4096  # a longer row is cut into chunks of this length, each with a sketch of its own
 
 
 def sketch(value: Tensor) -> Tensor:

@@ -27,7 +27,8 @@ from meshwise.torch_compat.modules import WIDE
 from meshwise.torch_compat.tree import map_tensors, tensors_in
 
 FACTORIES = {"rand", "randn", "rand_like", "randn_like"}
-SHAPED_LIKE = {"new_empty", "new_empty_strided"}  # not widened, since copy.deepcopy then sets the storage
+# These are not widened, because copy.deepcopy then gives their result a storage of the old dtype.
+SHAPED_LIKE = {"new_empty", "new_empty_strided"}
 _NARROW = {torch.float64: torch.float32, torch.complex128: torch.complex64}
 OF_A_SCALER = {"_amp_foreach_non_finite_check_and_unscale_", "_amp_update_scale_"}
 
@@ -88,7 +89,8 @@ def _in_float64(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     name = operator_name(operator)
     if name in OF_A_SCALER:
         return _narrow(operator, args)
-    if kwargs.get("dtype") in WIDE and not (name == "empty" and list(args[0]) == [0]):  # torch.load sets its storage
+    # Do not widen torch.empty(0), because torch.load gives it a storage of the old dtype.
+    if kwargs.get("dtype") in WIDE and not (name == "empty" and list(args[0]) == [0]):
         kwargs = {**kwargs, "dtype": WIDE[kwargs["dtype"]]}
     args, kwargs = _read_as_float64(operator, args, kwargs)
     if name == "_grouped_mm":

@@ -180,7 +180,7 @@ FILE: Known = {
     "name": text,
     "measured": text,
     "warnings": list_of(text, 'texts: ["…", "…"]'),
-    "links_as_written": flag,  # older versions wrote this key; it is ignored
+    "links_as_written": flag,  # older versions wrote this key, which is now ignored
     "versions": table_of(text),
     "part": table_of(table),
     **dict.fromkeys(("host", "device", "link", "collective"), tables),

@@ -53,7 +53,7 @@ def _distribute(trainer: Any, engine: Engine, add: Add, share: Share) -> Any:
     strategy.node_rank = world.rank // max(world.local_size, 1)
     sys.modules["lightning_utilities.core.rank_zero"].rank_zero_only.rank = world.rank
     alone = world.size == 1 and rank_context().channel is None
-    take_place(trainer, world.device, signals=alone)  # on several ranks, all of them must agree to stop
+    take_place(trainer, world.device, signals=alone)  # with several ranks, meshwise handles signals, so that all stop
     connector, kept = logs_with(trainer)
     in_front(DistributedTrainer, trainer, ranks)
     in_front(DistributedStrategy, strategy, ranks)

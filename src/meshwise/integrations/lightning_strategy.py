@@ -98,7 +98,7 @@ class DistributedStrategy(ABC):
         ranks.add([model])
         for child in model.children():  # a training step may call a submodule directly, without the module's forward
             ranks.engine.whole.divide(child)
-        if not ranks.alone or ranks.engine.watcher is not None:  # `meshwise check` compares the metrics' values
+        if not ranks.alone or ranks.engine.watcher is not None:  # a check needs the metrics of one device, too
             _see_all_rows(ranks, model)
         return model
 
@@ -289,4 +289,4 @@ def _see_all_rows(ranks: Ranks, model: nn.Module) -> None:
             metric: Any = module
             state = metric.__getstate__()
             del metric.__dict__["update"], metric.__dict__["compute"]
-            metric.__setstate__(state)  # wraps the methods again, now of DistributedMetric
+            metric.__setstate__(state)  # wraps update and compute again, now those of DistributedMetric

@@ -61,7 +61,8 @@ def loop_ends(state: Any, loader: Any) -> None:
 
 def take_place(trainer: Any, device: str, *, signals: bool) -> None:
     """Set the device of the Trainer's strategy. signals: whether the Trainer may install its own signal handlers."""
-    with torch._C.DisableTorchFunction():  # Lightning must see the name "cuda" for a rehearsed GPU, as the script does
+    # In a rehearsal, torch.device("cuda") would give the fake device here, but Lightning must see the name "cuda".
+    with torch._C.DisableTorchFunction():
         trainer.strategy._root_device = torch.device(TOLD if device == NAME else device)
     if not signals:
         trainer._signal_connector.register_signal_handlers = lambda: None

@@ -73,7 +73,7 @@ class DistributedTrainer:
             try:
                 return super().train(*args, **options)  # type: ignore[misc]
             except (KeyboardInterrupt, SystemExit):
-                if engine.stopped and saves:  # all ranks stop before the same batch
+                if engine.stopped and saves:  # all ranks have stopped before the same batch, so they save together
                     self._save_checkpoint(self.model_wrapped, None)
                     folder = f"{self._get_output_dir(None)}/checkpoint-{self.state.global_step}"
                     engine.notify(SAVED.format(folder, "train(resume_from_checkpoint=True)"))
@@ -137,7 +137,7 @@ class DistributedTrainer:
         loss, logits, labels = super().prediction_step(*args, **options)  # type: ignore[misc]
         if loss is None:
             return loss, logits, labels
-        if not ranks.computed and not ranks.alone:  # Seq2SeqTrainer generates without compute_loss
+        if not ranks.computed and not ranks.alone:  # Seq2SeqTrainer does not call compute_loss when it generates
             ranks.items, inputs = False, args[1] if len(args) > 1 else options["inputs"]
             ranks.weight = super()._get_num_items_in_batch([inputs], self.args.device)  # type: ignore[misc]
         return joined(ranks.engine, loss if ranks.alone else ranks.whole_loss(loss)), logits, labels
@@ -225,7 +225,7 @@ def _distribute(trainer: Any, engine: Engine, add: Add, share: Share) -> Any:
     if world.size > 1:
         _refuse(trainer, world.size, masks and engine.draws is not None)
     ranks = Ranks(engine, trainer, add, share)
-    if trainer.args.use_cpu:  # the run chooses the device, and the model is already on it
+    if trainer.args.use_cpu:  # keep the device that the run has chosen, where the model already is
         vars(trainer.args)["_setup_devices"] = torch.device(world.device)
     trainer.args.distributed_state = be_alone(world, trainer.create_accelerator_and_postprocess)
     in_front(DistributedAccelerator, trainer.accelerator, ranks)

@@ -150,7 +150,8 @@ class DistributedAccelerator:
         if use_gather_object or not all(isinstance(leaf, Tensor) for leaf in all_leaves(input_data)):
             own = list(input_data) if self.meshwise.samples else []
             return [each for rank in collectives.gather_objects(own) for each in rank]
-        part = self.meshwise.engine.part  # Trainer repeats the loss of a batch once for each of its samples
+        # Keep one row for each sample, also of a loss, which Trainer repeats for each sample of its batch.
+        part = self.meshwise.engine.part
         return map_tensors(functools.partial(_rows, self.meshwise, part and part.samples), input_data)
 
     def reduce(self: Any, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:

@@ -56,7 +56,8 @@ class SubmitOptions:
 
     def seconds(self) -> float | None:
         """Return the time limit of an attempt in seconds, or None for the limit of the partition."""
-        if self.time is not None and self.time.strip().isdigit():  # sbatch would read minutes, other options seconds
+        # For sbatch, a bare number means minutes. For other options of meshwise, it means seconds.
+        if self.time is not None and self.time.strip().isdigit():
             raise UsageError(f"--time {self.time} has no unit. Write {self.time}min or {self.time}s.")
         return None if self.time is None else seconds_of(self.time, "--time")
 

@@ -49,7 +49,8 @@ class _Compiled:
         self._run = torch.compile(forward, backend=backend)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        split = any(isinstance(each, SplitTensor) for each in (*args, *kwargs.values()))  # graphs cannot hold them
+        # A compiled graph cannot take SplitTensors as inputs.
+        split = any(isinstance(each, SplitTensor) for each in (*args, *kwargs.values()))
         return (self._forward if split else self._run)(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Compiled:

@@ -44,12 +44,12 @@ from meshwise.torch_compat.reducer import FlatBucket, PlainBucket, copy_each, da
 from meshwise.transfer import collectives
 from meshwise.transfer.reading import agree
 
-_skipped = WeakIdKeyDictionary()  # parameters that a rank may skip
+_skipped = WeakIdKeyDictionary()  # parameters that some ranks may not use in a forward
 _made = itertools.count()  # numbers the `DataParallel` objects, which all ranks make in the same order
 _GRADIENT = operator.attrgetter("grad")
 _IS_TRAINED = operator.attrgetter("requires_grad")
-ALONE = 2  # references to memory that only the bucket uses: its tensor, and the storage object made to count them
-LATE_GRACE = 30.0  # seconds for all ranks to reach a parameter that is new to the reduction
+ALONE = 2  # a storage's use count if no gradient shares it: the bucket's tensor, and the object that reads the count
+LATE_GRACE = 30.0  # seconds to wait for all ranks to report which parameters their losses reach
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class DataParallel:
         self._backwards, run = self._backwards + 1, run or torch.autograd.backward
         before = dict[int, tuple[Tensor, int]]()
         trained = list(map(_IS_TRAINED, self._parameters))
-        if trained != self._trained:  # parameters were frozen or unfrozen, on every rank: forget the groups
+        if trained != self._trained:  # the set of trained parameters has changed: form new groups
             self._trained, self._groups, self._grouped = trained, [], set()
         if any(map(operator.is_not, map(_GRADIENT, self._parameters), itertools.repeat(None))):
             before = {id(p): (p.grad, reducer.version(p.grad)) for p in self._parameters if p.grad is not None}
@@ -209,7 +209,7 @@ class DataParallel:
         flat = bucket.kept
         if flat is None or flat.requires_grad or reducer.references(reducer.address(flat.untyped_storage())) != ALONE:
             flat = bucket.members[0].new_empty(bucket.size)
-            bucket.kept = flat if flat.is_cpu else None  # new memory would cost page faults in each step
+            bucket.kept = flat if flat.is_cpu else None  # on a CPU, new memory in each step would cost page faults
         views = parts_of_bucket(flat, bucket.members)
         if plain and bucket.large:  # copy and divide in one pass
             for view, gradient in zip(views, gradients, strict=True):
@@ -294,13 +294,14 @@ class DataParallel:
         else:
             everyone, trained = zip(*collectives.gather_objects(([*order, *fresh], self._trained)), strict=True)
             self._check_trained(trained)
-            fresh = list(dict.fromkeys(index for reached in everyone for index in reached))  # rank 0's order first
+            # Use rank 0's order, and append what only other ranks have reached.
+            fresh = list(dict.fromkeys(index for reached in everyone for index in reached))
         fresh, frozen = [i for i in fresh if self._trained[i]], [i for i in fresh if not self._trained[i]]
-        for p in (self._parameters[i] for i in frozen if self.unreduced):  # no backward will reduce frozen parameters
+        for p in (self._parameters[i] for i in frozen if self.unreduced):  # no later backward reduces these gradients
             p.grad = collectives.all_reduce_mean(torch.zeros_like(p) if p.grad is None else p.grad, of="gradients")
         self._grouped |= {id(self._parameters[i]) for i in frozen}
         later = [i for i, (_, p) in enumerate(self._named) if p.requires_grad and p in _skipped and i not in fresh]
-        later = later if fresh and not self._groups else []  # the first group takes those that ranks may skip
+        later = later if fresh and not self._groups else []  # parameters that a rank may skip belong to the first group
         if fresh:
             self._groups.append(self._make_group([*fresh, *later]))
             self._grouped |= {id(self._named[i][1]) for i in (*fresh, *later)}
@@ -327,7 +328,7 @@ class DataParallel:
         # DDP expects gradients in the reverse of the order in which it is given the parameters.
         made = reducer.make_reducer(parameters[::-1], self._bucket_mb, self._on_bucket, collectives.dividing())
         group = _Group(parameters, names, made, 0)
-        for _ in range(2):  # DDP rebuilds its buckets before its second iteration
+        for _ in range(2):  # two empty iterations, because DDP rebuilds its buckets before the second
             self._replay(group, [None] * len(parameters))
         self._replay(group, gradients)
         return _Group(parameters, names, made, self._calls)

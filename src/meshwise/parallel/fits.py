@@ -16,7 +16,7 @@ def check_fits(plan: Plan, world: World) -> None:
     """Raise PlanError if the run has another number of devices than the plan needs, or if its devices cannot run the
     plan."""
     check_devices(plan, world.size)
-    if world.kind == "cpu" and plan.dtypes.computed not in ("fp64", "fp32"):  # on GPUs, only workers may run this trial
+    if world.kind == "cpu" and plan.dtypes.computed not in ("fp64", "fp32"):  # on GPUs, the workers run this trial
         parallel.precision.check_computes(None, world.device, plan.dtypes)
     if plan.compile:
         parallel.compiled.check_can_compile(world.device)

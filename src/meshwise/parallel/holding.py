@@ -50,7 +50,7 @@ class Holding:
         self._live_modules: set[str] = set()
         self._trained: tuple[bool, ...] = ()
         self._shared: list[tuple[str, collectives.Group]] = []
-        self._owned: set[str] = set()  # names of the shared parameters that this rank counts in norms
+        self._owned: set[str] = set()  # names of parameters that this rank counts in norms if several ranks hold them
         self.let_go_parts: Callable[[set[str]], list[Any]] | None = None
         """Frees this rank's shards of the named parameters (see `Setup.let_go`). None if parameters are not sharded."""
         self._seen: list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]] = []
@@ -243,7 +243,7 @@ def let_go(optimizer: Optimizer) -> None:
             optimizer.state.pop(p, None)
 
 
-LOOKS = 2  # number of first forwards on each rank in which parameters are checked for writes
+LOOKS = 2  # how many of a rank's first forwards are checked for writes to parameters
 
 
 class StageWrites:

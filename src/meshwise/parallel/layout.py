@@ -121,7 +121,7 @@ def _layers(model: nn.Module) -> Iterator[Layer]:
         elif isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
             if module.groups == 1 and not module.transposed:
                 yield Layer(name, module, 0, 1)
-        elif type(module).__name__ == "Conv1D" and isinstance(getattr(module, "nf", None), int):  # a transformers layer
+        elif type(module).__name__ == "Conv1D" and isinstance(getattr(module, "nf", None), int):  # GPT-2's linear layer
             yield Layer(name, module, 1, 0)
 
 

@@ -28,7 +28,7 @@ from meshwise.spec.world import World
 from meshwise.torch_compat.modules import step_without_hooks
 from meshwise.torch_compat.sharding import local_of, with_local
 
-BUCKET = 64 << 20  # bytes of parameters whose state is on the device at once; a larger parameter gets its own bucket
+BUCKET = 64 << 20  # bytes of parameters whose state is on the device at once, or more if a single parameter is larger
 
 
 class OffloadedState:

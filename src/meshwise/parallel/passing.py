@@ -37,7 +37,7 @@ class Pass:
         self.carried: list[Any] = []
         self.forms: dict[int, Any] = {}  # the `Form` of each block's output so far, by block number
         self.device = torch.device("cpu")
-        self.gradients: list[Tensor | None] = []  # the gradients of received tensors, as the backward stores them
+        self.gradients: list[Tensor | None] = []  # the gradient of each received tensor, filled in by the backward
         self.output: Any = None
         self.sent: list[Tensor] = []
         self.left = False
@@ -199,7 +199,7 @@ class Passing:
 
     def begin_backward(self, now: Pass) -> None:
         """Free what the previous microbatch's backward has sent."""
-        if self._stages == self._pipe.size:  # with several stages per rank, the ranks could wait for each other here
+        if self._stages == self._pipe.size:  # with several stages per rank, waiting here could deadlock
             self._free_sent(Action(False, now.action.stage, now.action.microbatch - 1))
 
     def receive_backward(self, now: Pass) -> Tensor:
@@ -230,7 +230,7 @@ class Passing:
 
     def _send(self, action: Action, target: int, hidden: Hidden | None, tensors: Sequence[Tensor]) -> None:
         group = self._pipe.towards(self._pipe.rank, target)
-        sends = self._sends.setdefault(action, [])  # after a failed step, the list still has the sends of that step
+        sends = self._sends.setdefault(action, [])  # not a new list: sends of a failed step may still be pending
         if hidden is not None:
             key = action.stage, self._keys[action.microbatch]
             known = self._known.get(key)

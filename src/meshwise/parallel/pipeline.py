@@ -40,7 +40,7 @@ from meshwise.transfer import collectives, stages
 from meshwise.transfer.stages import Pipe
 
 Cost = Callable[[str, nn.Module], float]
-LOOKS = 3  # how many forwards of a stage are checked for NaN, at first and after its modules change
+LOOKS = 3  # forwards of each stage to check for NaN, from the start and again after the first step
 
 
 class Pipeline:

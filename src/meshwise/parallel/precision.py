@@ -26,7 +26,7 @@ from meshwise.torch_compat.tree import map_tensors
 
 LACKS = ("not implemented for", "could not create a primitive", "does not support")  # texts of missing-operator errors
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-CAST = (nn.Linear, *CONVOLUTIONS, nn.LSTM, nn.MultiheadAttention)  # autocast casts their weights
+CAST = (nn.Linear, *CONVOLUTIONS, nn.LSTM, nn.MultiheadAttention)  # layers whose weights autocast casts
 
 
 def check_computes(model: nn.Module | None, device: str, dtypes: Dtypes) -> None:

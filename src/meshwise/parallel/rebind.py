@@ -57,7 +57,7 @@ def register_model_load_hooks(model: nn.Module) -> None:
 def _shard_parameters(module: nn.Module, state: dict[str, Any], prefix: str, *unused: Any) -> None:
     for name, p in module.named_parameters(recurse=False, remove_duplicate=False):
         value = state.get(prefix + name)
-        if isinstance(value, Tensor) and value.shape == p.shape:  # otherwise, torch reports the wrong shape
+        if isinstance(value, Tensor) and value.shape == p.shape:  # for another shape, torch raises its own error
             state[prefix + name] = shard_like(value, p)
 
 
@@ -72,7 +72,7 @@ def register_optimizer_load_hook(optimizer: Optimizer) -> None:
 def _shard_state(optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
     numbers = [number for group in saved["param_groups"] for number in group["params"]]
     held = held_parameters(optimizer)
-    if len(numbers) != len(held):  # torch reports the wrong number of parameters
+    if len(numbers) != len(held):  # torch raises its own error for this
         return saved
     state = dict(saved["state"])
     for number, p in zip(numbers, held, strict=True):

@@ -69,7 +69,8 @@ def _recomputed(
     block: nn.Module, forward: Callable[..., Any], selective: bool, /, *arguments: Any, **keywords: Any
 ) -> Any:
     """Run a block's forward, under a checkpoint if gradients are enabled."""
-    lent = any(not isinstance(p, nn.Parameter) for p in block.parameters())  # swapped in by functional_call
+    # `functional_call` replaces parameters only during the forward, so a recomputation would use the wrong ones.
+    lent = any(not isinstance(p, nn.Parameter) for p in block.parameters())
     if lent or not torch.is_grad_enabled():
         return forward(*arguments, **keywords)
     buffers = [(part, name, b) for part in block.modules() for name, b in part.named_buffers(recurse=False)]

@@ -81,7 +81,7 @@ class Sharded:
         absent = stages.absent_parameters(model)
         self.whole_mesh = mesh_of_stage(setup.plan, setup.world)
         """The mesh of all ranks of this pipeline stage. It may have axes that `mesh` lacks, such as `tensor`."""
-        self._own_numbers = list[SingleNumbers]()  # has at most one entry
+        self._own_numbers = list[SingleNumbers]()  # the scalar parameters, as one entry, if there are any
         if not (self._staged or setup.parts_on_host):
             absent = absent | self._take_numbers(SingleNumbers(model, self.whole_mesh, absent), setup)
         for root in roots_of(model):
@@ -116,7 +116,7 @@ class Sharded:
         self._agreed: set[int] = set()
         self._idle: set[str] | None = None
         self._so_far = self._passed = self._asked = self._backwards = 0
-        self._met = False  # whether the first backward, in which ranks compare the order of blocks, is over
+        self._met = False  # whether the first backward is over, in which ranks wait up to FIRST seconds for each other
         self._reached, self._filled = set[str](), dict[str, list[str]]()
         self._factor: Callable[[], Tensor] | None = None
         self._noticed, self._reached_past_blocks = set[str](), set[str]()
@@ -327,7 +327,7 @@ class Sharded:
             self._idle = nowhere - self._skipped
         elif unreached:
             if torch.accelerator.is_available():
-                torch.accelerator.synchronize()  # wait for the reductions, which each rank begins only after counting
+                torch.accelerator.synchronize()  # once the reductions have ended, all ranks have called `_count`
             size = collectives.world_size()
             nowhere = {name for name, keys in unreached.items() if all(default_store().add(k, 0) == size for k in keys)}
         else:
@@ -352,7 +352,7 @@ def _apply(setup: Setup) -> None:
     generates_together(setup.model)
     setup.notes += make_contiguous(setup.model)
     sharded = setup.reduction = Sharded(setup)
-    setup.coupled_gradients |= plan.reduce_each  # gradients reduced before all weights are known must be scaled alike
+    setup.coupled_gradients |= plan.reduce_each  # gradients reduced before all loss weights are known need one scale
     of_model = weakref.ref(sharded)
     setup.let_go = lambda names: [] if (held := of_model()) is None else held.let_go(names)
     register_model_load_hooks(setup.model)

@@ -53,7 +53,7 @@ class SingleNumbers:
     def _around_method(
         self, module: nn.Module, inside: Any, output: list[Any]
     ) -> contextlib.AbstractContextManager[None] | None:
-        own: dict[str, Any] = parameters_in(module)  # during a forward, this dict holds leaves or split tensors
+        own: dict[str, Any] = parameters_in(module)  # during a forward, it already holds leaves or split tensors
         held = any(isinstance(own[name], DTensor) and own[name].device_mesh == self._mesh for name in inside)
         return self._with_leaves(module, inside) if held else None
 

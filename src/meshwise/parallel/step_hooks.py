@@ -147,7 +147,7 @@ class _OneOptimizer:
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if id(sys._getframe(1)) in _inner:
             return
-        self.fail(optimizer)  # if an earlier step bypassed `optimizer.step` and failed
+        self.fail(optimizer)  # an earlier step that bypassed `optimizer.step` may have failed unnoticed
         for subscription in list(self.subscriptions):
             self._called.append(subscription)
             if subscription.before is not None:
@@ -177,7 +177,7 @@ _stepping: set[int] = set()
 """The ids of the optimizers whose step has begun and has not ended normally. If an optimizer has state and its id is
 not here, its step cannot be inside another step. The slow search of the call stack (`_is_inner`) is then left out."""
 _need_closures: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()
-_hooks_of: dict[int, weakref.ref[_OneOptimizer]] = {}  # by id; a WeakValueDictionary would be slower
+_hooks_of: dict[int, weakref.ref[_OneOptimizer]] = {}  # by optimizer id (a WeakValueDictionary would be slower)
 
 
 @functools.cache

@@ -84,7 +84,7 @@ def _apply(setup: Setup) -> None:
     read_whole(mesh, meet)
     look_out()
     setup.plain = functools.partial(_plain, mesh)
-    # A recomputed block must make its own parts again: `selective` needs the same operators in both runs.
+    # With `selective`, a block must make its parts itself, so that its recomputation runs the same operators.
     again = blocks_to_recompute(unwrapped(setup.model)) if setup.plan.recompute == "selective" else []
     for root in called_in(setup.model):
         blocks = {root, *(block for _, block in [*repeated_blocks(root), *again])}

@@ -59,7 +59,7 @@ class DividedOptimizer:
         for p in [p for p in optimizer.state if self._owner.get(id(p), rank) != rank]:
             del optimizer.state[p]
         optimizer.register_load_state_dict_pre_hook(self._own_part)
-        for switch in ("train", "eval"):  # in these, schedule-free optimizers write the parameters
+        for switch in ("train", "eval"):  # schedule-free optimizers write the parameters in these methods
             after_method(optimizer, switch, self._send)
         subscribe(Order.ZERO1, self._before, self._after, self._give_back, optimizer=optimizer)
 

@@ -156,7 +156,7 @@ class ClosedForm:
         part = self._model.parameters / (plan.tensor * stages * plan.expert)
         hidden = self._hidden * rows / plan.context
         one = self._block(plan, rows)
-        passed = blocks * (stages - 1) * hidden / self._memory_rate  # skipping an earlier block still makes a tensor
+        passed = blocks * (stages - 1) * hidden / self._memory_rate  # a stage makes a tensor per block that it skips
         forward = blocks * one.forward + one.outside / 3 + passed
         backward = blocks * one.backward + one.outside * 2 / 3 + (count > 1) * ADDED * part / self._memory_rate
         gather, reduce = self._gather(plan, part, blocks), self._reduce(plan, part, blocks)

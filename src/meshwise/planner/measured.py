@@ -169,7 +169,7 @@ def program_seconds() -> float:
     batch = torch.rand(4, width)
     with torch.enable_grad():
         step = median_of(lambda: model(batch).sum().backward(), 30)
-    # Forward: t, addmm, relu; backward: threshold, two mm, sum, add_. Views launch nothing and count as program time.
+    # Per layer, the forward launches the first two of `each`, the backward the others. Views count as program time.
     left, bias = torch.rand(width, width), torch.rand(width)
     each = [
         lambda: torch.ops.aten.addmm.default(bias, batch, left),

@@ -46,7 +46,7 @@ class Places(Recorder):
         super().__init__(on=False)
         self._microbatch: Callable[[], int] = lambda: -1
         self._name = self._inside = self._last = ""
-        self._starts: list[int] = []  # the first autograd node of each entry in `_blocks`
+        self._starts: list[int] = []  # the number of each `_blocks` entry's first autograd node
         self._blocks: list[str] = []
 
     def follow(self, model: nn.Module, microbatch: Callable[[], int]) -> None:
@@ -85,7 +85,7 @@ class Places(Recorder):
         if self._inside or self.phase == "forward":  # in a backward, `_inside` is set by recompute
             return self._inside
         node = node_under_way()
-        if node is not None and node <= next_node():  # not a node that accumulates a gradient: its number is highest
+        if node is not None and node <= next_node():  # false for AccumulateGrad nodes, which have the highest number
             at = bisect_right(self._starts, node) - 1
             self._last = self._blocks[at] if at >= 0 else ""
         return self._last

@@ -140,7 +140,7 @@ class _Loop(Places):
         elif over == "backward" and self._stepping:
             phase = "optimizer"
         if over == "backward":
-            self._record.backward_ends()  # must come before another batch of the step or a read of gradients
+            self._record.backward_ends()  # now, because memory allocated later is not gradients
             self._waits = self._engine.world.size > 1 and not self._engine.reduce
             if self._waits and self._engine.plan.shard > 1:
                 self._engine.notify(WHOLE)

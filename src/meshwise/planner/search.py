@@ -49,7 +49,7 @@ class Bounds:
         if self._flops or plan.state_parts > 1 or plan.offload or not simple:
             return
         self._state = work.holds("optimizer") / max(work.holds("parameters"), 1)
-        once = 1.0 if plan.recompute == "none" else 3 / 4  # the forward is at most a fourth of the work, and runs twice
+        once = 1.0 if plan.recompute == "none" else 3 / 4  # recomputing the forward is at most a fourth of the work
         self._flops = work.flops * plan.devices * once
 
     def too_large(self, plan: Plan) -> str:

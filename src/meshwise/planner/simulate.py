@@ -156,7 +156,7 @@ def period_of(
     period = 0.0
     for rank, own in items.items():
         at = [item.place for item in own]
-        near = [bisect_left(at, place) for place in places[rank]]  # a joined item has its last operator's place
+        near = [bisect_left(at, place) for place in places[rank]]  # joined operators have the place of the last one
         before, here, after = ([ends[rank][n] for n in at[a + 1 : b + 1]] for a, b in itertools.pairwise(near))
         period = period or here[-1] - before[-1]
         pairs = itertools.chain(itertools.zip_longest(before, here), itertools.zip_longest(here, after))

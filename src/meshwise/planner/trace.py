@@ -210,7 +210,7 @@ def _steps(
     def step_begins(_: Any) -> None:
         record.backward_ends()
         gradients = [p.grad for p in state.model.parameters() if p.grad is not None]
-        record.tell(map(local_of, gradients), "gradients")  # also those that lie in the buffer of an all-reduce
+        record.tell(map(local_of, gradients), "gradients")  # even if they lie in an all-reduce's buffer
 
     at_steps = SimpleNamespace(step_begins=step_begins)
     engine.events.listen(at_steps, When.WATCH)

@@ -261,7 +261,7 @@ def microbatches_of(plan: Plan) -> int | None:
     alike = not plan.shares and (plan.pipeline == 1 or plan.schedule not in CHUNKS)
     if plan.pipeline > 1 and plan.shard > 1 and plan.schedule != "gpipe":
         few += min(plan.pipeline, FEW_STAGES) - 1
-        # If a plan fills its pipeline only once, extrapolate only with fewer stages than it has (see `Stages.begun`).
+        # If a plan fills its pipeline only once, extrapolate only if not all stages are traced (see `Stages.begun`).
         alike = alike and (not fills_once(plan) or plan.accumulate >= plan.pipeline > FEW_STAGES)
     return few if alike and plan.accumulate * plan.pipeline > _few_parts(plan, few) else None
 

@@ -33,7 +33,7 @@ def is_lost(folder: Path) -> bool:
         return path in _places and path.stat().st_ino != _places[path]
     except FileNotFoundError:
         return True
-    except OSError:  # not known, as when a network disk does not answer: not counted as lost
+    except OSError:  # for example, a network disk does not answer: the folder may still be there
         return False
 
 

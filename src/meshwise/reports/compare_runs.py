@@ -118,7 +118,7 @@ def _settings(report: Report) -> dict[str, str]:
     found |= {"arguments": shlex.join(map(str, facts.get("arguments") or ()))}
     found |= fields_of(str(facts.get("plan") or ""))
     said = {name: str(value) for name, value in found.items() if value not in (None, "", [], False)}
-    return {name: text for name, text in said.items() if name not in ("settings", "plan")}  # their fields replace them
+    return {name: text for name, text in said.items() if name not in ("settings", "plan")}  # shown field by field
 
 
 def _differs(first: Mapping[str, str], second: Mapping[str, str]) -> list[str]:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-REBASE = 1_000_000_000  # ns; times more than this after an event are measured from a newer event
+REBASE = 1_000_000_000  # times are measured from an event that is at most this many ns older
 
 
 @dataclass(frozen=True, slots=True)

@@ -76,7 +76,7 @@ def read_timeline(folder: Path, *, last_blocks: int | None = None, metrics: Metr
         facts["divided"] = text
     entries = facts.get("sessions") or [{"began": min((log.unix for log in logs), default=0.0)}]
     began = [float(entry["began"]) for entry in entries]
-    for log in logs:  # find the newest session that began before this log; clocks may differ by 1 s
+    for log in logs:  # find the newest session that began before this log, allowing 1 s between clocks
         by_time = max([i for i, start in enumerate(began) if start <= log.unix + 1.0], default=0)
         log.session = log.attempt - 1 if 0 < log.attempt <= len(began) else by_time
     _align(logs, began)

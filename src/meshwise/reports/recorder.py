@@ -68,7 +68,7 @@ class Recorder:
         timed = functools.partial(torch.Event, device, enable_timing=True)
         self.device = DeviceClock(clock, timed) if has_streams(device) else None
         """Records marks in the device's stream. It is None if the device does not run asynchronously."""
-        self._memory_wanted, self.takes_memory = True, False  # measure memory in the first step, maybe the only one
+        self._memory_wanted, self.takes_memory = True, False  # measure memory in the first step: there may be no other
 
     def begin_step(self, step: int) -> None:
         """Record the following spans under this step number. If more than CAPACITY spans wait for `drain`, drop the
@@ -278,7 +278,7 @@ class _Open:
             recorder.phase_ends(self._kind)
         if self._profiled is not None:
             self._profiled.__exit__(kind, error, trace)
-        if error is None:  # after an error, keep the phase for the report
+        if error is None:  # after an error, keep the phase, because the error report names it
             if (pulse := recorder.pulse) is not None:  # `pulse.phase` is inlined, as in `turn`
                 pulse.words[PHASE] = pulse.names.get(self._before) or pulse.name(self._before)
                 pulse.words[BEATS] = pulse.beats = pulse.beats + 1

@@ -19,7 +19,7 @@ from meshwise.records.files import append_lines
 from meshwise.reports.recorder import Count, Recorder
 from meshwise.reports.spans import VERSION, WIDTH, as_rows, pack
 
-EVERY = 1.0  # seconds between writes, and between samples of memory; a killed worker loses about the last second
+EVERY = 1.0  # seconds between writes and between memory samples: a killed worker loses about 1 s of its records
 CLOCK_EVERY = 10.0
 FIRST_ROUNDS, ROUNDS = 32, 8
 

@@ -59,7 +59,7 @@ def sync_points_of(arrivals: Arrivals, spans: Sequence[Spans], attributions: Seq
         return NONE
     arrival, end, overlapped = arrivals.arrival[use], arrivals.end[use], arrivals.overlapped[use]
     leaving = np.stack([_left(s, arrival[:, r], end[:, r], overlapped) for r, s in enumerate(spans)], axis=1)
-    # A rank leaves all collectives of one backward at the same time, so they form one sync point.
+    # A rank leaves all collectives that overlap with a backward when this backward ends, so they form one sync point.
     point = np.concatenate([[0], np.cumsum(np.diff(leaving[:, 0]) > 0)])
     last = np.flatnonzero(np.diff(point, append=point[-1] + 1))
     left = np.maximum.accumulate(leaving[last], axis=0)

@@ -110,6 +110,6 @@ def check_known(what: str, word: object, known: Iterable[str], error: type[Usage
 
     what: the name of the option or field, for the message.
     """
-    words = tuple(known)  # not a set: a `word` from a file may be unhashable
+    words = tuple(known)  # a tuple, because a `word` from a file may be unhashable, which a set refuses
     if word not in words:
         raise error(f"{what}={word!r} is not known.{nearest(str(word), words)} Use one of {', '.join(words)}.")

@@ -25,7 +25,7 @@ def files_of(package: str) -> Callable[[str], ModuleType]:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         drawn = random.getstate()
         try:
-            with no_collections():  # imports create little garbage; looking for it takes a tenth of their time
+            with no_collections():  # collecting the little garbage of an import would take a tenth of its time
                 return import_module(f"{package}.{name}")
         except ModuleNotFoundError as error:
             if error.name != f"{package}.{name}":

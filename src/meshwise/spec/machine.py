@@ -171,7 +171,8 @@ def link_between(machine: Machine, source: str, target: str) -> Link | None:
 
     source, target: HOST, the name of a device (both on the same host), or `node0` and so on for a whole host.
     """
-    by_ends = {(link.source, link.target): link for link in reversed(machine.links)}  # the first of several links wins
+    # Reversed, so that the first of several links between the same ends is used.
+    by_ends = {(link.source, link.target): link for link in reversed(machine.links)}
     return by_ends.get((source, target)) or by_ends.get((_any(source), _any(target)))
 
 

@@ -40,7 +40,7 @@ def _nearest_axes(plan: Plan, devices: int) -> dict[str, int]:
     def distance(choice: dict[str, int]) -> tuple[int, float, int]:
         ratios = sum(abs(math.log(size / getattr(plan, axis))) for axis, size in choice.items())
         new = sum(size > 1 and getattr(plan, axis) == 1 for axis, size in choice.items())
-        return new, round(ratios, 9), choice["data"]  # on a tie, the least `data`, since that axis copies the model
+        return new, round(ratios, 9), choice["data"]  # on a tie, prefer less `data`, whose ranks each copy the model
 
     best = min(possible, key=distance)
     return {axis: size for axis, size in best.items() if size != getattr(plan, axis)}

@@ -15,7 +15,7 @@ from typing import Any
 
 OURS = str(Path(__file__).parents[1]) + os.sep
 _LIBRARIES = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")})
-_TYPED_IN = ("<ipython", "<stdin")  # code that was typed, not read from a file; other names in <> are generated code
+_TYPED_IN = ("<ipython", "<stdin")  # file names of code that was typed in; other names in <> belong to generated code
 
 
 @functools.cache

@@ -32,7 +32,7 @@ MARKS: Mapping[str, KindMark] = {
     "idle": KindMark("·", "bright_black", "idle"),
 }
 NOT_FILLED = ("waiting", "idle")
-GLUE = "\ue000"  # a space at which a line must not break
+GLUE = "\ue000"  # stands for a space at which a line must not break
 # Replacements for consoles without these characters. Each is one character, so that columns stay aligned.
 ASCII = str.maketrans("µ·±…×╵–→═░█▉▊▋▌▍▎▏", "u.~.x|->=~#####   ")
 

@@ -52,7 +52,7 @@ def change_arguments(change: Change) -> None:
 
 @functools.cache
 def _install() -> None:
-    _device_constructors()  # let torch cache the originals, which `with torch.device(…)` needs
+    _device_constructors()  # caches torch's own functions, which `with torch.device(…)` needs
     for owner, name in _IMPLEMENTATIONS:
         setattr(owner, name, _transform(getattr(owner, name), name))
     for kind in _SCRIPTED:
@@ -101,7 +101,7 @@ def _transform(function: Callable[..., Any], name: str) -> Callable[..., Any]:
 def _maker(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def made(*args: Any, **kwargs: Any) -> Any:
-        # Tensors in lists need no change: torch reads them by methods such as `__float__`, which ask their class.
+        # Tensors in lists need no change: torch reads them by `__float__` and others, which call `__torch_function__`.
         given = any(isinstance(each, Tensor) for each in (*args, *kwargs.values()))
         if given and not torch.compiler.is_compiling():
             args, kwargs = _change[0]((args, kwargs))

@@ -165,7 +165,7 @@ class _Ends:
             ended()
         elif has_streams(call.device):
             future = work.get_future()
-            if future.done():  # true for nccl: what `ended` enqueues runs after the collective
+            if future.done():  # nccl: the callback runs now, in a stream that waits for the collective
                 future.then(lambda done: ended())
         elif call.blocking and call.in_python:
             self._blocking.ended = ended
@@ -223,7 +223,7 @@ def _call(kind: str, moved: int | None, given: dict[str, Any], frame: FrameType 
     blocking = inside_c or not given.get("async_op", kind not in ("send", "receive"))
     dtype = str(tensors[0].dtype).removeprefix("torch.") if tensors else ""
     its: Any = dist.ProcessGroup.unbox(group)
-    if not has_streams(device) and id(its) not in _groups:  # dropping a gloo group could deadlock (see the top)
+    if not has_streams(device) and id(its) not in _groups:  # keep gloo groups: freeing one could deadlock (see the top)
         _groups[id(its)] = its
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(its))
     return Call(kind, of, sum(tensor.nbytes for tensor in tensors), dtype, device, its.size(), blocking, not inside_c)

@@ -65,7 +65,7 @@ def without_compiling() -> Iterator[None]:
     """Run compiled code eagerly in the block. A function that is called for the first time in the block may stay eager
     afterwards."""
     eager: Any = torch.compiler.set_stance("force_eager") if _frame() is not None else None
-    with eager or patch.dict(os.environ, {SWITCH: "1"}):  # the compiler reads this variable when it is imported
+    with eager or patch.dict(os.environ, {SWITCH: "1"}):  # a compiler that is imported in the block reads this variable
         yield
 
 

@@ -35,11 +35,11 @@ class _Through(TorchDispatchMode):
 
 
 def _handled(self: _Through, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-    with on_parts():  # operators below autograd get local tensors
+    with on_parts():  # this runs below autograd, where operators must get local tensors
         return self.handler(func, args, kwargs or {})
 
 
-# Set after the class body: inside, torch would wrap it for torch.compile, whose import takes 4 s.
+# Set after the class body, because torch would wrap a method defined there for torch.compile, whose import takes 4 s.
 _Through.__torch_dispatch__ = _handled  # type: ignore[assignment]
 
 

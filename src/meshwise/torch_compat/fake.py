@@ -109,7 +109,7 @@ class Call:
     def _run(self) -> Any:
         if self.func in COLLECTIVES and self.mode.stands_for_real and not self.kwargs:
             return COLLECTIVES[self.func](*self.args)
-        cached = self.mode.cache_enabled  # `set_` is not cached: cache keys would keep the memory of a replaced storage
+        cached = self.mode.cache_enabled  # the key of a cached `set_` would keep its storage alive
         self.mode.cache_enabled = cached and getattr(self.func, "overloadpacket", None) is not torch.ops.aten.set_
         try:
             out = self.mode.dispatch(self.func, self.types, self.args, self.kwargs)
@@ -124,17 +124,17 @@ class Call:
 
 
 def _handled(self: FakeTensors, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-    if func is _DEVICE and isinstance(args[0], FakeTensor):  # C++ calls this operator for each read of a device
+    if func is _DEVICE and isinstance(args[0], FakeTensor):  # a shortcut: C++ calls this operator to read a device
         return args[0].device
     if self.stands_for_real and func.namespace == "profiler":  # these operators take span names, not tensors
         return func(*args, **(kwargs or {}))
     call = Call(self, func, types, args, kwargs or {})
-    if self.inside:  # a nested operator, such as `nonzero` in an index by a mask
+    if self.inside:  # called inside another operator, such as `nonzero` in `x[mask]`
         return call._valued() if operator_name(func) == "nonzero" else call._run()
     self.inside = True
     self.calls += 1
     try:
-        with on_parts():  # operators below autograd get local tensors
+        with on_parts():  # this runs below autograd, where operators must get local tensors
             return self.handler(func, args, kwargs or {}, call)
     finally:
         self.inside = False
@@ -169,7 +169,7 @@ def _with_wide_statistics(func: Any, args: tuple[Any, ...], out: Any) -> Any:
     return (out[0], *(torch.empty_like(each, dtype=torch.float32) for each in out[1:3]), *out[3:])
 
 
-# Set after the class body: inside, torch would wrap it for torch.compile, whose import takes 4 s.
+# Set after the class body, because torch would wrap a method defined there for torch.compile, whose import takes 4 s.
 FakeTensors.__torch_dispatch__ = _handled  # type: ignore[assignment,method-assign]
 
 
@@ -204,7 +204,7 @@ def sums_in_place(args: tuple[Any, ...]) -> bool:
     `csrc/autograd/input_buffer.cpp` of torch 2.13.
 
     Call this function only directly in a handler, because it looks at a fixed depth of the call stack."""
-    caller = sys._getframe(3).f_code  # skip the handler and `_handled`, which C++ calls
+    caller = sys._getframe(3).f_code  # frames 1 and 2 are the handler and `_handled`; C++ has no frames
     if caller.co_name != "_engine_run_backward" or torch.is_grad_enabled() or len(args) != 2:
         return False
     first = args[0]

@@ -159,7 +159,7 @@ def _made(spec: _Spec, mode: Any, tensors: list[Any]) -> Any:
     else:
         plain = torch.empty_strided(shape, stride, dtype=dtype, device=_META)
     fake = Tensor._make_subclass(FakeTensor, plain, False, dispatch_device=True, device_for_backend_keys=device)
-    if mode._allow_unsafe_data_ptr_access:  # deepcopy of a module reads data pointers
+    if mode._allow_unsafe_data_ptr_access:  # only warn, because deepcopy of a module reads data pointers
         torch._C._set_warn_deprecated_on_mutable_data_ptr(fake)
     else:
         torch._C._set_throw_on_mutable_data_ptr(fake)

@@ -181,7 +181,7 @@ def fake_device(main: str) -> Iterator[str]:
     _users[0] += 1
     _stream[:] = [Stream(name=main)]
     begin_record()
-    _device._device_constructors()  # call it now, so that it caches the original functions
+    _device._device_constructors()  # caches the original functions, so call it before the patches
     try:
         real: Any = vars(torch.autograd)["_engine_run_backward"]
         with (
@@ -200,7 +200,7 @@ def _made_on_host(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
     @functools.wraps(make)
     def made(data: Any, *args: Any, device: Any = None, **kwargs: Any) -> Tensor:
-        where = _device.CURRENT_DEVICE if device is None else device  # the device of an open `with torch.device`
+        where = _device.CURRENT_DEVICE if device is None else device  # CURRENT_DEVICE is set by `with torch.device`
         if where is None or torch.device(where).type not in (NAME, "cuda") or isinstance(data, Tensor):
             return make(data, *args, device=device, **kwargs)
         return make(data, *args, device="cpu", **kwargs).to(NAME)

@@ -79,7 +79,7 @@ def concerns_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], fa
     """Return whether `with_values` should run an operator, to compute the values of fake tensors."""
     if not fakes:
         return _is_small(func, args, kwargs, fakes)
-    if not any(_VALUE in fake.__dict__ for fake in fakes):  # the common case: no values to compute with
+    if not any(_VALUE in fake.__dict__ for fake in fakes):  # the common case: no argument has known values
         return operator_name(func) in NOT_FINITE
     if (operator_name(func) in OVERWRITES and _beside(fakes[0]) is not None) or operator_name(func) in NOT_FINITE:
         return True
@@ -161,7 +161,7 @@ def with_values(
         if any(tensor.numel() > MOST for tensor in tensors_in(out)):  # a large result of small inputs, such as a mask
             raise OverflowError
         real = _computed(func, args, kwargs)
-    except Exception:  # the result is too large, or the CPU cannot compute it: no value
+    except Exception:  # the result is too large, or the CPU cannot compute it: its values stay unknown
         lose(written_arguments(func, args, kwargs))
         return out if ran else run()
     if not ran:

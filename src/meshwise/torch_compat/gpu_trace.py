@@ -28,7 +28,7 @@ Listener = Any
 `wait(event, stream)` when a stream is told to wait, `delete(event)`, `allocate(address, stream)`, `free(address)`,
 `release()` when `empty_cache` has returned memory, and `await_event(event)`, `await_stream(stream)` and
 `await_device(device)`, when the host has waited, or a query has returned True: that work is completed."""
-LATE = 0.02  # seconds to delay each `synchronize`: other threads that should wait for it, but do not, then come first
+LATE = 0.02  # seconds to delay each `synchronize`, so that a thread that wrongly does not wait for it comes first
 _listener: Listener | None = None
 _told = threading.local()
 

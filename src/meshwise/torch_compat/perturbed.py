@@ -42,9 +42,9 @@ WRITES_AND_READS: dict[str, tuple[int | None, int | None]] = {
     "barrier": (None, None),
 }
 """Maps a function of torch.distributed to the indices of the argument written and the argument sent (None: nothing)."""
-OFTEN, LATE = 0.2, 0.002  # the chance of a delay before or after an exchange, and the longest in seconds
-SELDOM, VERY_LATE = 0.04, 0.05  # the chance of a longer delay (included in OFTEN), and the longest in seconds
-BYTE = 0xFF  # fills buffers that are sent as bytes: NaN in every floating dtype
+OFTEN, LATE = 0.2, 0.002  # chance of a delay before or after an exchange, and its greatest length in seconds
+SELDOM, VERY_LATE = 0.04, 0.05  # the same for a longer delay, whose chance is included in OFTEN
+BYTE = 0xFF  # fills uint8 buffers: if they hold the bytes of floats, most floating dtypes read them as NaN
 
 
 class Perturbed:
@@ -135,7 +135,8 @@ class _Exchange:
                     self._owner.note(f"{self.name}: its buffer was written before the exchange ended")
                 tensor.detach().copy_(result)
                 _spoil(result)
-            for tensor, before in zip(self._reads, _tensors(self.sent), strict=False):  # `_writes` are checked above
+            # An exchange in place has no `_reads`: its only buffer was checked above.
+            for tensor, before in zip(self._reads, _tensors(self.sent), strict=False):
                 if not torch.equal(as_bytes(tensor), as_bytes(before)):
                     self._owner.note(f"{self.name}: its data was changed before the exchange ended")
 
@@ -196,7 +197,7 @@ def perturbed(seed: int, rank: int) -> Iterator[Perturbed]:
         return call
 
     def point_to_point(op: Any, *args: Any, **kwargs: Any) -> Any:
-        return point(ours.get(op, op), *args, **kwargs)  # torch compares `op` with its own functions
+        return point(ours.get(op, op), *args, **kwargs)  # pass the original, since torch compares `op` with it
 
     changed: dict[str, Any] = {
         name: surrounded(name, getattr(dist, name)) for name in WRITES_AND_READS if hasattr(dist, name)

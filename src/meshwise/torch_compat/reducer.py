@@ -40,7 +40,7 @@ _VERSION = operator.attrgetter("_version")
 Hook = Callable[[Any], torch.futures.Future[Tensor]]
 
 
-LARGE = 8192  # mean elements per parameter above which dividing gradients while copying them is faster
+LARGE = 8192  # mean elements per parameter above which it is faster to divide gradients while they are copied
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ def called(func: Callable[..., Any]) -> str:
     if name != "__get__":
         return name
     read: Any = func.__self__  # type: ignore[attr-defined]
-    read = read.fget if isinstance(read, property) else read  # the property is written in Python
+    read = read.fget if isinstance(read, property) else read  # a property written in Python has the name of its getter
     return f".{read.__name__}"
 
 
@@ -90,7 +90,7 @@ def change_arguments_of_functions(change: Callable[[str, Sequence[Any]], Sequenc
 
     torch does not pass such calls to `__torch_function__` of tensor subclasses. Unchanged arguments would be whole
     tensors in the forward, but local tensors in the backward. torch's own functions are not changed."""
-    own = inspect.getattr_static(Function, "apply")  # a Python method; implemented in C since torch 2.15
+    own = inspect.getattr_static(Function, "apply")  # written in Python, or in C since torch 2.15
 
     def apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
         if is_asked() and (cls.__name__ in changed or not cls.__module__.startswith("torch.")):

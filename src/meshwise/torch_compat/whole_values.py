@@ -47,7 +47,7 @@ def read_whole(mesh: DeviceMesh, meet: Meet, weigh: Callable[[Tensor], Tensor] |
     _meets[mesh] = meet
     if weigh is not None:
         _weighs[mesh] = weakref.WeakMethod(weigh)
-    if mesh.ndim > 1:  # torch warns about each number that is summed over two axes
+    if mesh.ndim > 1:  # hide torch's warning about each number that is summed over two axes
         logging.getLogger(_redistribute.__name__).setLevel(logging.ERROR)
     _install()
 

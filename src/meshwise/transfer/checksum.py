@@ -71,7 +71,7 @@ def _keys(device: torch.device) -> Tensor:
 
 
 _ODD = signed(GOLDEN)
-_KEY = 0xD1B54A32D192ED03  # another odd constant for this hash
+_KEY = 0xD1B54A32D192ED03  # a second odd constant, which spreads the keys of `words`
 _CHUNK = 1 << 20  # words generated at once: 8 MiB
 LARGEST_TERM = 64  # with up to 2^17 ranks, every partial sum is exact in float32
 

@@ -195,7 +195,8 @@ def begin_send(tensor: Tensor, target: int, group: Group = None) -> Callable[[],
         await_sent = backend.begin_send(tensor, target, group or dividing())
 
     def wait() -> None:
-        beat = _enter(group, "send", ends=(get_rank(group), target))  # else this rank could be blamed for a hang
+        # Report the wait: otherwise, this rank could be blamed for a hang.
+        beat = _enter(group, "send", ends=(get_rank(group), target))
         await_sent()
         leave(beat)
 

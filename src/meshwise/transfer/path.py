@@ -94,7 +94,7 @@ def staged(dst: Tensor, src: Tensor) -> Seconds:
     if src.numel() == 0:
         return 0.0
     dst, src = dst.detach(), src.detach()
-    sent = src.to(dst.dtype) if dst.element_size() < src.element_size() else src  # send the smaller dtype
+    sent = src.to(dst.dtype) if dst.element_size() < src.element_size() else src  # send the smaller of the two dtypes
     sent = sent.resolve_conj().resolve_neg().contiguous()
     whole = dst.is_contiguous() and dst.dtype == sent.dtype and not dst.is_conj() and not dst.is_neg()
     into = dst if whole else torch.empty(sent.shape, dtype=sent.dtype, device=dst.device)

@@ -28,7 +28,7 @@ _CONNECTION_WORDS = ("connection closed by peer", "connection reset by peer", "b
 _COMMUNICATION_WORDS = ("gloo", "nccl", "socket timeout", "tcpstore", *_CONNECTION_WORDS)
 
 LOADER_TIMEOUT = 10.0  # seconds to wait for torch to report the end of a disconnected loader worker
-# Based on torch 2.11, 2.13 and 2.15: `_utils.py` (ExceptionWrapper), `utils/data/dataloader.py`, `csrc/DataLoader.cpp`.
+# Patterns of messages of torch 2.11, 2.13 and 2.15 (`_utils.py`, `utils/data/dataloader.py`, `csrc/DataLoader.cpp`).
 _LOADER_ENDED = re.compile(
     r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\) (?:is killed by signal: ([^.]*)|exited unexpectedly)"
 )
@@ -238,7 +238,8 @@ def culprit(failures: Sequence[Failure], ranks: int = 0) -> Failure:
     """
     later = {"left": 1, "victim": 2}
     first = min(failures, key=lambda failure: (later.get(failure.kind, 0), failure.time))
-    if first.kind == "victim" or MORE_MEMORY in first.notes:  # a killed rank gets another's smaller plan, a victim none
+    # A rank that was killed for lack of memory gets another rank's smaller plan. A victim needs no smaller plan.
+    if first.kind == "victim" or MORE_MEMORY in first.notes:
         known = [failure.smaller for failure in failures if failure.smaller]
         first = replace(first, smaller=known[0] if known and first.kind == "killed" else ())
     lost = {f.rank for f in failures if any(word in f.message.lower() for word in _CONNECTION_WORDS)}

@@ -173,7 +173,8 @@ class FileView:
                 self.copy(os.path.join(path, name), inside=True)
         elif not os.path.lexists(mine):
             shutil.copy2(place, mine, follow_symlinks=False)
-            if self.original(path) != place:  # `place` changed during the copy: copy the contents from before
+            # The file was changed during the copy, and its earlier version is stored elsewhere now: copy that.
+            if self.original(path) != place:
                 os.unlink(mine)
                 self.copy(path)
 

@@ -291,5 +291,5 @@ def _become(files: list[int]) -> None:
         os.environ[LISTENER] = str(files[3])
     os.chdir(request["folder"])
     sys.argv[1:] = request["arguments"]
-    if "numpy" in sys.modules:  # reseed, as in a new process; Python's `random` reseeds itself
+    if "numpy" in sys.modules:  # reseed it, or all workers would draw the same (Python's `random` reseeds itself)
         sys.modules["numpy"].random.seed()

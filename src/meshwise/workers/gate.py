@@ -36,7 +36,7 @@ LIMIT = "MESHWISE_DEADLINE"
 """The environment variable that holds the time at which `--time-limit` ends the run, in seconds since 1970."""
 LOOK, ASK = 0.5, 60.0  # seconds between checks of the clock, and between calls of squeue
 ANSWER = 20.0  # timeout of squeue in seconds
-SAVES = 3  # saves to leave time for: one in progress, and the last, counted twice because other jobs may save at once
+SAVES = 3  # saves to leave time for: one in progress, and the last one twice, as it is slower while other jobs save
 UNKNOWN, SHARE = 20.0, 0.1
 """Until a save is measured, it is assumed to take UNKNOWN seconds, but at most SHARE / SAVES of the time left."""
 LEAVES = 5.0  # seconds for a job's processes to exit after the last save
@@ -97,7 +97,7 @@ class StepGate:
     def begin(self) -> bool:
         """Begin the next step and return True. If the agreed last step is over, return False. If the run was asked to
         stop, first wait until the ranks have agreed on the last step."""
-        with self._lock:  # the lock of `_changed`; entering `_changed` itself would cost a Python call
+        with self._lock:  # this is also the lock of `_changed`, but entering `_changed` would cost a Python call
             while self._frozen and self._last is None:
                 self._changed.wait()
             if self._last is not None and self._begun >= self._last:

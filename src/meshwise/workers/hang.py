@@ -27,12 +27,12 @@ from meshwise.workers.nodes import RemoteBeat
 from meshwise.workers.stuck import STATES, Idleness, standing, state_of, stuck_child
 
 INTERVAL = 0.25  # seconds between checks
-LOST = 0.5  # most seconds of silence to count between two checks: if the launcher was stopped, it missed reports
+LOST = 0.5  # seconds: silence between two checks counts for at most this, as a stopped launcher misses reports
 LEAST = 2.0  # seconds: a shorter silence is ignored
 OF_STOPPED = 5.0  # seconds until a stopped process is reported, even if it was compiling or saving
 FEW = 5  # steps needed to know how long a step takes
 HANG_LIMIT = 60.0
-OF_PLAIN = 600.0  # least limit in seconds, like NCCL's, for programs without meshwise: rank 0 may write for minutes
+OF_PLAIN = 600.0  # seconds, as in NCCL: lowest limit for programs without meshwise, whose rank 0 may write for minutes
 ASKED = "collectives"
 """A message of this kind asks a rank which collectives its device waits for. The launcher sends it (worker.py)."""
 NOBODY: Mapping[int, RemoteBeat] = {}
@@ -81,7 +81,8 @@ def patience(beat: Beat, longest: Mapping[str, float], limit: float, *, stopped:
         ask = 60.0 + before  # time for first steps, compiling or writing
         return ask, max(limit, 600.0, 2 * ask)
     if beat.phase in _OF_A_STEP:
-        ask = 3 * sorted(beat.steps)[int(0.99 * (len(beat.steps) - 1) + 0.999)] + 2.0  # based on the 99th percentile
+        # The 99th percentile of the step times, tripled, plus 2 s.
+        ask = 3 * sorted(beat.steps)[int(0.99 * (len(beat.steps) - 1) + 0.999)] + 2.0
         return ask, max(limit, ask)
     ask = min(30.0, limit / 2) + before  # time for a batch of an evaluation, or for work between steps
     return ask, max(limit, 2 * ask)
@@ -102,7 +103,7 @@ def find_stall(beats: Mapping[int, Beat], silent: Collection[int]) -> Stall | No
     if roots:  # the ranks that the others wait for make progress
         return None
     ours, everyone = all(beat.ours for beat in beats.values()), len(silent) == len(beats)
-    stuck = {rank: wait for rank, wait in waiting.items() if not late[rank]}  # they wait, though all ranks have entered
+    stuck = {rank: wait for rank, wait in waiting.items() if not late[rank]}  # all ranks have entered these collectives
     if stuck and (any(late.values()) or (everyone and (ours or len(waiting) == len(beats)))):
         first = min(stuck.values(), key=lambda wait: wait.at)
         return Stall(sorted(rank for rank in stuck if stuck[rank].group == first.group), waiting, first, inside=True)

@@ -150,7 +150,7 @@ def _take_device(world: World) -> World:
 
 
 def _see_one_gpu(local_rank: int) -> None:
-    count = torch.cuda.device_count()  # with NVML, this does not initialize CUDA
+    count = torch.cuda.device_count()  # torch asks NVML, if possible, which leaves CUDA uninitialized
     if count < 2:  # nothing to choose: no GPU is visible, or only one, perhaps chosen by the parent process
         return
     if local_rank >= count:

@@ -17,7 +17,7 @@ from meshwise.workers.rendezvous import is_here, listens_at, secret_at, taken
 from meshwise.workers.secret import SET_ONE, Secret
 from meshwise.workers.store import Link, Meeting, Store
 
-STRANGERS = 20.0  # seconds to keep trying if a process answers that does not know the secret
+STRANGERS = 20.0  # seconds to keep trying while the process that answers does not know the secret
 
 
 @dataclass(frozen=True, kw_only=True)

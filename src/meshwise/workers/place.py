@@ -125,11 +125,11 @@ def place_in(environment: Mapping[str, str]) -> Place:
     invalid."""
     inner = of_torchrun(environment)
     if inner is not None and "LOCAL_RANK" not in environment:
-        step = of_slurm(environment)  # a script under `srun` may set RANK by hand; Slurm still knows the nodes
+        step = of_slurm(environment)  # a script under `srun` may set RANK by hand, so take the nodes from Slurm
         if step is not None and step.size == inner.size:
             return replace(step, rank=inner.rank, rendezvous=inner.rendezvous)
     if inner is None and ("OMPI_COMM_WORLD_SIZE" in environment or "MPI_LOCALRANKID" in environment):
-        inner = of_mpi(environment)  # before Slurm's: mpirun's ranks inherit the variables of its daemons' Slurm step
+        inner = of_mpi(environment)  # checked before Slurm: mpirun's ranks inherit the Slurm step of its daemons
     found = inner or of_slurm(environment) or of_mpi(environment) or ALONE
     if found.size > 1 and {"MASTER_ADDR", "MASTER_PORT"} <= environment.keys() and found.rendezvous is None:
         return replace(found, rendezvous=(environment["MASTER_ADDR"], int(environment["MASTER_PORT"])))

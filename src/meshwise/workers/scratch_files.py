@@ -199,7 +199,7 @@ class FileFunctions(FileView):
             return original(self.seen(path, False), *rest, **named)  # type: ignore[no-any-return]
         mine = self.written(path, False)
         if not os.path.lexists(mine):
-            Path(mine).touch()  # a stand-in, so that the call below raises its usual errors (folders have a copy)
+            Path(mine).touch()  # a stand-in for the file, so that the call below raises its usual errors
         if original.__name__ == "rmdir":
             self.copy(logical, inside=True)  # copy the contents: rmdir must fail unless the folder is empty
         original(mine, *rest, **named)

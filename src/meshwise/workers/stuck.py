@@ -19,11 +19,11 @@ from meshwise.workers.control_groups import read_text
 from meshwise.workers.heartbeat import SIGNAL
 
 WINDOW = 5.0  # seconds between readings of a process's CPU time
-SHARE = 0.02  # share of a core: computing uses more, even if 30 processes share 2 cores, and polling uses less
+SHARE = 0.02  # of a core: a process that computes uses more, even if 30 share 2 cores, and one that polls uses less
 TICKS = os.sysconf("SC_CLK_TCK")
 ANSWER = 0.5  # seconds to wait for a process to write its stack
 SETTLED = 0.03  # after this many seconds without output, the stack is complete
-LOOKS = 5  # number of checks of a process in uninterruptible sleep
+LOOKS = 5  # a process counts as in uninterruptible sleep if it is found so this many times in a row
 MOST_CHILDREN = 8
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 STATES = {

@@ -106,7 +106,7 @@ class VerbLog:
             file.truncate(LINES)
             self._map = mmap.mmap(file.fileno(), LINES)
         self._counts, self._words = memoryview(self._map)[:8].cast("Q"), memoryview(self._map)[:LINES].cast("I")
-        self.newest: dict[str, tuple[int, CodeType | None, int, list[int]]] = {}  # by verb; see log_verb
+        self.newest: dict[str, tuple[int, CodeType | None, int, list[int]]] = {}  # the newest call of each verb
         self._thread = 0
         self._lines: dict[tuple[str, int, int], list[int]] = {}  # values: line's index, verb's crc32, number of calls
         self._codes: list[CodeType] = []  # kept alive, so that their ids are not reused
@@ -163,7 +163,7 @@ def log_verb(verb: str, *which: int, log: VerbLog | None = None) -> None:
     try:
         frame = sys._getframe(depth)
     except ValueError:  # the stack is shallower than last time
-        frame, code = sys._getframe(1), None  # depth 1, not 0: a frame that refers to itself stays alive
+        frame, code = sys._getframe(1), None  # not depth 0: a frame in its own variable would stay alive
     line = line if frame.f_code is code and frame.f_lasti == lasti else log.line(verb, sys._getframe(1))
     line[2] += 1
     checksum = log._checksum * FACTOR + line[1]

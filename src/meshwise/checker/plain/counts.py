@@ -45,7 +45,8 @@ def reads(ranks: Sequence[Record], one: Record, agrees: bool) -> Iterator[Findin
         shared = len(passes) == len(ranks) > 1 and not has_own_data(ranks)
         if first.number == 0 and shared and not draws_again and not any(p.endless for p in passes):
             once = OF_ACCELERATE if ranks[0].accelerate else OF_DDP
-            if ranks[0].norms and not ranks[0].accelerate:  # unlike DDP, model.module does not broadcast statistics
+            # A forward of DDP broadcasts the statistics of batch norms, but a forward of model.module does not.
+            if ranks[0].norms and not ranks[0].accelerate:
                 once += f"; {BROADCAST}"
             yield from _shares(passes, trained, agrees, once)
         earlier = [p for p in ranks[0].passes if p.loader == first.loader and p.number == first.number - 1]

@@ -75,7 +75,8 @@ def _not_judged(ranks: Sequence[Record], one: Record) -> Iterator[str]:
 
 def _apart(first: Step, other: Step) -> tuple[float, str]:
     """Return the largest difference between the gradients of two steps, and the name of the parameter that has it."""
-    held = first.parameters.keys() & other.parameters.keys()  # parameters in both: ZeroRedundancyOptimizer divides them
+    # Under ZeroRedundancyOptimizer, each rank updates only some parameters, so compare those in both steps.
+    held = first.parameters.keys() & other.parameters.keys()
     one, many = ({n: g for n, g in step.gradients.items() if n in held} for step in (first, other))
     names = [name for name in one if name in many and one[name].shape == many[name].shape]
     size = max((float(one[name].norm()) for name in names), default=0.0)

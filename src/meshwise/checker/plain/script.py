@@ -30,7 +30,7 @@ def watch(
 ) -> Record | None:
     """Run the script on this rank and return a record of it. Return None if the script calls meshwise."""
     if accelerate and find_spec("accelerate") is not None:
-        import_module("accelerate")  # imported early, to patch its methods before the script stores one
+        import_module("accelerate")  # import it now, to patch its methods before the script keeps a reference to one
     record = watch_plain(script, steps, seed, follow, rank_context().world.rank)
     return None if has_begun() else record
 

@@ -77,7 +77,7 @@ class _Watcher:
         self._known_roots = set[int]()
         self._roots = list[Any]()
         self._forward_at = ""
-        self._wrapped_forward = False  # whether DDP's forward ran with gradients since the last step
+        self._wrapped_forward = False  # whether a forward of DDP ran with gradients enabled since the last step
         self._stepping: Optimizer | None = None
         self._backwards = 0
         self._made: dict[int, int] = {}  # maps an optimizer's id to its number of steps
@@ -117,7 +117,7 @@ class _Watcher:
                 end()
             self.reads.close()
 
-    # What is computed.
+    # What the script computes.
 
     def _forward(self, module: nn.Module, inputs: Any) -> None:
         if isinstance(module, NORMS) and module.training and torch.is_grad_enabled():

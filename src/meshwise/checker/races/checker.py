@@ -116,6 +116,7 @@ class Checker:
         block = self._blocks.setdefault(start, Block(start))
         if size > block.size:
             first, block.size = not block.size, size
-            if first and block.lane is not None:  # memory goes to another stream only after the device is idle
+            # torch gives memory to another stream only once the device is idle, so earlier accesses cannot race.
+            if first and block.lane is not None:
                 self._memory.forget(start, start + size, lambda each: each.block.lane not in (None, block.lane))
         return block

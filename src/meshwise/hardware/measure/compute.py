@@ -25,7 +25,7 @@ DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, 
 SHAPES = (256, 512, 1024, 2048, 4096, 8192, 16384)
 """Sizes m of square matrix products (m, m, m), ascending. Each is followed by (m, 4m, m), as in a transformer."""
 FLUSH_BYTES = 256 << 20  # larger than the last-level cache of any device in the catalog
-COPY_BYTES = {"cpu": 256 << 20}  # bytes copied to measure memory bandwidth: four times a CPU's cache; 1 GiB on a GPU
+COPY_BYTES = {"cpu": 256 << 20}  # bytes copied to measure memory bandwidth: four times a usual CPU cache, else 1 GiB
 LAUNCHES = 1000
 
 

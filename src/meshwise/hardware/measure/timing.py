@@ -14,7 +14,7 @@ import torch
 from meshwise.spec.devices import has_streams
 from meshwise.torch_compat.driver import hold_stream
 
-WARM_UP = 5  # maximum number of warm-up calls; fewer if two in a row differ by less than STABLE
+WARM_UP = 5  # at most this many warm-up calls, until two in a row differ by at most the fraction STABLE
 STABLE = 0.1
 LEAST, MOST = 3, 200  # limits on the number of repeats
 BATCH_SECONDS, MOST_CALLS = 2e-3, 20  # short calls are batched up to these limits, as in nccl-tests

@@ -65,7 +65,8 @@ def measure_path(
         if on_cpu:
             before = time.perf_counter()
             in_step.append(_in_step(timed, case.counts, member, share, median(samples[case.size])))
-            at += time.perf_counter() - before  # not part of `cost`: a larger size may make fewer of these calls
+            # Leave these calls out of `cost`, which is scaled by the size: a larger size may make fewer of them.
+            at += time.perf_counter() - before
         wrong = wrong or check_path(path, member, case, 2 * number + 1)
         cost = agree(time.perf_counter() - at - more)[0]
         if wrong:

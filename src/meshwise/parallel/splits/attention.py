@@ -46,7 +46,7 @@ def _attention(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[st
         raise NoRule
     if mask is not None:  # keep the rows of this rank's queries
         if values.get("is_causal"):
-            raise NoRule  # so that torch raises the error
+            raise NoRule  # on whole tensors, torch raises its error for a mask with is_causal
         mask = mask if mask.dim() == dims else gather(mask).reshape((1,) * (dims - mask.dim()) + whole_shape(mask))
         mask = with_parts_of(mask, q.part, dims)
     scale = values.get("scale")

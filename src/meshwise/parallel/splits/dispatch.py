@@ -44,7 +44,7 @@ def _dispatch(func: Func, args: Args, kwargs: Kwargs) -> Any:
         if heard:
             heard[0](name, args, kwargs)
         COUNT[0] += 1
-        if kwargs.get("out") is not None:  # torch itself passes out=None
+        if kwargs.get("out") is not None:  # torch's own code passes out=None, which means no `out`
             return _written_out(func, args, dict(kwargs))
         first = args[0] if args else kwargs.get("input")
         if isinstance(first, SplitTensor) and 0 in first.parts:
@@ -97,7 +97,7 @@ def _refuse_memory(func: Func, args: Args, kwargs: Kwargs) -> Any:
     frame = sys._getframe(1)
     while frame.f_code.co_filename.startswith(OURS) and frame.f_back is not None:
         frame = frame.f_back
-    if f"{os.sep}torch{os.sep}" in frame.f_code.co_filename:  # called by torch: torch.compile checks for shared memory
+    if f"{os.sep}torch{os.sep}" in frame.f_code.co_filename:  # such as torch.compile, which looks for shared memory
         return NotImplemented
     raise UsageError(
         f"{user_place()}: x.{called(func)}() would give the memory of this rank's rows alone. Code that reads memory "

@@ -63,14 +63,15 @@ def picked(x: SplitTensor, index: Tensor) -> SplitTensor:
     if outside or any(each.dim == dim for each in parts_of(x, level_of(part))):
         raise NoRule
     held = [entries(part, rank) for rank in ranks]
-    code = torch.empty(part.length, dtype=torch.int64)  # for each row: the rank that holds it, and its index there
+    code = torch.empty(part.length, dtype=torch.int64)  # each row's rank and index there, as rank * long + index
     code[torch.cat(held)] = torch.cat([rank * long + torch.arange(len(held[rank])) for rank in ranks])
     wanted = [code[rows[entries(into, rank)].flatten() % long] for rank in ranks]
     longest = max(1, *(int(torch.bincount(each // long, minlength=1).max()) for each in wanted))
     mine = [each[each // long == axis.rank] % long for each in wanted]
     sent = torch.cat([functional.pad(each, (0, longest - len(each))) for each in mine])
     local = x.movedim(dim, 0)
-    local = local if part.own else torch.cat([local, local.new_zeros(1, *local.shape[1:])])  # index_select needs a row
+    # `sent` is padded with zeros, so there must be a row 0, even on a rank that holds no rows.
+    local = local if part.own else torch.cat([local, local.new_zeros(1, *local.shape[1:])])
     local = local.index_select(0, sent.to(x.device)).unflatten(0, (axis.size, longest))
     got = kept_within(level_of(part), local, through(_Exchange, local, axis)).flatten(0, 1)
     owner = wanted[axis.rank] // long

@@ -208,7 +208,7 @@ def _embedding(func: Func, args: Args, kwargs: Kwargs) -> Any:
         padding = padding if 0 <= padding < part.own else None
     own = ids - part.begin
     elsewhere = (own < 0) | (own >= part.own)
-    if part.own == 0:  # this rank has no rows
+    if part.own == 0:  # this rank has no rows: their sum is 0, but connects `weight` to the autograd graph
         found = weight.new_zeros((*ids.shape, weight.shape[1])) + weight.sum()
     else:
         found = functional.embedding(own.masked_fill(elsewhere, 0), weight, padding)

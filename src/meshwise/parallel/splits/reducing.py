@@ -100,7 +100,7 @@ def _largest(func: Func, args: Args, kwargs: Kwargs) -> Any:
     most, keep, local = int(values.pop("k", 1)), values.pop("keepdim", topk), filled(x, x.part)
     more = (values if topk else {"dim": dim, "keepdim": True}) if isinstance(values["dim"], int) else refuse()
     if most > whole_shape(x)[dim]:
-        raise NoRule  # so that torch raises the error
+        raise NoRule  # on whole tensors, torch raises its error for a `k` that is too large
     first = func(local, *([min(most, local.shape[dim])] if topk else []), **more)
     begin = next((begin for begin, _ in x.part.of_rank(x.part.axis.rank)), 0)
     found, at = (_of_all(each, x.part, x.part.dim, most) for each in (first[0], first[1] + begin))
@@ -124,7 +124,7 @@ def _spread(func: Func, args: Args, kwargs: Kwargs) -> Any:
     keep, correction = values.get("keepdim", False), values.get("correction")
     correction = values.get("unbiased") is not False if correction is None else correction
     count = math.prod(whole_shape(x)[dim] for dim in dims)
-    free = count - correction if count > correction else refuse()  # refused, so that torch warns
+    free = count - correction if count > correction else refuse()  # otherwise, torch warns on whole tensors
     mean = _summed(x.sum(dims, True), x.part) / count
     squares = (x - enter(mean, x.part.axis)).square().sum(dims, keep)
     made = add_up(squares, x.part.axis) / free

@@ -136,7 +136,7 @@ def row(x: SplitTensor, place: int) -> Tensor:
     """Return the entry at index `place` of the split dim, without that dim. The result is whole on each rank."""
     part = _one_run(x.part)
     if not -part.length <= place < part.length:
-        raise NoRule  # so that torch raises the error
+        raise NoRule  # on whole tensors, torch raises its IndexError
     local, _ = cut(x, place % part.length, place % part.length + 1)
     return add_up(local.sum(part.dim, dtype=local.dtype), part.axis)
 

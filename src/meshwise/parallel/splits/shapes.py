@@ -196,7 +196,7 @@ def _in_pieces(func: Func, args: Args, kwargs: Kwargs) -> Any:
     if dim != x.part.dim:
         return along(2, 0)(func, args, kwargs)
     if x.part.repeats == 1 and dim:
-        raise NoRule  # gather once: the ranks would hold unequal parts of each piece
+        raise NoRule  # the ranks would hold unequal parts of each piece, so gathering once is cheaper
     places_of = torch.empty(x.part.length, device="meta")
     others = {name: value for name, value in kwargs.items() if name not in ("dim", "tensor")}
     sizes = [len(each) for each in getattr(places_of, called(func))(*args[1:2], **others)]

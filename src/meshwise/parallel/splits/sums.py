@@ -24,7 +24,7 @@ from meshwise.parallel.splits.term import Known, Term, backward, resolved, settl
 from meshwise.torch_compat.torch_function import Args, Func, Kwargs, called, on_parts
 from meshwise.torch_compat.tree import map_kind
 
-_numpy = Tensor.numpy  # the original, which the whole view replaces
+_numpy = Tensor.numpy  # torch's own method, which view="whole" replaces
 
 
 def _parts(x: SplitTensor) -> AbstractContextManager[None]:

@@ -205,7 +205,7 @@ def forms_in(tree: Any) -> Iterator[Form]:
 
 
 VIEWS = {"select", "chunk", "split", "unbind", "narrow", "tensor_split", "__iter__", "diagonal", "hsplit", "vsplit"}
-KEPT, MOST = 1 << 20, 64  # copies of up to KEPT bytes live as long as their batch; at most MOST are tracked
+KEPT, MOST = 1 << 20, 64  # bytes up to which a copy is kept alive with its batch, and the most copies tracked per batch
 BASIC = (int, slice, type(None), type(Ellipsis))
 
 

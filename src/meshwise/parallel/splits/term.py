@@ -35,7 +35,7 @@ PLAIN = """dim ndimension numel nelement size __len__ is_floating_point is_compl
 storage_offset is_contiguous __hash__ requires_grad_ .shape .dtype .device .requires_grad .grad_fn .is_leaf .ndim
 .layout .itemsize .is_cuda .is_cpu .is_meta .is_sparse .is_quantized .names .output_nr ._version .is_nested"""
 _PLAIN = {*PLAIN.split()}
-_as_subclass, _item, _tolist = Tensor.as_subclass, Tensor.item, Tensor.tolist  # originals that the whole view replaces
+_as_subclass, _item, _tolist = Tensor.as_subclass, Tensor.item, Tensor.tolist  # view="whole" replaces these methods
 
 heard: list[Callable[[str, Args, Kwargs], None]] = []
 """Called with each operator on batches and terms while a step is observed (training/guards/same_program.py)."""
@@ -114,7 +114,7 @@ class Term(Tensor):
         with on_parts():
             if version(self) != written:
                 known = self.known = Known(self.axis, self.detach().clone())
-                self.assumed = 0  # `_written` wrote values that are divided already
+                self.assumed = 0  # a write through another term of this memory stores values that are divided already
         return known  # type: ignore[no-any-return]
 
     @known.setter
@@ -145,7 +145,7 @@ class Term(Tensor):
 
     def item(self) -> Any:
         """See `torch.Tensor.item`."""
-        return value_of(self).item()  # not `_item`: a model that reads a sum must be seen to read
+        return value_of(self).item()  # not `_item`: the replaced `Tensor.item` notices that a model reads a sum
 
 
 def term(local: Tensor, axis: Axis, known: Known | None = None, assumed: int = 0) -> Term:
@@ -230,7 +230,7 @@ def _scaled(func: Func, args: Args, kwargs: Kwargs) -> Any:
     divides = "div" in called(func)
     if not isinstance(value, Term) or not _is_number(by):
         return NotImplemented
-    if divides and (value is not args[0] or not value.is_floating_point()):  # integers: divide the whole sum
+    if divides and (value is not args[0] or not value.is_floating_point()):  # divide integers only after the sum
         return NotImplemented
     with on_parts():
         local, by = func(*args), by.clone() if isinstance(by, Tensor) else by  # the program may change `by` later

@@ -23,7 +23,7 @@ from meshwise.terminal.table import NO_LIMIT, Cell, columns_lines
 LESS_NEEDED = ("samples/s", "most of it", "80 % of cases")
 """Columns of the table of plans that are left out on a narrow screen, in this order."""
 MOST_ROWS, MOST_REASONS, MOST_EDITS, MOST_NAMED = 12, 6, 6, 5
-HOST_WORTH_SAYING = 1 << 20  # bytes; less host memory is not mentioned
+HOST_WORTH_SAYING = 1 << 20  # host memory of at most this many bytes is not mentioned
 
 
 def plans_text(plans: Any, width: int | None = None) -> Text:

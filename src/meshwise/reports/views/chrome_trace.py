@@ -42,7 +42,7 @@ ids are the same on all ranks."""
 
 def render(report: Report, timeline: Timeline) -> Iterator[bytes]:
     """Yield the trace as gzip data."""
-    packer = zlib.compressobj(level=5, wbits=zlib.MAX_WBITS | 16)  # adds a gzip header without name or time
+    packer = zlib.compressobj(level=5, wbits=zlib.MAX_WBITS | 16)  # 16 adds a gzip header, with no file name or time
     for text in trace_text(report, timeline):
         yield packer.compress(text)
     yield packer.flush()

@@ -34,7 +34,7 @@ BLOCKS = 40
 LINE_EVERY = 10.0
 SHARE = 0.25
 """The largest fraction of one core's time that may be spent on reading the files of the run."""
-UNREADABLE = (UsageError, OSError, ValueError, LookupError, TypeError)  # errors of files that are being written
+UNREADABLE = (UsageError, OSError, ValueError, LookupError, TypeError)  # raised by reading a file that is being written
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Snapshot:
 def follow(folder: Path, console: Console, *, every: float = 1.0, stop: Callable[[], bool] | None = None) -> None:
     """Show a run until it ends, Ctrl-C is pressed, or `stop` returns True."""
     names.read_run(folder)
-    view = LiveView(console)  # if the terminal goes away, drawing ends without a traceback
+    view = LiveView(console)  # wraps the console, so that drawing raises no error if the terminal closes
     live = quiet_live(console, screen=True)
     snapshot: Snapshot | None = None
     printed, words = -math.inf, ""

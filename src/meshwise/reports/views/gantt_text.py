@@ -62,7 +62,7 @@ def _of(bars: Sequence[Bar], rank: int, step: int | None) -> list[Bar]:
 def column_kinds(bars: Sequence[Bar], times: StepTimes, columns: int) -> list[str]:
     """Divide `times` into `columns` equal slices, and return for each slice the kind of time that takes most of it."""
     share = [dict.fromkeys(KINDS, 0) for _ in range(columns)]
-    whole = max(round(times.seconds * 1e9), 1)  # whole ns: a rounding error could put a span's end into the next column
+    whole = max(round(times.seconds * 1e9), 1)  # in whole ns: float errors could put a span's end in the next column
     for bar in bars:
         first, last = (round((at - times.start) * 1e9) * columns for at in (bar.start, bar.start + bar.seconds))
         for column in range(max(0, first // whole), min(columns, -(-last // whole))):
@@ -125,7 +125,7 @@ def _tick(seconds: float, columns: int) -> float:
 
 
 MOST_BARS = 60
-IN_MICROSECONDS = 0.1  # seconds; shorter charts use µs
+IN_MICROSECONDS = 0.1  # in seconds; the axis of a shorter chart is in µs
 TAGS = {"waiting": "crit, ", "communication": "active, "}
 PLAIN = re.compile(r"[^\w .,/+*=()·±-]")
 """Matches characters to replace with character codes, since `:`, `;`, `#` and others have a meaning in Mermaid."""

@@ -84,7 +84,7 @@ class LiveView:
 
     def __init__(self, console: Console | None = None) -> None:
         console = Console() if console is None else console
-        if not isinstance(console.file, _GuardedFile):  # rich exits the process when a pipe breaks
+        if not isinstance(console.file, _GuardedFile):  # otherwise, rich ends the process if a pipe breaks
             console.file = cast("IO[str]", _GuardedFile(console.file))
         self._console = console
         self.draws = console.is_terminal and console.is_interactive and not console.is_dumb_terminal
@@ -107,7 +107,7 @@ class LiveView:
         drawn = self._live is not None
         self.close()
         if error is not None and drawn and self._newest is not None:
-            self.print(progress_line(self._newest))  # the live area is gone: print the progress
+            self.print(progress_line(self._newest))  # `close` has removed the live area, so print the last progress
 
     def update(self, p: TrainingProgress) -> None:
         """Show the progress `p`. On a terminal it is drawn at the next refresh. Elsewhere a line is printed
@@ -123,7 +123,7 @@ class LiveView:
         """Print text of the run as it is. Markup of the console library is not interpreted."""
         with self._lock:
             if self._live is not None:
-                # Keep ANSI colors; drop cursor movements and carriage returns.
+                # `from_ansi` keeps colors, and drops cursor movements and text that a carriage return overwrites.
                 self._console.print(Text.from_ansi(text), soft_wrap=True, highlight=False)
             elif not self._console.quiet:
                 self._console.file.write(f"{text}\n")
@@ -137,7 +137,7 @@ class LiveView:
             self._thread = None
         with self._lock:
             if self._live is not None:
-                self._live.update(Text(""))  # empty: an area higher than the terminal would leave lines on the screen
+                self._live.update(Text(""))  # empty it: `stop` would leave lines of an area higher than the terminal
                 self._live.stop()
                 self._live = None
 

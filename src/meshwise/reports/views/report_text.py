@@ -25,7 +25,7 @@ from meshwise.terminal.screen import Drawn, Screen, spaced
 from meshwise.terminal.table import Bar, Cell, columns_lines, table_lines
 
 STATUS_STYLES = {"finished": "green", "running": "cyan", "stopped": "yellow", "failed": "bold red"}
-WHOLE_TITLE = 30  # a title keeps at least this many characters, even if the line wraps
+WHOLE_TITLE = 30  # a title is cut to no fewer characters, even if the line must then wrap
 MOST_MISSING = 3
 EMPTY_LINES, FEWEST_GANTT_ROWS = 3, 2
 MOST_GANTT_RANKS = 16

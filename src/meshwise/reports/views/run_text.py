@@ -96,7 +96,7 @@ def summary_text(summary: RunSummary, width: int | None) -> RenderableType:
 def _summary_lines(s: RunSummary, screen: Screen) -> list[Text]:
     table = [*_time_table(s, screen), Text()] if _rows(s) else []
     lines = [*_head(s), Text(), *table, *_end(s)]
-    for line in lines:  # wrap all lines but tables: None would mean no wrap (see Drawn)
+    for line in lines:  # let all lines wrap except those of tables: `Drawn` does not wrap a line with None
         line.no_wrap = bool(line.no_wrap)
     return lines
 

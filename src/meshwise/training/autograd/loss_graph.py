@@ -235,7 +235,7 @@ def scale_of(loss: Tensor) -> float:
         number, divides = _constant(node), node.name() == "DivBackward0"
         if number is None or number.numel() != 1 or (divides and node.next_functions[0][0] is None):
             break
-        with without_interception():  # reading the factor is not an operation of the program
+        with without_interception():  # observers of the program must not see this read of the factor
             scale = scale / float(number) if divides else scale * float(number)
         node = below_of(node)[0]
     return scale

@@ -165,7 +165,8 @@ class KeyedDraws:
         if dim is None:
             return values
         size, rows = shape[dim], self._rows
-        first = min(rows.first * size // rows.count, whole[dim] - size)  # an all-padding part may begin past the end
+        # A part that is all padding could begin past the end, so limit `first`.
+        first = min(rows.first * size // rows.count, whole[dim] - size)
         return values.narrow(dim, first, size)[tuple(map(slice, shape))]
 
 
@@ -268,7 +269,7 @@ def _multinomial(uniform: Uniform, given: Arguments) -> Tensor:
         below = chances.cumsum(-1)
         u = uniform((*chances.shape[:-1], count), chances.device) * below[..., -1:]
         return torch.searchsorted(below, u, right=True).clamp(max=chances.shape[-1] - 1)
-    waits = -torch.log1p(-uniform(chances.shape, chances.device))  # exponential race: the smallest waiting time wins
+    waits = -torch.log1p(-uniform(chances.shape, chances.device))  # exponential race: the smallest waits / chances win
     picked: Tensor = (chances / waits.clamp(min=2.0**-54)).topk(count).indices
     return picked
 
@@ -315,7 +316,8 @@ def _new(turn: Callable[[Tensor, Arguments], Tensor]) -> Draws:
         like: Tensor = given["self"] if "self" in given else torch.empty(0, device="cpu")
         values = turn(uniform(given.get("size", like.shape), torch.device(given["device"] or like.device)), given)
         dtype = given["dtype"] or like.dtype
-        return values.to(dtype if isinstance(dtype, torch.dtype) else torch.int64)  # randint's default is 4: int64
+        # The default dtype of `randint` is the number 4, which means int64.
+        return values.to(dtype if isinstance(dtype, torch.dtype) else torch.int64)
 
     return draw
 

@@ -79,9 +79,9 @@ def read_slices(read: Reader, slices: Iterable[BatchSlice], epoch: int) -> Itera
     Slices are taken from the iterable when they are needed, and no batch is kept.
     """
     slices, ahead = tee(slices)
-    # A generator, so that the reader starts its workers when the first batch is read.
+    # Call `read` in a generator expression, so that its workers start only when the first batch is read.
     batches = chain.from_iterable(read(map(_INDICES, ahead), epoch) for _ in range(1))
-    # Make new tuples: `zip` also keeps a tuple that the caller holds, and frees its batch two batches later.
+    # Copy each tuple: `zip` keeps some of its tuples for reuse, and a batch in one would be freed two batches later.
     return map(itemgetter(0, 1), zip(batches, slices, strict=False))
 
 

@@ -34,7 +34,7 @@ class When(enum.IntEnum):
 
     GUARD = 1  # first: refuses a step before another listener changes anything
     WATCH = 2  # sees gradients before the step, and the parameters of all ranks after it
-    PHASE = 3  # other listeners' time is not counted in the phase that begins or ends at the event
+    PHASE = 3  # innermost, so that a phase does not include the time of other listeners
 
 
 @dataclass(eq=False)
@@ -48,7 +48,7 @@ class Probation:
     batches: float
     anew: Callable[[], None] | None
     whole: tuple[str, ...]
-    ends: float = math.inf  # the number of the last backward for which it is called
+    ends: float = math.inf  # the listener is called until the program has run this many backwards
 
 
 class OfLoop(NamedTuple):

@@ -113,7 +113,7 @@ class Phases:
         recorder = self._recorder
         if not self.trained and part is not None:
             recorder.samples += part.total
-        self._stepped = self._stepped and self._open  # forget a step before the first backward: it only prepared state
+        self._stepped = self._stepped and self._open  # forget a step without a backward: it only prepared state
         self.trained = self._open = True
         self.number = self.steps + 1
         self._before = recorder.phase

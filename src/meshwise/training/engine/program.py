@@ -56,7 +56,7 @@ class Program:
         self.plan: Plan | None = None
         self.reduction: Reduction | None = None
         """Averages gradients over the ranks; None if no averaging is needed, or if no model is left."""
-        self._plain: Callable[[Tensor], Tensor] | None = None  # see `Reduction.plain`; used if nothing is reduced
+        self._plain: Callable[[Tensor], Tensor] | None = None  # `Reduction.plain`, for a program without a reduction
         self.joined_at: int | None = None
         """The value of `backwards` at the last `mw.sum` or `mw.mean` with grad=True; None without such a call."""
         self.coupled_gradients = False
@@ -253,7 +253,7 @@ class Program:
     def begin_backward(self) -> None:
         """Count a backward that begins. Record which optimizers have stepped since the previous backward."""
         self.backwards += 1
-        if self._stepped and self._stepped != self.in_use:  # the new list has the same order on every rank
+        if self._stepped and self._stepped != self.in_use:  # listed in the order of `optimizers`, alike on all ranks
             self.in_use = [ref for optimizer in self.optimizers if (ref := weakref.ref(optimizer)) in self._stepped]
         self._stepped.clear()
 
@@ -286,7 +286,7 @@ class Program:
                 if own in self._stepped or self.backwards == self.began:
                     self._check_backward(optimizer)
                 if reduction.unreduced:
-                    program_calls.leave_gradients()  # do not intercept FSDP, which sets gradients here
+                    program_calls.leave_gradients()  # stop intercepting `.grad`, which FSDP sets while it reduces
                     reduction.reduce_now()
         if own not in self._stepped:
             self._stepped.append(own)

@@ -119,7 +119,7 @@ class ModelStream:
         self._world, self._paused = world, paused
         self._known: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._handles: list[Any] = []
-        self._depth = self._forwards = 0  # nested forwards now; forwards since the program's last draw
+        self._depth = self._forwards = 0  # numbers of nested forwards, and of forwards since the program's last draw
         self._program: list[Tensor] = []  # the program's generator states when the last forward began
         self._draws = False
         _streams.append(self)

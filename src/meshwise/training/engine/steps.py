@@ -203,7 +203,8 @@ def _read(program: Program, p: Tensor) -> None:
     elif any(p is own for own in program.named_parameters().values()):
         meet("a gradient", ALONE)
         program_calls.leave_gradients()
-        with torch.inference_mode(False), torch.enable_grad():  # code that clips gradients runs without grad mode
+        # The gradient may be read without grad mode, for example by `clip_grad_norm_`.
+        with torch.inference_mode(False), torch.enable_grad():
             reduction.reduce_now()
 
 

@@ -33,10 +33,10 @@ class FiniteLosses:
 
     def __init__(self, engine: Engine) -> None:
         self._engine, self._program, self._say = engine, engine.program, engine.notify
-        self._waiting: list[Seen] = []  # losses on one device that are not checked yet
+        self._waiting: list[Seen] = []  # losses that the next `look` checks
         self._on_its_way: tuple[Tensor, torch.Event | None, list[Seen]] | None = None
         self._count = self._first = self._last = 0  # number of bad losses, step of the first, backward of the last
-        self._began, self._wrong = 0, ""  # number of backwards in earlier programs; error text of such a program
+        self._began, self._wrong = 0, ""  # number of backwards in earlier programs, and an error text from them
         self._ended = False
 
     def look(self) -> None:

@@ -20,7 +20,7 @@ from meshwise.training.engine.weighing import check_reduction
 from meshwise.transfer.traced import Foreign
 
 BACKWARDS = 9  # how many backwards to check: by then, a program has usually shown all of its losses
-COUPLING = 5  # how many backwards to test for coupling; the first is skipped, since collectives before it were not seen
+COUPLING = 5  # backwards to test for coupling. The first is not tested, since collectives before it were not seen
 COUPLED = (
     "{place}: this loss couples the samples of a batch: it is not a mean or sum of one value per sample, but for "
     "example of similarities, the hardest samples, or a dice, root or correlation over the batch. Each of the {ranks} "

@@ -48,7 +48,7 @@ def sums_of(program: Program) -> Settings:
     """Return the sum of all parameters' absolute values, to compare ranks. Empty if ranks hold parts of them."""
     if program.plan is None or program.plan.parameters_divided or rehearsing():
         return ()
-    made = dict.fromkeys(p for model in program.models for p in model.parameters())  # also ones created in a forward
+    made = dict.fromkeys(p for model in program.models for p in model.parameters())  # including those made in a forward
     sums = [p.detach().abs().sum(dtype=torch.float64) for p in made]
     return ((PARAMETERS, "", float(torch.stack(sums).sum())),)
 

@@ -53,7 +53,7 @@ class SameProgram:
         """Record the numbers passed to an operator, for the user's line that calls it."""
         if name in QUIET or name.startswith(".") or self._count == MOST:
             return
-        own = args[1:] if name in WRITES else args  # the old contents of a written tensor may be anything
+        own = args[1:] if name in WRITES else args  # skip the tensor that is written: its old contents may be anything
         if numbers := [*_numbers((own, kwargs), 4)]:
             self._count += 1
             self._facts.setdefault((user_place(), name), []).append(numbers)

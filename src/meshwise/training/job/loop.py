@@ -260,7 +260,7 @@ def _train_batches(run: JobRun) -> Iterator[Sequence[Microbatch]]:
     gaps = run.not_finite.ranges(state.epoch)
     slices, ahead = tee(epoch_slices(order, run.job.batch_size, world, accumulate, state.index, gaps))
     pairs = read_parts(run.train, chain.from_iterable(ahead), state.epoch, world.device)
-    # Make lists, because a tuple of `zip` can live too long: see training/data/source.py.
+    # Make lists, because `zip` would keep batches in memory too long (see `read_slices` in training/data/source.py).
     return map(list, zip(pairs, strict=False)) if accumulate == 1 else (list(islice(pairs, len(s))) for s in slices)
 
 

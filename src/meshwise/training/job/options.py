@@ -202,7 +202,7 @@ def settle(options: Any, *counts: str) -> None:
 
     Raises UsageError for an invalid argument, or a count below 1.
     """
-    if isinstance(options.job, Job):  # name the job now: a worker's `__main__` does not hold it
+    if isinstance(options.job, Job):  # name it here, by its variable in `__main__`, which workers lack
         object.__setattr__(options, "job", options.job.named())
     object.__setattr__(options, "args", argument_texts(options.args))
     for name in counts:

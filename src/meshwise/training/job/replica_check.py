@@ -31,7 +31,7 @@ class ReplicaCheck:
     def __init__(self, plan: Plan) -> None:
         self.every: float = CHECK_EVERY if plan.data > 1 else math.inf
         """The number of steps between two comparisons. Without replicas, it is infinite."""
-        self._apart = plan.devices // plan.data  # ranks per replica; the axis of the replicas is the outermost
+        self._apart = plan.devices // plan.data  # ranks per replica, consecutive because `data` is the outermost axis
         self._state_too = not plan.state_divided
         self._compared = -1
 

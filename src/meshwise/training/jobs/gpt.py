@@ -27,10 +27,10 @@ from meshwise.spec.errors import DataError, UsageError, nearest
 from meshwise.training.job.job import Job
 
 ONE_IN = 16  # one file in this many is held out
-SHORTEST = 24  # bytes; a shorter text is not used as a document
+SHORTEST = 24  # the least number of bytes in a document
 SKIPPED = {"site-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo"}  # not library code, or often missing
 IGNORED = -100  # the target that cross entropy ignores
-START = 256  # the token before every document; the other tokens are the document's bytes
+START = 256  # the token before every document. The tokens 0 to 255 are bytes
 
 
 @dataclass(frozen=True)

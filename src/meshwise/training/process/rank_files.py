@@ -155,7 +155,7 @@ class FirstFiles(RankFiles):
     def _give(self, path: str, to: str, link: bool = True) -> None:
         """Make `to` a hard link to a file, or a copy. Other ranks see the complete file or none."""
         part = f"{self._shared}/{os.getpid()}-{time.monotonic_ns()}"
-        with suppress(OSError):  # copied below if the disk differs, or has no hard links
+        with suppress(OSError):  # if a hard link cannot be made, the file is copied below
             if link:
                 os.link(path, part, follow_symlinks=False)
         if not os.path.lexists(part):

@@ -38,7 +38,7 @@ from meshwise.training.recording.recording import Clocks, Recording, record_scri
 from meshwise.workers import heartbeat, verb_log
 from meshwise.workers.join import made_process_group, rank_context
 
-PATIENCE = timedelta(seconds=10)  # time limit to reach rank 0's clock; recording works without this clock
+PATIENCE = timedelta(seconds=10)  # time limit to reach rank 0's clock, without which recording works too
 BETWEEN_RANKS = ("send", "receive")
 _programs: list[PlainProgram] = []
 """Holds the `PlainProgram` that watches this process. Empty once the program calls a function of meshwise itself."""
@@ -162,7 +162,7 @@ class PlainProgram:
         if threading.get_ident() != self._thread:
             return
         self._phases.step_ends(optimizer)
-        if id(optimizer) in self._optimizers:  # the optimizer's second step on the batch
+        if id(optimizer) in self._optimizers:  # this optimizer has stepped before on this batch
             self._read = False
         self._optimizers.add(id(optimizer))
         if not self._read and self._recorder.on:
@@ -213,7 +213,7 @@ class PlainProgram:
         if self._own_group is not None:
             self._own_group()
         if (dist.get_rank(), dist.get_world_size()) != (self.world.rank, self.world.size) or self.world.size == 1:
-            self.exchanges |= dist.get_world_size() > 1  # assume an exchange: these are not the launcher's ranks
+            self.exchanges |= dist.get_world_size() > 1  # not the launcher's ranks, so not watched: assume an exchange
             return
         try:
             self._ends.append(watch(self._collective, self._waits))

@@ -27,7 +27,7 @@ def collected(thing: Any) -> Any:
     hold the state of some parameters only.
     """
     first, tree = collectives.get_rank(collectives.everyone()) == 0, map_leaves(_joined, thing, _is_state_of_optimizer)
-    parts = {id(tensor): tensor for tensor in tensors_in(tree)}  # tied tensors stay tied
+    parts = {id(tensor): tensor for tensor in tensors_in(tree)}  # by id, so that tied tensors stay one tensor
     whole: dict[int, Tensor] = {}
     for key, full in zip(parts, full_tensors(list(parts.values())), strict=True):
         whole[key] = full.detach().cpu() if first else torch.empty(0)

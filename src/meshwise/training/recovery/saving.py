@@ -103,7 +103,8 @@ class Saver:
             self._settle(None if wait else PATIENCE)
             values, tensors = self._encoded(make())
             shapes = {name: held(tensor) for name, tensor in tensors.items()}
-            digests = (hash(tuple(shapes.items())), _digest(values))  # the hash is never compared between ranks
+            # `hash` differs between processes, so each rank's hash is only compared with its own earlier hashes.
+            digests = (hash(tuple(shapes.items())), _digest(values))
             over = self._world.rank == 0 and newest(files.claims_folder(self.folder)) > number
             ranks = collectives.gather_objects((self._writing is not None, digests, over), collectives.everyone())
             if ranks[0][2]:

@@ -123,7 +123,8 @@ def load_model(model: nn.Module, saved: dict[str, Any]) -> None:
     def given(name: str, value: Any) -> Any:
         if not isinstance(value, Stored):
             return stored_whole(value)  # a tensor, or the extra state of a module
-        if name in lacking and isinstance(own[name], Tensor):  # torch only compares shapes; another rank has the values
+        # Another rank has the values. Here, torch only needs a tensor of the same shape.
+        if name in lacking and isinstance(own[name], Tensor):
             return torch.full((), torch.nan).to(own[name].dtype).expand(value.shape)
         return value.like(own[name]) if isinstance(own.get(name), Tensor) else value.whole()
 
@@ -146,7 +147,8 @@ def load_optimizer(optimizer: Optimizer, saved: dict[str, Any]) -> None:
 def _read_state(optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
     numbers = [number for group in saved["param_groups"] for number in group["params"]]
     held = [p for group in optimizer.param_groups for p in group["params"]]
-    places = dict(zip(numbers, held, strict=False)) if len(numbers) == len(held) else {}  # torch reports a wrong count
+    # If the numbers of parameters differ, `optimizer.load_state_dict` raises ValueError after this hook.
+    places = dict(zip(numbers, held, strict=False)) if len(numbers) == len(held) else {}
 
     def read(number: Any, entry: Any) -> Any:
         p = places.get(number)

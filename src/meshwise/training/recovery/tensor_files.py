@@ -27,7 +27,7 @@ from meshwise.spec.errors import CheckpointError
 from meshwise.torch_compat.sharding import division, local_of
 from meshwise.transfer.sharded import full_tensor, local_boxes
 
-SMALL = 64 << 10  # a tensor of fewer bytes is written by the first rank that holds it
+SMALL = 64 << 10  # a part of fewer bytes is written by the first rank that holds it, not by the least loaded one
 NAMES = {
     "float64": "F64",
     "float32": "F32",
@@ -143,7 +143,7 @@ def laid_out(parts: Iterable[WriteItem], shapes: Mapping[str, Held]) -> tuple[by
     for part in sorted(parts, key=lambda part: -itemsize(shapes[part.name].dtype)):
         held = shapes[part.name]
         size = volume(part.box) * itemsize(held.dtype)
-        known = NAMES.get(held.dtype)  # other dtypes are written as bytes; the manifest has the dtype
+        known = NAMES.get(held.dtype)  # a dtype that is not in NAMES is written as bytes, and the manifest names it
         place = ",".join(f"{begin}:{end}" for begin, end in part.box)
         header[part.name if part.box == whole_box(held.shape) else f"{part.name}[{place}]"] = {
             "dtype": known or "U8",

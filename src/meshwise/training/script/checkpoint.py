@@ -101,7 +101,7 @@ class LoopState:
         self._saver: Saver | None = None
         self._looked_at = self._refused = False
         self._clean: bool | None = None  # whether a step has just ended; None before the first batch
-        self._last = self._counted = 0  # the newest saved step; how many of the program's steps were counted
+        self._last = self._counted = 0  # the newest saved step, and how many steps of the program `_step` counts
         self._due = self._between = False  # whether a save is due, and whether the program is between two epochs
         self._held: HeldFolder | None = None
         self._never_finite: frozenset[str] = frozenset()
@@ -199,7 +199,7 @@ class LoopState:
                 "whose loss is not finite, or lower the learning rate."
             )
 
-    # Calls from the engine.
+    # The engine calls the methods below.
 
     def keeps(self) -> list[Any]:
         """Return the program's objects that are saved."""
@@ -212,7 +212,8 @@ class LoopState:
 
         After the last batch of an epoch, nothing is saved until `epoch_begins`."""
         if loader is not self._loader:
-            self._between = self._between and not self._engine.phases.trained  # a training loop is not between epochs
+            # The program is no longer between two epochs if it trains on the batches of another loader.
+            self._between = self._between and not self._engine.phases.trained
             return
         self._due |= self._count() and self._clock.is_due(self._step)
         if self._due and self._clean and not loader.at_end:
@@ -224,7 +225,7 @@ class LoopState:
         if loader is not self._loader:
             return
         if early:  # `step_ends` was not called for the last batch
-            by_steps = self._saves.steps is not None  # a save by time needs all ranks, and a rank may have failed
+            by_steps = self._saves.steps is not None  # time is checked by a collective, but a rank may have failed
             self._due |= self._count() and by_steps and self._clock.is_due(self._step)
         self._between, self._due = True, self._due or self._saves.in_background
 
@@ -244,7 +245,7 @@ class LoopState:
         self._look_at_program(loader)
         if loader is self._loader and self._between:
             self._between = False
-            self._count()  # counts steps on other loaders' batches
+            self._count()  # also counts the steps that trained on batches of other loaders
             if self._due and self._clean:
                 self.save()
 
@@ -295,7 +296,7 @@ class LoopState:
             return
         saver, things = self._saver, self._parts.things
         failed = sys.exc_info()[0] is not None or hasattr(sys, "last_type")
-        opened = self._engine.phases.half and not self._refused  # an accumulation window without a step
+        opened = self._engine.phases.half and not self._refused  # whether a backward has run that no step has followed
         if failed:  # close without a long wait
             saver.close()
         elif self._due and self._between and (self._clean or opened):

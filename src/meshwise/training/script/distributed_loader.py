@@ -33,7 +33,7 @@ NESTED = (
     "a loop over a loader went on after another loop over the same loader had begun inside it, and missed batches. "
     "Make a second DataLoader over the same data set for the inner loop, and pass it to mw.distribute too."
 )
-_loaders = itertools.count(1)  # numbers the loaders alike on every rank, as each makes them in the same order
+_loaders = itertools.count(1)  # gives a loader the same number on all ranks, which make their loaders in the same order
 
 
 class OverLoader:
@@ -153,7 +153,8 @@ class DistributedLoader(OverLoader):
         loader = self._loader
         if self._order is None and not (loader.persistent_workers and self._epoch) and not self._spec.draws_base_seed:
             with self._engine.generator.drawing():
-                torch.empty((), dtype=torch.int64).random_(generator=loader.generator)  # torch draws a base seed here
+                # torch's DataLoader draws a base seed here. Draw it too, so that later draws are the same.
+                torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
         batches = self._batches(self._read(None) if loader.num_workers or self.wrapper is not None else None)
         self._engine.given.loops.add(batches)
         return batches

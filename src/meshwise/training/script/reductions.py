@@ -210,6 +210,6 @@ class _Added(Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        if current().phase != "backward":  # outside mw.backward, the gradient is of this rank's loss alone
+        if current().phase != "backward":  # outside mw.backward, this is the gradient of this rank's loss alone
             raise UsageError(NOT_OURS.format(verb=ctx.of, ranks=collectives.world_size()))
         return through(_Added, gradient, ctx.of), None

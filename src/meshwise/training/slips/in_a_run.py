@@ -47,7 +47,7 @@ def says_divided() -> Iterator[str]:
 def _dividends(source: Source, size: ast.expr) -> Iterator[ast.expr]:
     """Yield `n` if a size is `n` divided by `world_size` or by another expression for the number of ranks."""
     nodes = [node for node in ast.walk(size) if isinstance(node, ast.BinOp)]
-    rounded = any(isinstance(node.op, ast.Mult) for node in nodes)  # whether the size is rounded to a multiple
+    rounded = any(isinstance(node.op, ast.Mult) for node in nodes)  # as in n // ranks * ranks, which only rounds n
     for node in nodes if not rounded else ():
         if isinstance(node.op, ast.FloorDiv | ast.Div) and RANKS.search(ast.unparse(source.value(node.right))):
             yield node.left

@@ -65,7 +65,8 @@ class Tracking:
         if path.is_file():
             self._release()
             self._held = path.open("rb")
-        self._over = claimed and is_over(self._folder, attempt())  # checked last: a later attempt may own this file
+        # Check this after opening the file, because the file may be that of a later attempt.
+        self._over = claimed and is_over(self._folder, attempt())
 
     def _release(self) -> None:
         held, self._held = self._held, None
@@ -245,7 +246,7 @@ def _target() -> _Target:
         tracking = Tracking(folder, wanted if first else (), session.tell)
         if folder is not None and first:
             if newest(folder):
-                names.keep_metrics(folder, attempt())  # replaces the file: an earlier attempt may still have it open
+                names.keep_metrics(folder, attempt())  # replaces the file, which an earlier attempt may still have open
             tracking.found = len(read_lines(folder / names.METRICS))
         tracking.open(0)
         atexit.register(tracking.close)

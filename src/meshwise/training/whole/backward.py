@@ -116,10 +116,12 @@ class Backwards:
             run((_local(loss),))
             return None
         if not isinstance(loss, Term):
-            value = None if self._axis is not None else loss.detach()  # a rehearsal (no axis) must average the loss
+            # A rehearsal has no axis, so its loss is no `Term`, but it must reduce the loss as a real run does.
+            value = None if self._axis is not None else loss.detach()
             reduction.backward(loss, reduce=reduce, value=value, run=run)
             return loss.detach()
-        if not reduce or reduction.unreduced:  # sum the loss now: its gradients are averaged with those of other losses
+        # The gradients of several losses are averaged at once. To scale those of this loss, it must be summed now.
+        if not reduce or reduction.unreduced:
             value_of(loss)
         root, size, kept = loss.known.root, loss.axis.size, list[tuple[nn.Parameter, Tensor]]()
         local, waits = plain(loss), loss.assumed and root.value is None
@@ -172,7 +174,7 @@ class Backwards:
         if tensor or any(isinstance(x, DTensor) for x in asked):
             return self._grad_of_shards(_one(outputs, grad_outputs), asked, *args, **kwargs)
         local = _local(_one(outputs, grad_outputs))
-        self._in_grad = True  # with a default device set, torch calls `torch.autograd.grad` again
+        self._in_grad = True  # torch.set_default_device makes torch call this method again from `self._grad`
         try:
             with on_parts():
                 found = self._grad(local, asked, None, *args, **kwargs)

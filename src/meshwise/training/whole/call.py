@@ -49,8 +49,8 @@ from meshwise.transfer.splitmix import mixed
 
 AGAIN = 64
 """A proven call runs operator by operator at its 2nd, 4th, 8th … 64th time, and at every 64th after that."""
-OURS = ("forward", "__deepcopy__", "__getstate__")  # attributes set on a module whose calls are divided
-KINDS = 16  # after this many different numbers of autograd nodes, a call no longer runs apart
+OURS = ("forward", "__deepcopy__", "__getstate__")  # attributes that `divide` sets on a module
+KINDS = 16  # a call no longer runs apart once its graph has had this many different numbers of autograd nodes
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -59,7 +59,7 @@ class Divided:
 
     def __init__(self, engine: Engine, axis: DataAxis) -> None:
         self.engine, self.axis, self.exact = engine, axis, engine.draws is not None
-        self.key: tuple[int, ...] | None = None  # key of the draws in a loader's newest batch
+        self.key: tuple[int, ...] | None = None  # the key from which draws in the newest batch are seeded
         self._drawn: tuple[Any, int] = (None, 0)  # the key of the newest draws, and how many calls had this key
         self.verdicts: dict[str, Verdict] = {}
         """The newest verdicts, by the class of the module and the line that called it first."""
@@ -72,7 +72,8 @@ class Divided:
         ranks."""
         device = self.engine.world.device
         before = states(device)
-        key = self.key or (zlib.crc32(before[0].numpy().tobytes()),)  # the generator's state, which a resume restores
+        # Without a loader, take a key from the generator's state, so that a resumed run draws the same numbers.
+        key = self.key or (zlib.crc32(before[0].numpy().tobytes()),)
         self._drawn = key, self._drawn[1] + 1 if self._drawn[0] == key else 1
         seed_generators(device, mixed(*key, self._drawn[1], self.axis.rank))
         try:
@@ -202,7 +203,8 @@ class Call:
         found: list[str] = []
         if verdict.answers or verdict.draws:
             found += filter(None, [self._proven(args, kwargs).why])
-        if verdict.draws and not found:  # operator by operator, the call would draw other numbers than a resumed run
+        # Operator by operator, the call would draw other numbers, but a resumed run may not check this call.
+        if verdict.draws and not found:
             return self._apart(args, kwargs, verdict, part)
         written, crossing = verdict.attributes(), self.divided.axis.watched(None if verdict.answers else found)
         with crossing, self._hearing() as new:
@@ -240,7 +242,8 @@ class Call:
             if new:
                 apart.reads = None
                 why, again = self._proven_anew(args, kwargs, verdict, written, new)
-            if grad and why is None and nodes not in verdict.nodes and not is_used():  # torch.compile adds nodes
+            # Another number of nodes shows that the call has changed, except with torch.compile, which adds nodes.
+            if grad and why is None and nodes not in verdict.nodes and not is_used():
                 why = "another number of operators" if verdict.nodes and not again else None
                 verdict.nodes |= set() if why else {nodes}
         except Otherwise as other:
@@ -274,7 +277,7 @@ class Call:
         why, repeated = look_again(new, verdict, before, again, device)
         if verdict.draws and self.divided.exact:
             why = "draws the numbers of one device"
-        if why:  # the all_reduce lets the verb log report a rank that is here alone
+        if why:  # the verb log records the all_reduce below, so it can report a rank that comes here alone
             verdict.dims, verdict.why = None, why
             self.divided.axis.all_reduce(torch.zeros(1, device=device))
         return why, repeated
@@ -317,7 +320,8 @@ def _own(args: Any, kwargs: Any, part: SplitPart, outside: list[bool]) -> Any:
         outside[0] |= leaf.requires_grad
         if isinstance(leaf, SplitTensor):
             rows = leaf.as_subclass(Tensor) if leaf.requires_grad else data_of(leaf)
-            return rows.clone() if leaf.requires_grad and is_used() else rows  # dynamo must not see a view's base
+            # Clone the rows, because dynamo would also see the SplitTensor that they are a view of.
+            return rows.clone() if leaf.requires_grad and is_used() else rows
         return enter(leaf, part.axis)
 
     if len(args) == 1 and not kwargs and type(args[0]) is SplitTensor:

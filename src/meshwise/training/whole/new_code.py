@@ -55,7 +55,7 @@ def look_again(
         found = prove(lambda own, _: next(answers, own))
     verdict.set_attributes(after)
     _known.update(new, again)
-    if found.draws and not verdict.draws:  # the call drew from the loop's stream, differently on each rank
+    if found.draws and not verdict.draws:  # the call's draws have made the loop's stream differ between ranks
         verdict.draws = True
         seed_generators(device, mixed(torch.initial_seed(), verdict.calls, 0))
     return found.why or ("returns other tensors" if found.dims != verdict.dims else None), new <= again

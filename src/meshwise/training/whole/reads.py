@@ -71,7 +71,7 @@ def watch_reads() -> None:
     """From now on, answer the reads of calls that run apart, and count what modules register."""
 
     def registers(module: nn.Module, name: str, _: Any) -> None:
-        is_new = parameters_in(module).get(name) is None  # not new if FSDP swaps shards and whole parameters
+        is_new = parameters_in(module).get(name) is None  # false when FSDP swaps a parameter's shard and whole value
         registered[0] += is_new and module in looked_at
 
     register_module_module_registration_hook(registers)

@@ -78,7 +78,7 @@ def _begin(engine: Engine, backwards: Backwards, *, alone: bool) -> None:
     """Begin what the view needs on any number of devices. alone: whether there is only one device."""
     engine.ends.callback(backwards.begin())
     engine.events.see_whole(alone=alone)
-    engine.generator.seeded = engine.watcher is not None  # in a check, loops are seeded for each step
+    engine.generator.seeded = engine.watcher is not None  # only a check seeds a loop anew at each step
     engine.program.by_construction = True
 
 
@@ -102,7 +102,7 @@ class WholeView:
         _begin(engine, self.backwards, alone=False)
         self._collectives = OwnCollectives(engine, sized)
         engine.events.listen(self._collectives, only=("backward_begins",))
-        if engine.watcher is None:  # a check itself compares what ranks compute, and names the module
+        if engine.watcher is None:  # a check (with a watcher) compares the ranks itself, and names the module
             engine.events.listen(SameProgram(engine), only=("backward_begins",))
 
     def add_models(self, models: Iterable[nn.Module]) -> None:
