@@ -24,6 +24,7 @@ from typing import Any
 
 import hypothesis
 import numpy as np
+import psutil
 import pytest
 import torch
 
@@ -136,10 +137,15 @@ def takes_seconds() -> None:
 
 @pytest.fixture(scope="session")
 def pool(processes: None) -> Iterator[Callable[[int], Pool]]:
-    """`pool(3)`: three CPU workers in one process group, started at the first call and kept for all tests."""
+    """`pool(3)`: three CPU workers in one process group, started at the first call and kept for later tests, as long
+    as the machine has memory left: each keeps what its cases have imported and allocated."""
     pools: dict[int, Pool] = {}
 
     def of(size: int) -> Pool:
+        memory = psutil.virtual_memory()
+        if memory.available < memory.total / 2:
+            for made in pools.values():
+                made.close()
         if size not in pools:
             pools[size] = Pool(size)
         return pools[size]

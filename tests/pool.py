@@ -139,6 +139,8 @@ class Pool:
         module = sys.modules[function.__module__]
         cloudpickle.register_pickle_by_value(module)  # workers cannot import the test's module
         message = cloudpickle.dumps((function, arguments))
+        if not self._lines:
+            self._start()
         if len([*Path(f"/proc/{self._places[0][1]}/task").iterdir()]) > THREADS:
             self._restart()
         for line in self._lines:
@@ -182,7 +184,9 @@ class Pool:
         self._start()
 
     def close(self) -> None:
+        """End the workers. The next `run` starts them again."""
         for line in self._lines:
             line.close()
+        self._lines = []
         self._halt.at_once = True
         self._thread.join(timeout=30)
