@@ -103,8 +103,6 @@ def _options(version: Annotated[bool, typer.Option("--version", help="print the 
 
 def main() -> None:
     """Run the command `meshwise`."""
-    if any(word.startswith("--nnodes") for word in sys.argv):  # otherwise torch prints C++ frames as connections close
-        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     atexit.register(gc.freeze)  # otherwise Python's last garbage collection visits all imported objects
     _open_standard_files()
     last_words.watch(sys.stdout, sys.stderr)
@@ -122,6 +120,8 @@ def main() -> None:
             code = told.exit_code
             with contextlib.suppress(OSError):
                 _flush()
+    if (meeting := sys.modules.get("meshwise.workers.meeting")) is not None and meeting.hangs():
+        os._exit(code)
     sys.exit(code)
 
 

@@ -126,7 +126,7 @@ def test_times_that_no_shift_can_mend_are_left_and_known() -> None:
 def test_the_clock_of_another_process_is_asked_over_a_connection_of_its_own() -> None:
     ahead = 3 * SECOND
     server = ClockServer("127.0.0.1", lambda: time.perf_counter_ns() + ahead)
-    probe = ClockProbe(("127.0.0.1", server.port), server.secret, time.perf_counter_ns)
+    probe = ClockProbe(("127.0.0.1", server.port), time.perf_counter_ns)
     samples = probe.sample(16)
     fit = fit_clock(1, samples)
     assert len(samples) == 16 and abs(fit.clock.offset - ahead) <= fit.clock.error
@@ -137,7 +137,7 @@ def test_the_clock_of_another_process_is_asked_over_a_connection_of_its_own() ->
 def test_a_server_that_is_gone_gives_no_samples() -> None:
     with socket.create_server(("127.0.0.1", 0)) as closed:
         port = int(closed.getsockname()[1])
-    assert ClockProbe(("127.0.0.1", port), b"", time.perf_counter_ns).sample(4) == []
+    assert ClockProbe(("127.0.0.1", port), time.perf_counter_ns).sample(4) == []
 
 
 def skewed_run(folder: str, skews: list[int], steps: int) -> None:

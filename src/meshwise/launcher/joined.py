@@ -9,7 +9,6 @@ from pathlib import Path
 
 from meshwise.launcher.placing import check_kind
 from meshwise.launcher.restarts import Restarts
-from meshwise.launcher.several import Alone
 from meshwise.launcher.start import opened, refuse_restarts
 from meshwise.launcher.supervise import LaunchedProgram, Started
 from meshwise.spec.devices import WorkerSlot
@@ -40,13 +39,13 @@ def joined_run(
     mine: list[Started] = []
 
     def open_run() -> tuple[Path, int]:
-        mine.append(opened(make(world), options, slots, Alone(world.size), time.time()))
+        mine.append(opened(make(world), options, slots, None, time.time()))
         return mine[0].folder, mine[0].restarts.number
 
     run = begin(open_run)
     restarts = Restarts(run.folder, number=run.attempt, faults=faults_of(options.fault, world.size))
     try:
-        yield mine[0] if mine else Started(make(world), run.folder, slots, restarts, Alone(world.size))
+        yield mine[0] if mine else Started(make(world), run.folder, slots, restarts)
     except BaseException as error:
         failure = run.ends(error)
         if failure is not None and failure.of_machine:

@@ -31,8 +31,9 @@ from meshwise.spec.units import plural
 from meshwise.spec.world import World
 from meshwise.training.job.options import RunOptions
 from meshwise.workers.environment import DEVICE_KIND, VISIBLE
-from meshwise.workers.place import Place, place_in
-from meshwise.workers.rendezvous import meet
+from meshwise.workers.place import address_of, place_in
+from meshwise.workers.places.place import Place
+from meshwise.workers.ports import port_of
 
 ASKED = "asked"
 """The key in run.json under which the options of the run's first start are recorded."""
@@ -47,9 +48,11 @@ def placed(options: RunOptions, environment: Mapping[str, str] = os.environ) -> 
     count = _devices_here(options, place)
     launches = count > 1 or options.nnodes > 1 or options.folder is not None  # meshwise submit sets `folder`
     if place.one_a_node and launches:
-        known = None if place.launcher == "torchrun" else place.rendezvous  # torchrun's own store uses this port
-        where = options.rdzv or ":".join(map(str, known or meet(place)))
-        return replace(options, nnodes=place.nodes, node_rank=place.node, rdzv=where), False
+        host, port = options.address or address_of(place)
+        if place.launcher == "torchrun":  # its own store uses this port
+            port = port_of(place.key)
+        options = replace(options, nnodes=place.nodes, node_rank=place.node)
+        return replace(options, master_addr=host, master_port=port, rdzv_endpoint=None), False
     ask_for_kind(options.devices, place)
     return options, True
 
@@ -104,7 +107,7 @@ def _refuse_contradiction(options: RunOptions, place: Place) -> None:
     if options.nnodes not in (1, place.nodes):
         raise UsageError(
             f"--nnodes {options.nnodes}, but {launcher} started {plural(place.size, 'task')} on "
-            f"{plural(place.nodes, 'machine')}. Remove --nnodes, --node-rank and --rdzv: {launcher} sets these."
+            f"{plural(place.nodes, 'machine')}. Remove --nnodes and --node-rank: {launcher} sets these."
         )
     if options.node_rank not in (0, place.node):
         raise UsageError(
@@ -135,7 +138,7 @@ def continued(options: RunOptions) -> RunOptions:
 def refuse_running(options: RunOptions) -> None:
     """Raise UsageError if the run to continue is still running on this machine."""
     given = options.folder if options.resume is None else options.resume
-    several = options.nnodes != 1 or options.node_rank or options.rdzv or place_in(os.environ).launcher
+    several = options.nnodes != 1 or place_in(os.environ).launcher
     if given is not None and not several:
         refuse_held(run_and_checkpoint(Path(given))[0])
 

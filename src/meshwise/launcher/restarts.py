@@ -26,14 +26,11 @@ from meshwise.spec.plan import Plan
 from meshwise.spec.plan_devices import on_devices
 from meshwise.spec.plan_file import plan_from_toml, plan_to_toml
 from meshwise.spec.units import plural
-from meshwise.workers.failure import recorded
+from meshwise.workers.failure import Failure, recorded
 
 NOT_SAVED = "The run is not started again, because the program saves no state. Call mw.checkpoint in the program."
+STARTED_AGAIN = "Started again, the run goes on from its last saved state"
 MOST_WITHOUT_PROGRESS, MOST_SMALLER = 3, 4
-_TOLD = (
-    *("most", "resumable", "attempt", "number", "step", "began_at", "plan", "smaller", "resumes"),
-    *("_smaller", "_furthest", "_without_progress", "_last"),
-)
 COMMAND_TIMEOUT = 30.0  # seconds to wait at the end for commands of --on-failure that still run
 
 
@@ -44,7 +41,8 @@ class Restarts:
     folder: Path
     most: int = 0
     resumable: bool = True
-    min_nodes: int = 1
+    alone: bool = True
+    """Whether the run has one machine. On several machines, the engine or the user starts the run again."""
     command: str | None = None
     faults: Sequence[Fault] = ()
     asked: Plan | None = None
@@ -90,8 +88,10 @@ class Restarts:
         """Return None if the run restarts after an attempt that failed with `error`, otherwise the error to raise."""
         failure = error.failure
         self.step = max(self.began_at, failure.done if failure is not None else 0)
-        if failure is None or self.most == 0:
+        if failure is None or (self.most == 0 and self.alone):
             return error
+        if not self.alone:
+            return self._after_on_several(error, failure)
         if failure.smaller and self.resumable and self._smaller < MOST_SMALLER:
             self.smaller, changed = failure.smaller
             self._change = f"with {changed}, and the same numbers"
@@ -117,6 +117,17 @@ class Restarts:
             return ended(error, f"{left} {shlex.quote(str(self.folder))}", AGAIN)
         return None
 
+    def _after_on_several(self, error: WorkerFailed, failure: Failure) -> WorkerFailed:
+        """Return the error to raise on several machines, where whoever started the run starts it again."""
+        if failure.smaller and self.resumable:
+            self.smaller, changed = failure.smaller
+            self.plan_now = plan_from_toml(self.smaller)
+            self.keep_plan()
+            return ended(error, f"{STARTED_AGAIN}, {changed}, and the same numbers.", AGAIN)
+        if not failure.of_machine:
+            return error
+        return ended(error, f"{STARTED_AGAIN}." if self.resumable else NOT_SAVED, AGAIN)
+
     def happened_now(self) -> list[Fault]:
         """Return the injected faults of this attempt that have happened."""
         happened = {line.get("fault") for line in self.happened() if line.get("attempt") == self.number}
@@ -132,11 +143,6 @@ class Restarts:
             raise PlanError("no device is left on which the run could continue.")
         self.plan = plan_to_toml(self.plan_now) if self.plan_now and (self.smaller or self.plan_now != plan) else ""
         return devices
-
-    def could_use(self, devices: int) -> int:
-        """Return how many devices the plan would use if there were `devices` devices."""
-        plan = plan_from_toml(self.smaller) if self.smaller else self.asked
-        return devices if plan is None else on_devices(plan, devices).devices
 
     def moves_to(self, where: str) -> None:
         """Record that the next attempt runs on other devices. where: these devices in words, such as `4 devices`."""
@@ -163,20 +169,6 @@ class Restarts:
         if self.smaller:
             request = names.read_run(self.folder).get("request", {})
             names.change_run(self.folder, request={**request, "plan": self.smaller, "settings": None})
-
-    def told(self) -> dict[str, Any]:
-        """Return the values that the launcher of another machine needs to continue the run, for JSON."""
-        told = {name: getattr(self, name) for name in _TOLD}
-        return told | {"states": None if self.states is None else str(self.states)}
-
-    def take(self, told: Mapping[str, Any]) -> None:
-        """Set up the next attempt of the run as the leading machine has decided."""
-        for name in _TOLD:
-            setattr(self, name, told[name])
-        self._last = None if told["_last"] is None else tuple(told["_last"])
-        self.states = None if told["states"] is None else Path(told["states"])
-        self.failed = time.monotonic()
-        self.plan_now = plan_from_toml(self.plan) if self.plan else self.asked
 
     def record(self) -> dict[str, Any]:
         """Return the facts to record when an attempt begins."""

@@ -209,7 +209,7 @@ def _run_joined(options: RunOptions, console: Console, began: float) -> tuple[Ru
             live=False,
             restarts=restarts,
             halt=session.gate,
-            machines=started.machines if leads else None,
+            started=started if leads else None,
         )
         call = partial(launcher.training.run_job, job, options, send=viewer.send if leads else None)
         results = launcher.training.gather_objects(in_attempt(restarts.number, restarts.due(), call, started.folder))

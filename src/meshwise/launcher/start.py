@@ -19,14 +19,12 @@ from rich.console import Console
 from meshwise.hardware.find import describe, find_devices
 from meshwise.launcher.placing import ASKED
 from meshwise.launcher.restarts import Restarts
-from meshwise.launcher.several import Alone, Several
 from meshwise.launcher.supervise import LaunchedProgram, Started, supervise
 from meshwise.records import folder as names
 from meshwise.records.checkpoints import run_and_checkpoint
 from meshwise.records.claims import newest, write_of
 from meshwise.records.files import stay_in, write_text
 from meshwise.records.lock import FolderLock
-from meshwise.records.run_list import is_fixed
 from meshwise.spec.devices import WorkerSlot, parse_devices
 from meshwise.spec.errors import UsageError, WorkerFailed
 from meshwise.spec.faults import Fault, faults_of
@@ -38,6 +36,7 @@ from meshwise.training.job.options import RESTARTS, RunOptions
 from meshwise.workers.environment import ATTEMPT, read_world
 from meshwise.workers.fork_server import Forks
 from meshwise.workers.gate import time_limit
+from meshwise.workers.meeting import Meeting
 from meshwise.workers.place import place_in
 
 OWN_OPTIONS = ("job", "devices", "log")
@@ -45,24 +44,39 @@ OWN_OPTIONS = ("job", "devices", "log")
 
 
 def start(make: Callable[[World], LaunchedProgram], options: RunOptions, began: float) -> Started:
-    """Connect to the launchers of the other machines, make the program for the devices of all machines, and open its
-    run folder."""
+    """Meet the launchers of the other machines, make the program for the devices of all machines, and open its run
+    folder."""
     slots = worker_slots(options)
-    asked = {name: value for name, value in options.record().items() if name not in OWN_OPTIONS}
-    machines = options.rendezvous(len(slots), asked | {"job": Path(str(options.job)).name})
-    late = machines is not None and machines.nodes.begins.number > 1
-    size = machines.nodes.begins.facts.get("world", machines.nodes.size) if machines else len(slots)
-    program = make(World(size=size, device=slots[0].device))
-    if machines is not None and not late:
-        given = {name: value for name, value in program.record.get("request", {}).items() if name not in OWN_OPTIONS}
+    meeting = met(options, len(slots))
+    program = make(World(size=meeting.size if meeting else len(slots), device=slots[0].device))
+    if meeting is not None:
+        facts = {name: value for name, value in options.record().items() if name not in OWN_OPTIONS}
+        facts |= {name: value for name, value in program.record.get("request", {}).items() if name not in OWN_OPTIONS}
         if options.folder is not None:
-            given["saved state"] = names.saved_step(Path(options.folder))
-        machines.nodes.compare({"job": Path(program.name).name, "plan": str(program.plan or ""), **given})
+            facts["saved state"] = names.saved_step(Path(options.folder))
+        facts |= {"job": Path(program.name).name, "plan": str(program.plan or ""), "versions": names.versions()}
+        meeting.compare(facts | {"arguments": program.record.get("arguments", [])})
     if program.sees_all:
         every = tuple(slot.index for slot in slots if slot.index is not None)
         slots = [replace(slot, sees=every) for slot in slots]
-    where = Alone(len(slots)) if machines is None else Several(machines, world=size)
-    return opened(program, options, slots, where, began)
+    return opened(program, options, slots, meeting, began)
+
+
+def met(options: RunOptions, local_size: int) -> Meeting | None:
+    """Meet the launchers of the other machines, and wait until all are there. None on one machine."""
+    found = place_in(os.environ)
+    place = found if found.one_a_node else options.place()
+    if place is None or options.nnodes == 1:
+        return None
+    if options.restarts:
+        raise UsageError(
+            f"--restarts {options.restarts}: on several machines, the run ends with exit code 85, and whoever started "
+            "it starts it again. Remove this option."
+        )
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # or torch prints C++ frames as connections close
+    meeting = Meeting(replace(place, address=options.address), local_size)
+    meeting.meet()
+    return meeting
 
 
 def worker_slots(options: RunOptions) -> list[WorkerSlot]:
@@ -100,59 +114,57 @@ def _folder_of(program: LaunchedProgram, options: RunOptions, name: str | None) 
 
 
 def opened(
-    program: LaunchedProgram, options: RunOptions, slots: Sequence[WorkerSlot], machines: Alone | Several, began: float
+    program: LaunchedProgram, options: RunOptions, slots: Sequence[WorkerSlot], meeting: Meeting | None, began: float
 ) -> Started:
     """Open the run folder of a program, new or resumed, and record in it what is run."""
-    faults = faults_of(options.fault, machines.world)
-    late, told = machines.late, machines.folder_told()
+    world = meeting.size if meeting else len(slots)
+    told = meeting.get(0, "folder") if meeting and meeting.node else {}
     folder = _folder_of(program, options, told.get("name"))
     stay_in(folder)
-    machines.finds(folder, told)
     restarts = Restarts(
         folder,
         most=RESTARTS if options.restarts is None else options.restarts,
         resumable=program.again is not None,
-        min_nodes=options.nnodes if options.folder is not None and is_fixed(folder) else 1,
+        alone=meeting is None,
         command=options.on_failure,
-        faults=faults,
+        faults=faults_of(options.fault, world),
         launched=place_in(os.environ).record(),
         number=told.get("attempt", 1),
         asked=program.plan,
     )
-    if late:
-        restarts.take(late["restarts"])
     goes_on = options.resume is not None or options.folder is not None
     kept = [folder / name for name in (names.RUN, names.PLAN)] if goes_on else []
     before = {path: path.read_text(encoding="utf-8") for path in kept if path.is_file()}
-    started = Started(program, folder, slots, restarts, machines, before, hang_limit=options.hang_seconds())
-    if machines.keeps:
-        number = _recorded(started, options, began, begins=not told)
+    shares = not told or newest(folder) == told["attempt"]
+    limit = options.hang_seconds()
+    started = Started(program, folder, slots, restarts, meeting, shares, before, hang_limit=limit)
+    if meeting is None or meeting.node == 0 or not shares:
+        number = _recorded(started, options, began, world, begins=not told)
         restarts.number = told.get("attempt", number)
-    if late:
-        restarts.keep_plan()
-    elif program.plan is not None:  # on every machine: a script's workers read the plan in their machine's folder
+    if program.plan is not None:  # on every machine: a script's workers read the plan in their machine's folder
         predicted = program.record.get(PREDICTED)
         table = prediction_to_toml(prediction_of(predicted)) if isinstance(predicted, Mapping) else ""
         content = (plan_to_toml(program.plan) + table).encode()
         write_of(folder, restarts.number, folder / names.PLAN, lambda file: file.write(content))
-    if not told:
-        machines.tell_folder(folder, restarts.number)
+    if meeting is not None and meeting.node == 0:
+        meeting.set("folder", {"name": folder.name, "attempt": restarts.number})
     return started
 
 
-def _recorded(started: Started, options: RunOptions, began: float, *, begins: bool) -> int:
+def _recorded(started: Started, options: RunOptions, began: float, world: int, *, begins: bool) -> int:
     """Lock the folder, record that an attempt begins there, and return the attempt's number."""
-    program, folder, machines = started.program, started.folder, started.machines
+    program, folder, meeting = started.program, started.folder, started.meeting
     earlier = names.read_run(folder) if (folder / names.RUN).exists() else {}
     yields = _earlier_start_holds(earlier)
-    machines.lock = FolderLock(folder, claimed=yields)
-    facts = {"job": program.name, "devices": [slot.name for slot in started.slots], "machine": machines.node}
-    facts |= {"world": machines.world, "versions": names.versions(), **names.what_was_typed(), **program.record}
+    started.lock = FolderLock(folder, claimed=yields)
+    node = meeting.node if meeting else 0
+    facts = {"job": program.name, "devices": [slot.name for slot in started.slots], "machine": node}
+    facts |= {"world": world, "versions": names.versions(), **names.what_was_typed(), **program.record}
     if isinstance(options.job, str | Path):  # the source of a Job object is unknown
         facts["source"] = names.source_of(str(options.job))
     if options.folder is not None and ASKED not in earlier:
         facts[ASKED] = options.record()
-    if yields or newest(folder) or (begins and (machines.nodes is not None or options.folder is not None)):
+    if yields or newest(folder) or (begins and (meeting is not None or options.folder is not None)):
         names.claim_session(folder, len(earlier.get("sessions", [])) + 1)
     return names.begin_session(folder, began, started.restarts.record(), **facts)
 
@@ -171,11 +183,11 @@ def supervised(
     """Announce and run a program. Return the workers' results and the exit code."""
     program, slots = started.program, started.slots
     plan = "" if program.plan is None else f"{program.plan}  "
-    machines, nodes = started.machines, started.machines.nodes
-    told = place_in(os.environ).told(nodes.size if nodes else len(slots), nodes.nnodes if nodes else 1)
-    if machines.first_rank == 0 or not told:  # under a launcher, all nodes share one output
-        line = f"{Path(program.name).name}  {plan}{describe(slots, machines.first_rank)}"
-        text = f"{told}\n{line}" if told and machines.first_rank == 0 else line
+    meeting = started.meeting
+    told = place_in(os.environ).told(meeting.size if meeting else len(slots), meeting.nodes if meeting else 1)
+    if started.first_rank == 0 or not told:  # under a launcher, all nodes share one output
+        line = f"{Path(program.name).name}  {plan}{describe(slots, started.first_rank)}"
+        text = f"{told}\n{line}" if told and started.first_rank == 0 else line
         console.print(text, soft_wrap=not console.is_terminal, markup=False, highlight=False)
     try:
         with time_limit(limit):

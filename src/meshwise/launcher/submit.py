@@ -26,7 +26,7 @@ from meshwise.spec.errors import UsageError
 from meshwise.spec.options import Option, option_name, options_of
 from meshwise.training.job.options import STOP, RunOptions
 
-NOT_SENT = ("nnodes", "node_rank", "rdzv", "resume", "folder", "time_limit")
+NOT_SENT = ("nnodes", "node_rank", "master_addr", "master_port", "rdzv_endpoint", "resume", "folder", "time_limit")
 """Options of `meshwise run` that `meshwise submit` lacks, because the cluster or the batch script decides them."""
 DECIDED = (*("--nodes", "-N", "--time", "-t", "--ntasks", "-n", "--ntasks-per-node", "--output", "-o"),)
 """Options of sbatch that the user may not give, because the batch script decides them."""

@@ -20,25 +20,27 @@ from typing import Any, BinaryIO
 from rich.console import Console
 
 from meshwise.launcher.devices_left import DevicesLeft
-from meshwise.launcher.restarts import Restarts
-from meshwise.launcher.several import JOINED, Alone, Several
+from meshwise.launcher.restarts import Restarts, ended
 from meshwise.records import folder as names
 from meshwise.records.attempts import lost_texts, open_log
 from meshwise.records.files import is_lost
+from meshwise.records.lock import FolderLock
 from meshwise.reports.analyse import report_of
 from meshwise.reports.read import read_timeline
 from meshwise.reports.views.live_progress import LiveView, TrainingProgress
 from meshwise.reports.views.run_text import RunSummary, WholeRun, metric_text
 from meshwise.spec.devices import WorkerSlot
-from meshwise.spec.errors import WorkerFailed
-from meshwise.spec.exit_codes import AGAIN, DONE, JOINS, WARNINGS, stop_text
+from meshwise.spec.errors import PlanError, WorkerFailed
+from meshwise.spec.exit_codes import AGAIN, DONE, WARNINGS, stop_text
 from meshwise.spec.plan import Plan
+from meshwise.spec.units import plural
 from meshwise.terminal.screen import fitted
 from meshwise.training.job.options import PRELOAD
 from meshwise.workers.channel import Message
 from meshwise.workers.fork_server import Forks
 from meshwise.workers.gate import Halt, StepGate
 from meshwise.workers.launch import launch
+from meshwise.workers.meeting import Meeting
 from meshwise.workers.watched import Listeners
 
 WITHOUT_RECORDS = (
@@ -61,27 +63,39 @@ class LaunchedProgram:
     again: Callable[..., Any] | None = None
 
 
-@dataclass(frozen=True)
+@dataclass
 class Started:
-    """A program with its run folder, and the workers and machines on which it runs."""
+    """A program with its run folder, and the workers and machines on which it runs.
+
+    meeting: the launchers of all machines. None on one machine.
+    shares: whether the machines see one run folder, so that only machine 0 writes the run's record.
+    before: the files of the folder that the start has changed, with their former text.
+    """
 
     program: LaunchedProgram
     folder: Path
     slots: Sequence[WorkerSlot]
     restarts: Restarts
-    machines: Alone | Several
+    meeting: Meeting | None = None
+    shares: bool = True
     before: Mapping[Path, str] = field(default_factory=dict)
     hang_limit: float | None = None
+    lock: FolderLock | None = None
+
+    @property
+    def first_rank(self) -> int:
+        """The lowest rank of this machine."""
+        return self.meeting.first_rank if self.meeting else 0
 
     @property
     def keeps_record(self) -> bool:
         """Whether this machine writes the run folder's files that belong to no single rank, such as run.json."""
-        return self.machines.keeps and self.restarts.is_current
+        return (self.meeting is None or self.meeting.node == 0 or not self.shares) and self.restarts.is_current
 
     def close(self) -> None:
         """Release the lock on the folder."""
-        if self.machines.lock is not None:
-            self.machines.lock.close()
+        if self.lock is not None:
+            self.lock.close()
 
 
 class Viewer:
@@ -95,14 +109,12 @@ class Viewer:
         live: bool,
         restarts: Restarts,
         halt: Halt | StepGate,
-        machines: Alone | Several | None,
+        started: Started | None,
     ) -> None:
-        """live: whether the view redraws progress. machines: None if this process must not write the run's record."""
+        """live: whether the view redraws progress. started: None if this process must not write the run's record."""
         self._view, self._live, self._halt = view, live, halt
-        self._restarts, self._machines = restarts, machines
+        self._restarts, self._started = restarts, started
         self.stopped = ""
-        self.steps = self.joins = False
-        """`steps`: whether workers run training steps. `joins`: whether workers stopped to let a machine join."""
         self._devices = tuple(devices)
         self._memory: list[int | None] = [None] * len(devices)
         self._job = ""
@@ -114,11 +126,10 @@ class Viewer:
         kind = message["kind"]
         if kind == "began":
             self._job = message["job"]
-            if self._machines and rank == self._machines.first_rank:
+            if self._started and rank == self._started.first_rank:
                 self._told = []
                 self._keep(self._restarts.began(message["step"]))
         elif kind == "stepped":
-            self.steps = True
             self._keep(self._restarts.stepped())
         elif kind == "restores":
             self._restarts.resumable, self._restarts.states = True, Path(message["folder"])
@@ -128,8 +139,6 @@ class Viewer:
             self._view.update(self._progress(message))
         elif kind == "evaluated":
             self._view.print(metrics_line(message))
-        elif kind == "stopping" and self._joins():
-            self.joins = True
         elif kind == "stopping" and rank == 0:
             epoch = "" if message["epoch"] is None else f" (epoch {message['epoch']})"
             self.stops(f" after step {message['step']}{epoch}", message.get("saves", False))
@@ -139,9 +148,6 @@ class Viewer:
             self._view.print(fitted(message["text"], sys.stdout))
         elif kind == "note":
             self._view.print(fitted(message["text"], sys.stdout))
-
-    def _joins(self) -> bool:
-        return isinstance(self._halt, Halt) and self._halt.wanted and not self._halt.ends
 
     def look_for(self, folder: Path) -> None:
         """Check at most once a second whether the run folder is gone. Tell the user once if it is."""
@@ -159,7 +165,7 @@ class Viewer:
                 self._view.print("no state is saved: the script has not called mw.checkpoint.")
 
     def _keep(self, facts: Mapping[str, Any]) -> None:
-        if facts and self._machines and self._machines.keeps and self._restarts.is_current:
+        if facts and self._started and self._started.keeps_record:
             names.add_to_session(self._restarts.folder, **facts)
 
     def send(self, kind: str, **facts: Any) -> None:
@@ -192,16 +198,14 @@ def supervise(
 ) -> tuple[list[Any], int]:
     """Launch workers, show the run, and restart it while `restarts` allows.
     Return the results and the exit code."""
-    restarts, machines, slots = started.restarts, started.machines, started.slots
+    restarts, meeting, slots = started.restarts, started.meeting, started.slots
     halt, forks = Halt(), forks or Forks(PRELOAD, stays=True)
     with LiveView(console) as view, forwarded_signals(halt, view), halt.after(limit):
         named, devices = [f"rank {rank} {slot.name}" for rank, slot in enumerate(slots)], DevicesLeft(slots)
-        viewer = Viewer(view, named, live=view.draws, restarts=restarts, halt=halt, machines=machines)
+        viewer = Viewer(view, named, live=view.draws, restarts=restarts, halt=halt, started=started)
 
         def look() -> None:
             viewer.look_for(restarts.folder)
-            if viewer.steps and machines.has_more(restarts):
-                halt.ask(JOINS)
 
         def log(folder: Path, rank: int) -> BinaryIO:
             return open_log(folder, rank, restarts.number)
@@ -211,20 +215,16 @@ def supervise(
         try:
             results = None
             while results is None:
-                viewer.steps = viewer.joins = False
-                devices.use(machines.size)
                 try:
-                    results = launches(*task(), devices.used, nodes=machines.nodes)
-                    if viewer.joins and not halt.ends:
-                        results = None
-                        raise WorkerFailed("A machine joins: all ranks have stopped after a step.", exit_code=JOINED)
+                    results = launches(*task(), devices.used, meeting=meeting)
                 except WorkerFailed as error:
                     _answer(error, started, view, halt, devices)
         finally:
-            machines.leave(halt.exit_code if halt.ends else DONE)
+            if meeting is not None:
+                meeting.leave()
             forks.close()
             restarts.close(view.print)
-        if stopped := halt.ends:
+        if stopped := halt.wanted:
             viewer.stops()
     if is_lost(restarts.folder):
         raise WorkerFailed(
@@ -238,15 +238,18 @@ def supervise(
 
 def _answer(error: WorkerFailed, started: Started, view: LiveView, halt: Halt, devices: DevicesLeft) -> None:
     """Record how an attempt failed. Then begin the next attempt, or raise the error that ends the run."""
-    restarts, machines = started.restarts, started.machines
-    number, last, goes_on = restarts.number, None, ""
-    rank = -1 if error.failure is None else error.failure.rank - machines.first_rank
+    restarts, number = started.restarts, started.restarts.number
+    rank = -1 if error.failure is None else error.failure.rank - started.first_rank
     devices.failed(error.failure, rank, restarts.attempt, restarts.happened_now())
-    left = devices.left(restarts.attempt + 1)
-    try:
-        error, goes_on = machines.go_on(restarts, error, left, halt)
-    except WorkerFailed as ends:
-        error = last = ends
+    last = error if halt.wanted else restarts.after(error)
+    goes_on = ""
+    if last is None:
+        try:
+            devices.use(_fitting(restarts, len(devices.used), devices.left(restarts.attempt + 1)))
+            goes_on = restarts.next()
+        except PlanError as refused:
+            last = ended(error, str(refused), AGAIN)
+    error = last or error
     if keeps := started.keeps_record:
         status = "stopped" if error.rank is None else "failed"
         names.end_session(restarts.folder, status, str(error), **restarts.facts(error, number))
@@ -255,13 +258,18 @@ def _answer(error: WorkerFailed, started: Started, view: LiveView, halt: Halt, d
     if last is not None:
         raise last
     view.print(fitted(f"{error}\n{goes_on}", sys.stdout))
-    halt.begin_anew()
-    devices.use(machines.size)
     if keeps:
         restarts.keep_plan()
-        world = machines.nodes.size if machines.nodes else machines.size
-        facts = {"devices": [slot.name for slot in devices.used], "world": world, "machine": machines.node}
+        facts = {"devices": [slot.name for slot in devices.used], "world": len(devices.used), "machine": 0}
         restarts.number = names.begin_session(restarts.folder, time.time(), restarts.record(), **facts)
+
+
+def _fitting(restarts: Restarts, before: int, left: int) -> int:
+    """Return how many of the devices that are left the next attempt uses. before: as many as the last one used."""
+    used = restarts.fit(left)
+    if used != before:
+        restarts.moves_to(plural(used, "device"))
+    return used
 
 
 @contextlib.contextmanager

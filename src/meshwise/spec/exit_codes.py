@@ -13,8 +13,6 @@ DONE, FAILED, USAGE, DOUBTFUL, AGAIN, NO_PROGRESS, INTERRUPTED = 0, 1, 2, 4, 85,
 """Exit codes (see MEANINGS). DOUBTFUL: `meshwise check` found equal float64 values, but also some other difference."""
 TIME_LIMIT = int(getattr(signal, "SIGALRM", 14))
 """A signal number. It is recorded as the reason for the end of a run that its time limit has stopped."""
-JOINS = 0
-"""Recorded in place of a signal number if a run was stopped so that it restarts with a machine that has joined it."""
 WARNINGS = tuple(int(getattr(signal, name)) for name in ("SIGTERM", "SIGUSR1", "SIGUSR2") if hasattr(signal, name))
 """The signals that schedulers send some time before they kill a job, often to every process of a task."""
 OF_SCHEDULERS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "KUBERNETES_SERVICE_HOST")
@@ -43,7 +41,6 @@ def code_of_stop(number: int, environment: Mapping[str, str] = os.environ) -> in
 def stop_text(number: int) -> str:
     """Return what stopped a run, in words: `Ctrl-C`, `SIGTERM`, `its time limit`."""
     told = {
-        JOINS: "a machine that joins",
         signal.SIGINT: "Ctrl-C",
         _number("SIGHUP"): "a closed terminal",
         TIME_LIMIT: "its time limit",

@@ -32,7 +32,7 @@ PANELS = {
     "Plan": ("plan", "settings", "exact_random"),
     "Saving and failures": ("save_every", "keep", "time_limit", "restarts", "hang_limit", "on_failure", "fault"),
     "Records": ("log", "out", "folder"),
-    "Where": ("devices", "nnodes", "node_rank", "rdzv"),
+    "Where": ("devices", "nnodes", "node_rank", "master_addr", "master_port", "rdzv_endpoint"),
 }
 """The fields of options dataclasses that the help lists in a panel of their own."""
 

@@ -2,8 +2,10 @@
 
 Their connection, the side channel, works even when collectives do not. It carries messages such as done, failed,
 progress and halt. A closed channel is a message too: it tells the launcher that a worker is gone, or a worker that its
-launcher is gone, so that no process is left behind. Both ends prove that they know the token in a worker's
-environment, without sending it.
+launcher is gone, so that no process is left behind.
+
+It is a Unix socket in the temporary folder of the launch, which no other user can enter. The kernel says which user is
+at the other end, and nobody but this user is heard.
 """
 
 from __future__ import annotations
@@ -11,19 +13,46 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import random
 import signal
 import socket
+import struct
 import threading
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
-from meshwise.workers.handshake import Doorkeeper, Line, enter
-
 Message = dict[str, Any]
-ADDRESS, TOKEN = "MESHWISE_CHANNEL", "MESHWISE_TOKEN"
-PURPOSE = "channel"
+ADDRESS = "MESHWISE_CHANNEL"
+"""Environment variable: the path of the launcher's socket."""
 CONNECT_TIMEOUT = 30.0  # seconds for a worker to reach its launcher
+LONGEST = 100  # bytes in the path of a Unix socket; the kernel allows 107
+CREDENTIALS = struct.Struct("3i")  # the process, user and group at the other end
+
+
+class Line:
+    """A connection that carries one JSON message a line. Any thread may call `send`, but only one `receive`."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection, self._lock = connection, threading.Lock()
+        self._lines = connection.makefile("rb")
+
+    def send(self, message: Message) -> None:
+        """Send a message. Raises OSError if the connection is lost."""
+        line = json.dumps(message, default=str).encode() + b"\n"
+        with self._lock:
+            self._connection.sendall(line)
+
+    def receive(self) -> Message | None:
+        """Wait for the next message. Return None if the other end has closed the connection."""
+        line = self._lines.readline()
+        return json.loads(line) if line.endswith(b"\n") else None
+
+    def close(self) -> None:
+        """Close the connection. A thread that waits for a message wakes up."""
+        with contextlib.suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)  # close alone would not wake the thread
+        self._connection.close()
 
 
 class WorkerChannel:
@@ -38,13 +67,12 @@ class WorkerChannel:
         threading.Thread(target=self._listen, name="meshwise-channel", daemon=True).start()
 
     def send(self, kind: str, **facts: Any) -> None:
-        self._line.send(json.dumps({"kind": kind, **facts}, default=str).encode())
+        self._line.send({"kind": kind, **facts})
 
     def _listen(self) -> None:
         # If the launcher was killed, the connection may be reset or end within a message.
         with contextlib.suppress(OSError, ValueError):
-            while received := self._line.receive():
-                message = json.loads(received)
+            while message := self._line.receive():
                 listener = self.listeners.get(message["kind"])
                 if listener is not None:
                     listener(message)
@@ -53,7 +81,7 @@ class WorkerChannel:
 
 def end_own_process_group() -> None:
     """Kill this worker and every process that it started, such as loader workers."""
-    if os.getpgid(0) == os.getpid():  # true for a worker, which leads its group; never kill another group
+    if os.getpgid(0) == os.getpid():  # a worker leads its own group: any other process may share its parent's group
         os.killpg(0, signal.SIGKILL)
     os._exit(1)
 
@@ -63,9 +91,12 @@ def connect(environment: Mapping[str, str], rank: int) -> WorkerChannel | None:
     address = environment.get(ADDRESS)
     if address is None:
         return None
-    host, port = address.rsplit(":", 1)
-    connection = socket.create_connection((host, int(port)), timeout=CONNECT_TIMEOUT)
-    channel = WorkerChannel(enter(connection, environment[TOKEN].encode(), PURPOSE, CONNECT_TIMEOUT))
+    connection = socket.socket(socket.AF_UNIX)
+    connection.settimeout(CONNECT_TIMEOUT)
+    with _short(Path(address)) as path:
+        connection.connect(path)
+    connection.settimeout(None)
+    channel = WorkerChannel(Line(connection))
     channel.send("hello", rank=rank)
     return channel
 
@@ -73,51 +104,75 @@ def connect(environment: Mapping[str, str], rank: int) -> WorkerChannel | None:
 class LauncherChannel:
     """The launcher's end of the side channel to its workers: one listening socket, and one thread per worker."""
 
-    def __init__(self, token: str, deliver: Callable[[int, Message], None]) -> None:
+    def __init__(self, folder: Path, deliver: Callable[[int, Message], None]) -> None:
+        """folder: a folder that only this user can enter. deliver: called with the rank and each of its messages."""
         self._deliver = deliver
         self._lines: dict[int, Line] = {}
-        server = socket.create_server(("127.0.0.1", 0), backlog=512)
-        self._door = Doorkeeper(server, token.encode(), PURPOSE, self._serve)
-        self.address = f"127.0.0.1:{self._door.port}"
+        self._over = False
+        self._server = socket.socket(socket.AF_UNIX)
+        self.address = str(folder / "channel")
+        with _short(folder / "channel") as path:
+            self._server.bind(path)
+        self._server.listen(512)
+        threading.Thread(target=self._run, name="meshwise-channels", daemon=True).start()
 
     def send(self, rank: int, kind: str, **facts: Any) -> None:
         line = self._lines.get(rank)
         if line is not None:
             with contextlib.suppress(OSError):  # if the worker is gone, its closed connection reports this
-                line.send(json.dumps({"kind": kind, **facts}).encode())
+                line.send({"kind": kind, **facts})
 
     def close(self) -> None:
-        self._door.close()
+        """Accept no more connections, and close the open ones."""
+        self._over = True
+        with contextlib.suppress(OSError):
+            self._server.shutdown(socket.SHUT_RDWR)  # wakes the accepting thread, which closes the socket
+        for line in tuple(self._lines.values()):
+            line.close()
+
+    def _run(self) -> None:
+        while not self._over:
+            try:
+                connection, _ = self._server.accept()
+            except OSError:  # the socket is shut down, or too many files are open
+                time.sleep(0.01)
+                continue
+            if is_own(connection):
+                line = Line(connection)
+                threading.Thread(target=self._serve, args=(line,), name="meshwise-channel", daemon=True).start()
+            else:
+                connection.close()
+        self._server.close()
 
     def _serve(self, line: Line) -> None:
         rank: int | None = None
-        with contextlib.suppress(OSError, ValueError):
-            while received := line.receive():
-                message = json.loads(received)
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            while message := line.receive():
                 if rank is None:
                     rank = int(message["rank"])
                     self._lines[rank] = line
                 self._deliver(rank, message)
+        line.close()
         if rank is not None:
             self._deliver(rank, {"kind": "closed"})
 
 
-LISTENING_PORTS = range(20_000, 32_768)
-"""Ports to listen at. Ports of outgoing connections are higher on Linux: 32768 to 60999 (ip_local_port_range)."""
+def is_own(connection: socket.socket) -> bool:
+    """Check whether the process at the other end of a Unix socket belongs to this user."""
+    if not hasattr(socket, "SO_PEERCRED"):  # on macOS, the mode of the folder must do
+        return True
+    told = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
+    return bool(CREDENTIALS.unpack(told)[1] == os.geteuid())
 
 
-def listening(host: str = "", port: int = 0) -> socket.socket:
-    """Return a socket that listens at a TCP port. host: "" for all addresses. port: 0 for any free port."""
-    every = {"family": socket.AF_INET6, "dualstack_ipv6": True} if not host and socket.has_dualstack_ipv6() else {}
-    if port:
-        return socket.create_server((host, port), backlog=512, **every)  # type: ignore[arg-type]
-    for free in (*random.SystemRandom().sample(LISTENING_PORTS, 100), 0):
-        with contextlib.suppress(OSError):
-            return socket.create_server((host, free), backlog=512, **every)  # type: ignore[arg-type]
-    raise OSError("no TCP port is free on this machine")
-
-
-def free_port(host: str = "") -> int:
-    """Return a TCP port of this machine on which no process listens now."""
-    with listening(host) as server:
-        return int(server.getsockname()[1])
+@contextlib.contextmanager
+def _short(path: Path) -> Iterator[str]:
+    """Yield a path to the same socket that is short enough for the kernel."""
+    if len(os.fsencode(path)) <= LONGEST:
+        yield str(path)
+        return
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        yield f"/proc/self/fd/{folder}/{path.name}"
+    finally:
+        os.close(folder)

@@ -26,10 +26,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 
-from meshwise.spec.exit_codes import JOINS, TIME_LIMIT, code_of_stop
+from meshwise.spec.exit_codes import TIME_LIMIT, code_of_stop
 from meshwise.spec.units import seconds_text
 from meshwise.workers.channel import WorkerChannel
-from meshwise.workers.place import JOB, job_id
+from meshwise.workers.places.slurm import JOB, job_id
 
 WARM = 3  # first steps that are not timed: they compile, and create the optimizer's state
 LIMIT = "MESHWISE_DEADLINE"
@@ -141,27 +141,16 @@ class Halt:
         self.wanted = False
         self.at_once = False
         self.signal = 2
-        """The signal that asked for the stop, or TIME_LIMIT, or JOINS if a machine waits to join the run."""
+        """The signal that asked for the stop, or TIME_LIMIT."""
 
     def ask(self, number: int) -> None:
-        """Ask all ranks to stop after the same step. If there is already a request, the first request is kept. As an
-        exception, a request to end the run replaces a request to pause until a machine has joined.
+        """Ask all ranks to stop after the same step. Only the first request counts.
 
-        number: who asks for the stop: the number of a signal, or TIME_LIMIT, or JOINS for a machine that wants to join.
+        number: who asks for the stop: the number of a signal, or TIME_LIMIT.
         """
-        if not self.wanted or (self.signal == JOINS and number != JOINS):
+        if not self.wanted:
             self.signal = number
             self.wanted = True
-
-    @property
-    def ends(self) -> bool:
-        """Whether the run is asked to end, and not only to pause until a machine has joined."""
-        return self.wanted and self.signal != JOINS
-
-    def begin_anew(self) -> None:
-        """Withdraw a request to pause until a machine has joined the run. A request to end the run is kept."""
-        if not self.ends:
-            self.wanted = False
 
     @property
     def exit_code(self) -> int:

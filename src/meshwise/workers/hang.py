@@ -23,7 +23,7 @@ from pathlib import Path
 
 from meshwise.spec.words import ranks_text
 from meshwise.workers.heartbeat import PEERS, PLAIN, Beat, CollectiveCall, beat_path, read_beat, read_beats, stack_path
-from meshwise.workers.nodes import RemoteBeat
+from meshwise.workers.remote_beats import RemoteBeat
 from meshwise.workers.stuck import STATES, Idleness, standing, state_of, stuck_child
 
 INTERVAL = 0.25  # seconds between checks

@@ -30,8 +30,9 @@ from meshwise.workers import divergence
 from meshwise.workers.channel import WorkerChannel, connect
 from meshwise.workers.environment import LISTENER, VISIBLE, read_world, visible
 from meshwise.workers.gate import StepGate
-from meshwise.workers.place import ALONE, Place, place_in
-from meshwise.workers.rendezvous import meet, taken
+from meshwise.workers.place import address_of, place_in
+from meshwise.workers.places.place import ALONE, Place
+from meshwise.workers.rendezvous import OTHER_PORT, reached, served
 from meshwise.workers.stopping import agree_to_stop
 
 ANYWHERE = "192.0.2.1"
@@ -77,13 +78,22 @@ def _world_at(place: Place) -> World:
     """Return the world of this process, and set the environment variables that describe it."""
     os.environ.update(place.variables() | os.environ)
     world = read_world(os.environ)
-    if place.size > 1 and place.key and place.rendezvous is None:
-        host, port = meet(place)
-        os.environ.update(MASTER_ADDR=host, MASTER_PORT=str(port))
-        if (listener := taken(port)) is not None:
-            os.environ[LISTENER] = str(listener)
-            keep_store()
+    if place.size > 1 and place.key and place.address is None:
+        _meet(place, address_of(place))
     return world
+
+
+def _meet(place: Place, address: tuple[str, int]) -> None:
+    """Set MASTER_ADDR and MASTER_PORT. Serve the store there on rank 0; on other ranks, wait for it."""
+    global _store
+    os.environ.update(MASTER_ADDR=address[0], MASTER_PORT=str(address[1]))
+    if place.rank == 0:
+        _store = served(address, place.key)
+        return
+    try:
+        reached(address, place.key, f"rank {place.rank} of {place.size}")
+    except OSError as error:
+        raise UsageError(f"rank {place.rank} of {place.size} did not find rank 0: {error}. {OTHER_PORT}") from None
 
 
 @contextlib.contextmanager

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import os
 import queue
-import secrets
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -29,16 +28,17 @@ import cloudpickle
 from meshwise.spec.devices import WorkerSlot
 from meshwise.spec.errors import WorkerFailed
 from meshwise.workers import environment, failure
-from meshwise.workers.channel import ADDRESS, TOKEN, LauncherChannel, Message, listening
+from meshwise.workers.channel import ADDRESS, LauncherChannel, Message
 from meshwise.workers.divergence import DivergenceWatch, divergence, last_verbs
 from meshwise.workers.failure import Failure
 from meshwise.workers.fork_server import Forks
 from meshwise.workers.gate import Halt
 from meshwise.workers.hang import ASKED, HangWatch
 from meshwise.workers.heartbeat import steps_of
-from meshwise.workers.nodes import FarBeats, Nodes
+from meshwise.workers.meeting import SILENCE, Meeting
+from meshwise.workers.ports import listening
+from meshwise.workers.remote_beats import RemoteBeats
 from meshwise.workers.scratch import scratch_folder
-from meshwise.workers.store import SILENCE
 from meshwise.workers.watched import Listeners, State, WatchedWorker, shown
 from meshwise.workers.written_files import WrittenFiles
 
@@ -56,7 +56,7 @@ def launch(
     *,
     folder: Path | None = None,
     listeners: Listeners | None = None,
-    nodes: Nodes | None = None,
+    meeting: Meeting | None = None,
     halt: Halt | None = None,
     preload: Sequence[str] | Forks = (),
 ) -> list[Any]:
@@ -71,7 +71,7 @@ def launch(
     with scratch_folder() as scratch, ExitStack() as stack:
         forks = preload if isinstance(preload, Forks) else Forks(preload)
         launcher = _Launcher(
-            scratch, folder or scratch, listeners or Listeners(), nodes, halt or Halt(), len(slots), forks
+            scratch, folder or scratch, listeners or Listeners(), meeting, halt or Halt(), len(slots), forks
         )
         stack.callback(launcher.end)
         task = scratch / "task.pickle"
@@ -92,29 +92,28 @@ class _Launcher:
     scratch: Path
     folder: Path
     listeners: Listeners
-    nodes: Nodes | None
+    meeting: Meeting | None
     halt: Halt
     local_size: int
     forks: Forks
 
     def __post_init__(self) -> None:
-        scratch, listeners, nodes, local_size = self.scratch, self.listeners, self.nodes, self.local_size
-        self.size = nodes.size if nodes else local_size
-        self.first_rank = nodes.first_rank if nodes else 0
+        scratch, listeners, meeting, local_size = self.scratch, self.listeners, self.meeting, self.local_size
+        self.size = meeting.size if meeting else local_size
+        self.first_rank = meeting.first_rank if meeting else 0
         self.workers: list[WatchedWorker] = []
         self._inbox: queue.Queue[tuple[int, Message]] = queue.Queue()
-        self._token = secrets.token_hex(16)
-        self._channel = LauncherChannel(self._token, lambda rank, message: self._inbox.put((rank, message)))
+        self._channel = LauncherChannel(scratch, lambda rank, message: self._inbox.put((rank, message)))
         self._divergence = DivergenceWatch(scratch, range(self.first_rank, self.first_rank + local_size))
-        self._hangs, self._far = HangWatch(scratch, listeners.hang_limit, idle=listeners.idle), FarBeats(nodes)
+        self._hangs, self._remote = HangWatch(scratch, listeners.hang_limit, idle=listeners.idle), RemoteBeats(meeting)
         self._written = WrittenFiles()
         self._halting: dict[int, int] = {}
         self._last: int | None = None
         self._halted_at, self._asked, self._saves = 0.0, 0.0, False
 
     def start(self, task: Path, slots: Sequence[WorkerSlot]) -> None:
-        listener = self.nodes.listener if self.nodes else listening("127.0.0.1")
-        port = self.nodes.port if self.nodes else listener.getsockname()[1] if listener else 0
+        listener = self.meeting.listener if self.meeting else listening("127.0.0.1")
+        port = self.meeting.port if self.meeting else listener.getsockname()[1] if listener else 0
         for local_rank, slot in enumerate(slots):
             rank = self.first_rank + local_rank
             variables = os.environ | self._environment(rank, local_rank, port, slot)
@@ -138,12 +137,11 @@ class _Launcher:
             "WORLD_SIZE": str(self.size),
             "LOCAL_RANK": str(local_rank),
             "LOCAL_WORLD_SIZE": str(self.local_size),
-            "MASTER_ADDR": self.nodes.master if self.nodes else "127.0.0.1",
+            "MASTER_ADDR": self.meeting.master if self.meeting else "127.0.0.1",
             "MASTER_PORT": str(port),
             **environment.loaded_with(slot),
             environment.VISIBLE: visible,
             ADDRESS: self._channel.address,
-            TOKEN: self._token,
             environment.DEVICE_KIND: slot.device,
             **({} if self.folder == self.scratch else {environment.RUN_FOLDER: str(self.folder.resolve())}),
             environment.CORES: ",".join(map(str, slot.cores)),
@@ -156,7 +154,7 @@ class _Launcher:
             self._deliver_one()
             self._look_at_processes()
             self._look_at_halt()
-            self._look_at_nodes()
+            self._look_at_machines()
             self._look_at_verbs()
             self._look_at_beats()
             self.listeners.look()
@@ -168,7 +166,7 @@ class _Launcher:
         """Check whether this machine's workers have ended, and other machines' workers are done. `end` kills a worker
         that is done but does not exit in time."""
         here = self._over() and all(w.seconds > END_TIMEOUT or w.process.poll() is not None for w in self.workers)
-        return here and (self.nodes is None or self.nodes.all_done())
+        return here and (self.meeting is None or self.meeting.all_done())
 
     def _over(self) -> bool:
         """Return True if every worker has ended without a failure: its task is done, or it has exited with code 0."""
@@ -186,16 +184,16 @@ class _Launcher:
         if self.halt.wanted:
             return
         pids = {w.rank: w.process.pid for w in self.workers if w.state is State.RUNNING}
-        hang = self._hangs.look(pids, self._far.heard(), self.forks.process)
-        self._far.tell(partial(self._hangs.here, pids))
+        hang = self._hangs.look(pids, self._remote.heard(), self.forks.process)
+        self._remote.tell(partial(self._hangs.here, pids))
         if hang and hang.over:
             self._fail(Failure(hang.rank, "hung", hang.text, plain=True, step=hang.step))
         elif hang:
             self.listeners.message(hang.rank, {"kind": "note", "text": hang.text})
-            self._far.say(hang.text)
+            self._remote.say(hang.text)
             for rank in pids if hang.stalls else ():
                 self._channel.send(rank, ASKED)  # only ranks on an accelerator answer
-        for text in self._far.news():
+        for text in self._remote.news():
             self.listeners.message(self.first_rank, {"kind": "note", "text": text})
 
     def _in(self, *states: State) -> list[int]:
@@ -211,21 +209,21 @@ class _Launcher:
             trails = self._divergence.trails()
             last = [last_verbs(trails)] if chosen.kind == "victim" else []
             text = divergence(trails, self._in(State.DONE, State.EXITED)) or "\n".join([text, *last]).rstrip()
-        if self.nodes:
-            self.nodes.fail(text, chosen, max(chosen.exit_code, 1))
+        if self.meeting:
+            raise self.meeting.fail(text, chosen, max(chosen.exit_code, 1))
         raise WorkerFailed(text, exit_code=max(chosen.exit_code, 1), failure=chosen)
 
-    def _look_at_nodes(self) -> None:
+    def _look_at_machines(self) -> None:
         """Check whether another machine has failed, is lost, or asks for a stop, and act on this."""
-        if self.nodes is None:
+        if self.meeting is None:
             return
-        if failed := self.nodes.failed_elsewhere():
+        if failed := self.meeting.failed_elsewhere():
             raise failed
-        if lost := self.nodes.lost():
+        if lost := self.meeting.lost():
             self._fail(lost)
         if self.halt.wanted:
-            self.nodes.set("halt", self.halt.signal)
-        elif (number := self.nodes.try_get("halt")) is not None:
+            self.meeting.set("halt", self.halt.signal)
+        for _, number in self.meeting.of_others("halt"):
             self.halt.ask(number)
 
     def _deliver_one(self) -> None:
@@ -273,15 +271,15 @@ class _Launcher:
     def _settled(self, failures: Sequence[Failure]) -> bool:
         """Return True if the cause is certain: all ranks have reported, or have had enough time to report."""
         waited = max(w.seconds for w in self.workers if w.failure)
-        if self.nodes and all(f.kind == "victim" for f in failures):
+        if self.meeting and all(f.kind == "victim" for f in failures):
             return waited > OTHERS_TIMEOUT
         return waited > failure.patience(failures) or not self._in(State.RUNNING)
 
     def _look_at_halt(self) -> None:
         if self.halt.at_once:
             text = "the run was stopped at once. What was saved before is kept."
-            if self.nodes:
-                self.nodes.fail(text, None, self.halt.exit_code)
+            if self.meeting:
+                self.meeting.fail(text, None, self.halt.exit_code)
             raise WorkerFailed(text, exit_code=self.halt.exit_code)
         if not self.halt.wanted or self._over():
             return
@@ -304,12 +302,11 @@ class _Launcher:
 
     def _agreed_last(self, here: int) -> int | None:
         """Return the last step that any rank of any machine began. None until all machines have answered."""
-        if self.nodes is None:
+        if self.meeting is None:
             return here
-        self.nodes.set(f"begun/{self.nodes.node_rank}", here)
-        begun = [self.nodes.try_get(f"begun/{member.node}") for member in self.nodes.members]
-        known = [step for step in begun if isinstance(step, int)]
-        return max(known) if len(known) == len(begun) else None
+        self.meeting.set("begun", here)
+        begun = [step for _, step in self.meeting.of_others("begun")]
+        return max(here, *begun) if len(begun) == self.meeting.nodes - 1 else None
 
     def end(self) -> None:
         for entry in self.workers:

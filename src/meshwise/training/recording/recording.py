@@ -35,7 +35,7 @@ from meshwise.workers.environment import ATTEMPT, RUN_FOLDER, attempt
 from meshwise.workers.join import rank_context
 
 PATIENCE = timedelta(minutes=30)  # the same as the process group's own timeout
-_numbers = count(1)  # numbers the clocks of this process, alike on all ranks, which make them together
+_numbers = count(1)  # numbers the clocks of this process. All ranks make their clocks together, so the numbers agree
 
 
 class Clocks:
@@ -49,12 +49,11 @@ class Clocks:
         self._probe: ClockProbe | None = None
         if world.rank == 0:
             self._server = ClockServer("127.0.0.1" if alone else "", clock)
-            store.set(key, f"{self._server.port} {self._server.secret.hex()}")
+            store.set(key, str(self._server.port))
         else:
             store.wait([key], patience)
-            port, secret = store.get(key).decode().split()
-            address = "127.0.0.1" if alone else os.environ["MASTER_ADDR"], int(port)
-            self._probe = ClockProbe(address, bytes.fromhex(secret), clock)
+            host = "127.0.0.1" if alone else os.environ["MASTER_ADDR"]
+            self._probe = ClockProbe((host, int(store.get(key))), clock)
 
     def sample(self, rounds: int) -> Sequence[tuple[int, int, int]]:
         """Measure `rounds` round trips to the clock of rank 0 (see `SampleClock`)."""

@@ -1,0 +1,1 @@
+"""Read the place of a process from the variables of its launcher: one file for each."""

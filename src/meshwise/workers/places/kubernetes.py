@@ -1,0 +1,33 @@
+"""Read the variables of Kubernetes: an Indexed Job, a JobSet, or a TrainJob of Kubeflow Trainer. Each pod is a machine.
+
+Kubernetes sets JOB_COMPLETION_INDEX alone. What `meshwise submit` prints sets NNODES, MASTER_ADDR and MASTER_PORT
+beside it; Kubeflow Trainer sets torchrun's variables PET_*.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from meshwise.workers.places.place import Place, number
+
+INDEX, NODES, NODE = "JOB_COMPLETION_INDEX", "NNODES", "PET_NODE_RANK"
+
+
+def of_kubernetes(environment: Mapping[str, str]) -> Place | None:
+    """Return the place of the first process of a pod. None outside of a job of several pods."""
+    pet = "PET_" if NODE in environment else ""
+    index = NODE if pet else INDEX
+    if not {index, pet + NODES} <= environment.keys() or (nodes := number(environment, pet + NODES)) < 2:
+        return None
+    host, port = environment.get(f"{pet}MASTER_ADDR"), number(environment, f"{pet}MASTER_PORT", 0)
+    node = number(environment, index)
+    return Place(
+        "Kubernetes",
+        rank=node,
+        size=nodes,
+        node=node,
+        nodes=nodes,
+        job=environment.get("JOB_NAME", ""),
+        hosts=(host,) if host else (),
+        address=(host, port) if host and port else None,
+    )
