@@ -89,6 +89,15 @@ class Meeting:
 
         Raises UsageError if this launcher is refused, WorkerFailed if not all machines come.
         """
+        try:
+            self._wait_for_all(look)
+        except BaseException:
+            self.leave()
+            raise
+        self.first_rank, self.size = self.ranks_of(self.node)[0], self.ranks_of(self.nodes - 1)[-1] + 1
+        self.port = int(self._machines[0].said["port"])
+
+    def _wait_for_all(self, look: Callable[[], object]) -> None:
         until = time.monotonic() + COME
         while not all("size" in machine.said for machine in self._machines):
             look()
@@ -97,8 +106,6 @@ class Meeting:
             if time.monotonic() > until:
                 raise WorkerFailed(f"not all {self.nodes} machines came in 10 min.", exit_code=AGAIN)
             time.sleep(0.02)
-        self.first_rank, self.size = self.ranks_of(self.node)[0], self.ranks_of(self.nodes - 1)[-1] + 1
-        self.port = int(self._machines[0].said["port"])
 
     def _refused(self, error: Exception) -> MeshwiseError:
         text = f"the machines cannot meet at {self.master}: {str(error).splitlines()[0]}"
@@ -216,13 +223,17 @@ class Meeting:
         self.set("left", True)
         until = time.monotonic() + TELL_TIMEOUT
         while self._error is None and time.monotonic() < until:
-            if self._sent == self._version and (self.node or all(m.said.get("left") for m in self._machines)):
+            if self._sent == self._version and (self.node or all(map(self._has_left, self._machines))):
                 break
             time.sleep(0.02)
         self._over.set()
         self._wake.set()
         if self.listener is not None:
             self.listener.close()
+
+    def _has_left(self, machine: Machine) -> bool:
+        silent = self._met and machine is not self._machines[self.node] and time.monotonic() - machine.at > SILENCE
+        return silent or bool(machine.said.get("left"))
 
     def _run(self) -> None:
         try:

@@ -6,6 +6,7 @@ the first process writes the name of its start into the store, and those of anot
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from datetime import timedelta
@@ -30,7 +31,8 @@ def served(address: tuple[str, int], start: str) -> Any:
     try:
         listener = listening("127.0.0.1" if is_loopback(host) else "", port)
     except OSError as error:
-        raise UsageError(f"this process cannot listen at port {port} ({error.strerror}). {OTHER_PORT}") from None
+        why = os.strerror(error.errno or 0)
+        raise UsageError(f"this process cannot listen at port {port} ({why}). {OTHER_PORT}") from None
     store = TCPStore(
         host, port, None, True, wait_for_workers=False, multi_tenant=True, master_listen_fd=listener.detach()
     )
