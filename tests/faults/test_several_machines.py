@@ -1,5 +1,5 @@
-"""A run on several machines goes on by itself (launcher/several.py): launchers on this machine stand for them, and
-share the run's folder."""
+"""A run on several machines ends on all of them, and goes on where an engine starts it again on as many as there are.
+Launchers on this machine stand for machines, and share the run's folder."""
 
 from __future__ import annotations
 
@@ -9,76 +9,72 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from meshwise.records import claims
 from meshwise.records import folder as names
 from meshwise.records.files import read_lines
-from meshwise.workers.channel import free_port
-from tests.faults.runs import CommandRun, run_folder
+from meshwise.workers.ports import free_port
+from tests.faults.runs import CommandRun
 from tests.faults.test_restarts import JOB, final, trained
 
 pytestmark = pytest.mark.usefixtures("processes")
+EXACT = ("--set", "precision=fp64", "--exact-random", "--save-every", "4")
 
 
 class Launchers:
-    """`meshwise run` on several machines with one worker each, which share the folder `out`."""
+    """One start of `meshwise run` on several machines with one worker each, which share the run's folder."""
 
-    def __init__(self, out: Path, count: int, *words: str, job: str = f"{JOB}:job", shared: bool = True) -> None:
-        self.out, self._shared = out, shared
-        meeting = ("--nnodes", str(count), "--rdzv", f"127.0.0.1:{free_port()}", "--devices", "1xcpu")
-        self._words = (job, *meeting, *words)
+    def __init__(self, out: Path, count: int, *words: str, start: int = 1) -> None:
+        self.folder = out / "run"
+        meeting = ("--nnodes", str(count), "--master-addr", "127.0.0.1", "--master-port", str(free_port()))
+        self._words = (f"{JOB}:job", *meeting, "--devices", "1xcpu", "--folder", str(self.folder), *words)
+        self._out = out / f"start{start}"
         self.runs = [self.start(node) for node in range(count)]
 
-    def start(self, node: int, again: str = "", *words: str) -> CommandRun:
-        """The launcher of a machine; again: the name of its output, where it was there before."""
-        out = self.out / ("runs" if self._shared else f"runs{node}")
-        words = (*self._words, "--node-rank", str(node), *words, "--out", str(out))
-        return CommandRun(*words, out=self.out / f"machine{node}{again}", GLOO_SOCKET_IFNAME="lo")
+    def start(self, node: int, *words: str) -> CommandRun:
+        """The launcher of a machine."""
+        out = self._out / f"machine{node}{'-'.join(words)}"
+        return CommandRun(*self._words, "--node-rank", str(node), *words, out=out, GLOO_SOCKET_IFNAME="lo")
 
     def ended(self) -> list[int]:
         return [run.wait() for run in self.runs]
-
-    def kill(self, node: int) -> None:
-        """A machine is gone, with all that runs on it."""
-        self.runs[node].process.kill()
-        self.runs[node].process.wait()
 
     @property
     def shown(self) -> str:
         return "\n".join(f"--- machine {node}\n{run.output}" for node, run in enumerate(self.runs))
 
+    def left_over(self) -> list[list[int]]:
+        return [run.left_over() for run in self.runs]
 
-def test_a_worker_that_was_killed_is_replaced_on_all_machines(tmp_path: Path) -> None:
+
+def losses(folder: Path) -> list[int]:
+    return [line["step"] for line in read_lines(folder / names.METRICS) if "loss" in line]
+
+
+def test_a_worker_that_was_killed_ends_all_machines_and_the_next_start_goes_on(tmp_path: Path) -> None:
     _, whole = trained(tmp_path / "a", "--save-every", "4")
-    two = Launchers(tmp_path / "b", 2, "--save-every", "4", "--fault", "kill:rank=1,step=15")
-    assert two.ended() == [0, 0], two.shown
-    folder = run_folder(tmp_path / "b")
-    assert "rank 1 of 2 was killed by SIGKILL" in two.runs[1].output
-    assert "on another machine:\nrank 1 of 2 was killed" in two.runs[0].output
-    for run in two.runs:
-        assert "attempt 2 of 4 begins from the state saved at step 12." in run.output
-    assert final(folder) == final(whole)
-    assert read_lines(folder / names.METRICS) == read_lines(whole / names.METRICS)
-    first, second = names.read_run(folder)["sessions"]
-    assert (first["status"], first["rank"], first["step"]) == ("failed", 1, 15) and second["status"] == "finished"
-    assert (second["from_step"], second["steps_lost"]) == (12, 2) and claims.newest(folder) == 2
-    assert [run.left_over() for run in two.runs] == [[], []]
+    two = Launchers(tmp_path, 2, "--save-every", "4", "--fault", "kill:rank=1,step=15")
+    assert two.ended() == [85, 85], two.shown
+    said = [" ".join(run.output.split()) for run in two.runs]
+    assert "rank 1 of 2 was killed by SIGKILL" in said[1] and "on another machine: rank 1 of 2 was killed" in said[0]
+    assert all("Started again, the run goes on from its last saved state." in text for text in said)
+    again = Launchers(tmp_path, 2, "--save-every", "4", start=2)
+    assert again.ended() == [0, 0], again.shown
+    assert final(again.folder) == final(whole)
+    assert read_lines(again.folder / names.METRICS) == read_lines(whole / names.METRICS)
+    first, second = names.read_run(again.folder)["sessions"]
+    assert (first["status"], first["rank"], first["step"]) == ("failed", 1, 15)
+    assert (second["status"], second["from_step"]) == ("finished", 12)
+    assert two.left_over() == again.left_over() == [[], []]
 
 
-def test_with_fewer_machines_than_asked_for_the_run_is_left_to_who_started_it(tmp_path: Path) -> None:
-    folder = tmp_path / "runs/sent"
-    names.write_run(folder, {"job": f"{JOB}:job", "status": names.QUEUED, "submission": {"nodes": "2"}})
-    fault = ("--save-every", "4", "--fault", "slow 400ms:rank=0,step=9")
-    two = Launchers(tmp_path, 2, "--folder", str(folder), *fault)
-    saved(tmp_path, 8)
-    two.kill(1)
-    assert two.runs[0].wait() == 85, two.shown
-    said = " ".join(two.runs[0].output.split())
-    assert "Only 1 machine of 2 remained, but the run was submitted with --nodes 2" in said and "attempt 2" not in said
-    (session,) = names.read_run(run_folder(tmp_path))["sessions"]
-    assert session["status"] == "failed" and session["reason"].startswith("machine 1 of 2 (rank 1) is lost")
-
-
-EXACT = ("--set", "precision=fp64", "--exact-random", "--save-every", "4")
+def test_a_start_with_another_command_is_refused_on_all_machines(tmp_path: Path) -> None:
+    two = Launchers(tmp_path, 1)  # machine 0 of two, once the other is there
+    two.runs[0].kill()
+    other = Launchers(tmp_path, 2, start=2)
+    other.runs[1].kill()
+    odd = other.start(1, "--epochs", "7")
+    assert (other.runs[0].wait(), odd.wait()) == (2, 2), other.shown + odd.output
+    for run in (other.runs[0], odd):
+        assert "machines 0 and 1 differ in their epochs: None and 7." in " ".join(run.output.split())
 
 
 def same_within(one: Path, other: Path, most: float = 1e-9) -> bool:
@@ -89,81 +85,40 @@ def same_within(one: Path, other: Path, most: float = 1e-9) -> bool:
     )
 
 
-def saved(out: Path, step: int) -> None:
+def saved(launchers: Launchers, step: int) -> None:
     """Wait until the state after this step is saved."""
     limit = time.monotonic() + 60
-    while not list((out / "runs").glob(f"*/checkpoint/step-{step:08d}.1")):
-        assert time.monotonic() < limit
+    while not list(launchers.folder.glob(f"checkpoint/step-{step:08d}.1")):
+        assert time.monotonic() < limit, launchers.shown
         time.sleep(0.05)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("lost", [0, 1, 2])
-def test_a_machine_that_is_lost_is_left_out(lost: int, tmp_path: Path) -> None:
+def test_a_machine_that_is_lost_ends_the_others_and_two_machines_go_on(lost: int, tmp_path: Path) -> None:
     _, whole = trained(tmp_path / "a", *EXACT, devices="3xcpu")
-    three = Launchers(tmp_path / "b", 3, *EXACT, "--fault", "slow 400ms:rank=0,step=9")
-    saved(tmp_path / "b", 8)
-    three.kill(lost)
+    three = Launchers(tmp_path, 3, *EXACT, "--fault", "slow 400ms:rank=0,step=9")
+    saved(three, 8)
+    three.runs[lost].process.kill()
     left = [run for node, run in enumerate(three.runs) if node != lost]
-    assert [run.wait() for run in left] == [0, 0], three.shown
-    folder = run_folder(tmp_path / "b")
+    assert [run.wait() for run in left] == [85, 85], three.shown
     for run in left:
-        said = " ".join(run.output.split())
-        assert f"machine {lost} of 3 (rank {lost}) is lost: " in said
-        assert "attempt 2 of 4 begins from the state saved at step " in said
-        assert ", on 2 machines with 2 devices under Plan(data=2" in said
-    assert same_within(folder, whole), three.shown
-    steps = [line["step"] for line in read_lines(folder / names.METRICS) if "loss" in line]
-    assert steps == list(range(1, 21))
-    run = names.read_run(folder)
-    assert (run["status"], run["world"], len(run["sessions"])) == ("finished", 2, 2)
-    assert run["machine"] == (1 if lost == 0 else 0)
-    assert [run.left_over() for run in three.runs] == [[], [], []]
+        assert f"machine {lost} of 3 (rank {lost}) is lost: " in " ".join(run.output.split()), run.output
+    two = Launchers(tmp_path, 2, *EXACT, start=2)
+    assert two.ended() == [0, 0], two.shown
+    assert same_within(two.folder, whole) and losses(two.folder) == list(range(1, 21))
+    run = names.read_run(two.folder)
+    assert (run["status"], run["world"], [each["status"] for each in run["sessions"]]) == (
+        *("finished", 2),
+        ["failed", "finished"],
+    )
+    assert three.left_over() == [[], [], []]
 
 
 @pytest.mark.slow
-def test_without_a_shared_folder_the_run_does_not_go_on_where_its_states_are_not(tmp_path: Path) -> None:
-    two = Launchers(tmp_path / "b", 2, *EXACT, "--fault", "slow 400ms:rank=0,step=9", shared=False)
-    limit = time.monotonic() + 60
-    while not list((tmp_path / "b" / "runs0").glob("*/checkpoint/step-00000008.1")):
-        assert time.monotonic() < limit, two.shown
-        time.sleep(0.05)
-    two.kill(0)
-    assert two.runs[1].wait() == 85, two.shown
-    assert "Machine 0, which has the saved states, is lost" in two.runs[1].output
-
-
-SLOW_TWICE = ("--fault", "slow 400ms:rank=0,step=9", "--fault", "slow 2500ms:rank=0,step=9,attempt=2")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("node", [0, 2])
-def test_a_machine_that_is_started_again_joins(node: int, tmp_path: Path) -> None:
-    _, whole = trained(tmp_path / "a", *EXACT, devices="3xcpu")
-    three = Launchers(tmp_path / "b", 3, *EXACT, *SLOW_TWICE)
-    saved(tmp_path / "b", 8)
-    three.kill(node)
-    left = [run for at, run in enumerate(three.runs) if at != node]
-    left[0].wait_for("attempt 2 of 4 begins")
-    back = three.start(node, "-back")
-    assert [run.wait() for run in (*left, back)] == [0, 0, 0], three.shown + back.output
-    said = " ".join(left[0].output.split())
-    assert "A machine joins: all ranks have stopped after a step. attempt 3 of 5 begins from the state saved" in said
-    assert ", on 3 machines with 3 devices under Plan(data=3" in said
-    assert "the run is under way: this machine joins it" in " ".join(back.output.split())
-    folder = run_folder(tmp_path / "b")
-    assert same_within(folder, whole), three.shown
-    steps = [line["step"] for line in read_lines(folder / names.METRICS) if "loss" in line]
-    assert steps == list(range(1, 21))
-    assert [session["status"] for session in names.read_run(folder)["sessions"]] == ["failed", "stopped", "finished"]
-
-
-@pytest.mark.slow
-def test_a_machine_that_was_started_with_another_command_does_not_join(tmp_path: Path) -> None:
-    two = Launchers(tmp_path / "b", 2, *EXACT, *SLOW_TWICE)
-    saved(tmp_path / "b", 8)
-    two.kill(1)
-    two.runs[0].wait_for("attempt 2 of 4 begins")
-    back = two.start(1, "-back", "--epochs", "7")
-    assert (back.wait(), two.runs[0].wait()) == (2, 0), back.output
-    assert "the run uses epochs None, but this machine was started with 7." in " ".join(back.output.split())
+def test_a_rank_that_runs_out_of_memory_is_started_again_with_a_plan_that_needs_less(tmp_path: Path) -> None:
+    two = Launchers(tmp_path, 2, *EXACT, "--fault", "oom:rank=1,step=9")
+    assert two.ended() == [85, 85], two.shown
+    again = Launchers(tmp_path, 2, *EXACT, start=2)
+    assert again.ended() == [0, 0], again.shown
+    assert "recompute=" in (again.folder / names.PLAN).read_text().replace('"', "").replace(" ", "")

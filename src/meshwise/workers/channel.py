@@ -52,6 +52,7 @@ class Line:
         """Close the connection. A thread that waits for a message wakes up."""
         with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)  # close alone would not wake the thread
+        self._lines.close()
         self._connection.close()
 
 

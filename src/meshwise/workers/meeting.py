@@ -1,4 +1,6 @@
-"""Let the launchers of several machines meet at torch's TCPStore on machine 0, for one attempt of a run.
+"""Let the launchers of one attempt of a run meet.
+
+They meet at torch's TCPStore on machine 0.
 
     claim      this attempt's name and each machine's index, so that launchers of another start are refused
     compare    the number of devices, the program and its options

@@ -1,4 +1,4 @@
-"""Exchange the states of silent ranks with the other machines, to find the rank that causes a hang."""
+"""Exchange the states of silent ranks with the other machines."""
 
 from __future__ import annotations
 

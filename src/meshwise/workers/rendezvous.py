@@ -1,6 +1,6 @@
-"""Serve torch's TCPStore at an address, or reach it there, and check that it is the store of this start.
+"""Serve torch's TCPStore at an address, or reach it there.
 
-torch's store listens to whoever reaches its port. Two steps of one job, or two jobs on a node, may come to one port, so
+It listens to whoever reaches its port. Two steps of one job, or two jobs on a node, may come to one port, so
 the first process writes the name of its start into the store, and those of another start leave.
 """
 

@@ -59,7 +59,7 @@ def batch_script(job: BatchJob) -> str:
     if job.site.cpus:
         lines += ["export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK  # srun does not take it over from Slurm 22.05 on"]
     lines += [f"run={_quoted(job.run)}${{SLURM_ARRAY_TASK_ID:+-$SLURM_ARRAY_TASK_ID}}  # found again by every start"]
-    return "\n".join([*lines, "", *_step(job, elastic=low != high), "", *_AGAIN, ""])
+    return "\n".join([*lines, "", *(_step(job) if low == high else _steps(job, low)), "", *_AGAIN, ""])
 
 
 def _options(job: BatchJob, *, elastic: bool) -> list[str]:
@@ -68,7 +68,7 @@ def _options(job: BatchJob, *, elastic: bool) -> list[str]:
     named = {"partition": site.partition, "account": site.account, "qos": site.qos, "mem": site.memory}
     lines = [f"--job-name={_word(job.name)}", f"--nodes={job.nodes}"]
     # With a number of tasks, Slurm allocates the fewest nodes of a range, so only the job step sets a number.
-    lines += ["--no-kill  # a lost node does not end it: it continues on the others"] if elastic else []
+    lines += ["--no-kill  # a lost node does not end the job: the run starts again on the others"] if elastic else []
     lines += [] if elastic else ["--ntasks-per-node=1  # meshwise starts the workers of a node itself"]
     if job.gpus and site.gpus != "none":
         kind = f"{site.gpu_type}:" if site.gpu_type else ""
@@ -95,9 +95,34 @@ def joined_options(words: Sequence[str]) -> list[str]:
     return joined
 
 
-def _step(job: BatchJob, *, elastic: bool) -> list[str]:
-    site = job.site
-    words = ["srun", *(["--no-kill", "--ntasks-per-node=1"] if elastic else [])]
+def _step(job: BatchJob, srun: str = "srun") -> list[str]:
+    return [
+        "# Slurm's signals reach the ranks too, which save and end by them: this script only waits for that.",
+        "trap : TERM USR1 USR2",
+        f"{srun} {_command(job)} &",
+        "while kill -0 $! 2>/dev/null; do wait $!; done",
+        "wait $!",
+        "code=$?",
+    ]
+
+
+def _steps(job: BatchJob, least: int) -> list[str]:
+    """Return the lines of a job that goes on with the nodes that are left, if these are at least `least`."""
+    words = "srun --no-kill --wait=30 --overlap --ntasks-per-node=1"
+    first, trap, *step = _step(job, f'{words} --nodes="$(wc -w <<<"$up")" --nodelist="${{up// /,}}"')
+    return [
+        first,
+        trap,
+        'up=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | xargs)',
+        "while :; do",
+        *[f"    {line}" for line in step],
+        *_LEFT.replace("LEAST", str(least)).splitlines(),
+        "done",
+    ]
+
+
+def _command(job: BatchJob) -> str:
+    site, words = job.site, list[str]()
     if site.container and site.runtime == "pyxis":
         words += [f"--container-image={site.container}", f"--container-workdir={job.workdir}"]
         words += [f"--container-mounts={','.join(site.mounts)}"] if site.mounts else []
@@ -105,19 +130,21 @@ def _step(job: BatchJob, *, elastic: bool) -> list[str]:
         binds = [word for mount in site.mounts for word in ("--bind", mount)]
         words += [site.runtime, "exec", *(["--nv"] if job.gpus else []), *binds, site.container]
     words += [*job.command, "run", "--folder"]
-    return [
-        "# Slurm's signals reach the ranks too, which save and end by them: this script only waits for that.",
-        "trap : TERM USR1 USR2",
-        " ".join([*map(_quoted, words), '"$run"', *map(_quoted, job.words), "&"]),
-        "while kill -0 $! 2>/dev/null; do wait $!; done",
-        "wait $!",
-        "code=$?",
-    ]
+    return " ".join([*map(_quoted, words), '"$run"', *map(_quoted, job.words)])
 
 
 _SETUP_FAILED = """\
 trap 'code=$? line=$LINENO; [ ${#BASH_SOURCE[@]} -gt 1 ] || {
     echo "setup of the site: $(sed -n ${line}p "$0"): exit code $code. Nothing was started." >&2; exit 2; }' ERR"""
+_LEFT = """\
+    [ $code = 85 ] && [ ! -e "$run/stop" ] || break
+    # Is a node lost? Each is asked, since Slurm itself takes minutes to notice. The run goes on at once on the others.
+    left=$(for node in $up; do
+        timeout 8 srun --quiet --overlap --nodes=1 --ntasks=1 --nodelist="$node" true 2>/dev/null && echo "$node"
+    done | xargs)
+    [ "$left" != "$up" ] && [ "$(wc -w <<<"$left")" -ge LEAST ] || break
+    echo "nodes $up: only $left answer"
+    up=$left"""
 _AGAIN = """\
 # 85 asks for another start, no other code does. Only the start that Slurm counts asks for it, and only while it runs or
 # has come to its limit: a job that was cancelled, or that Slurm has requeued itself, is left alone. So is one that

@@ -1,1 +1,1 @@
-"""Read the place of a process from the variables of its launcher: one file for each."""
+"""Read the place of a process from its launcher's variables: a file each."""

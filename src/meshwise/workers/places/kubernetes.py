@@ -1,4 +1,6 @@
-"""Read the variables of Kubernetes: an Indexed Job, a JobSet, or a TrainJob of Kubeflow Trainer. Each pod is a machine.
+"""Read the variables of Kubernetes.
+
+They belong to an Indexed Job, a JobSet, or a TrainJob of Kubeflow Trainer. Each pod is a machine.
 
 Kubernetes sets JOB_COMPLETION_INDEX alone. What `meshwise submit` prints sets NNODES, MASTER_ADDR and MASTER_PORT
 beside it; Kubeflow Trainer sets torchrun's variables PET_*.

@@ -1,4 +1,4 @@
-"""Read the variables of torchrun, and of a PyTorchJob, whose RANK counts pods."""
+"""Read the variables of torchrun, and of PyTorchJobs, which count pods."""
 
 from __future__ import annotations
 
