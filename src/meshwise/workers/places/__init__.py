@@ -1,1 +1,1 @@
-"""Read the place of a process from its launcher's variables: a file each."""
+"""Read the place of a process: one file for each launcher."""
