@@ -93,24 +93,13 @@ def test_a_batch_script_that_was_sent_from_inside_a_step_is_one_process(cluster:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("words", [f"{sys.executable} who.py", f"{MESHWISE} run --devices 2xcpu who.py"])
-def test_nodes_that_share_no_folder_meet_by_a_secret_of_the_environment(
-    words: str, cluster: Slurm, programs: Path
-) -> None:
+def test_nodes_that_share_no_folder_meet_too(words: str, cluster: Slurm, programs: Path) -> None:
     for node in (0, 1):
         (programs / f"node{node}").mkdir()
         (programs / f"node{node}" / "who.py").write_text((programs / "who.py").read_text())
     there = ["bash", "-c", f"cd node$SLURM_NODEID && exec {words}"]
-    done = cluster.call("srun", "-N2", "--ntasks-per-node=1", *there, folder=programs, MESHWISE_SECRET="0123456789" * 4)
+    done = cluster.call("srun", "-N2", "--ntasks-per-node=1", *there, folder=programs)
     assert done.returncode == 0 and "rank 0 of " in done.stdout, done.stdout
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("words", [f"{sys.executable} who.py", f"{MESHWISE} run --devices 2xcpu who.py"])
-def test_nodes_whose_names_have_no_address_meet_too(words: str, programs: Path, pytestconfig: pytest.Config) -> None:
-    needs_slurm(pytestconfig)
-    with slurm(2, named=False) as cluster:
-        done = cluster.call("srun", "-N2", "--ntasks-per-node=1", *words.split(), folder=programs)
-        assert done.returncode == 0 and "rank 0 of " in done.stdout, done.stdout
 
 
 @pytest.mark.slow
