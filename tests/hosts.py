@@ -27,8 +27,6 @@ from typing import Any
 
 import psutil
 
-from meshwise.workers.secret import VARIABLE
-
 INTERFACE = "eth0"
 NAMESPACES = Path("/run/netns")
 ROOT = Path(__file__).parents[1]
@@ -57,8 +55,7 @@ class Host:
         clock = ["unshare", "--time", "--monotonic", str(round(self.ahead)), "--"] if self.ahead else []
         named = ["unshare", "--uts", "--", "sh", "-c", NAME, self.namespace]
         command = ["ip", "netns", "exec", self.namespace, *named, *clock, *args]
-        variables = os.environ | {VARIABLE: "of the hosts of one test, and of nobody else"} | dict(env or {})
-        process = subprocess.Popen(command, env=variables, cwd=ROOT, **more)
+        process = subprocess.Popen(command, env=os.environ | dict(env or {}), cwd=ROOT, **more)
         self._started.append(process)
         return process
 

@@ -92,7 +92,7 @@ def test_nothing_that_fits_is_refused_with_the_smallest(chosen: Callable[..., To
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ({"plan": "auto", "nnodes": 2, "rdzv": "here:1"}, "--plan auto works only on one machine"),
+        ({"plan": "auto", "nnodes": 2, "master_addr": "here"}, "--plan auto works only on one machine"),
     ],
 )
 def test_what_it_cannot_do_is_refused(given: dict[str, object], says: str) -> None:

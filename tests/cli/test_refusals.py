@@ -45,7 +45,7 @@ def test_machines_that_start_a_run_together_may_hold_its_folder(
 ) -> None:
     lock = FolderLock(tmp_path)
     with pytest.raises(AssertionError, match="a job was read"):
-        command("run", "mlp", "--folder", tmp_path, "--nnodes", 2, "--node-rank", 1, "--rdzv", "here:29500")
+        command("run", "mlp", "--folder", tmp_path, "--nnodes", 2, "--node-rank", 1, "--master-addr", "here")
     lock.close()
 
 

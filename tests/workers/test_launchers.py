@@ -14,7 +14,7 @@ import pytest
 
 from meshwise.records.attempts import attempts_of
 from meshwise.records.folder import read_run
-from meshwise.workers.channel import free_port
+from meshwise.workers.ports import free_port
 
 pytestmark = pytest.mark.usefixtures("processes")
 
@@ -147,7 +147,7 @@ def test_torchrun_and_our_launcher_give_the_same_losses(here: Path) -> None:
 
 def two_machines(job: str, here: Path) -> list[tuple[int, str]]:
     """Two launchers on this machine, as if each were a machine of its own: exit codes and what they showed."""
-    meeting = ["--nnodes", "2", "--rdzv", f"127.0.0.1:{free_port()}", "--devices", "1xcpu"]
+    meeting = ["--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(free_port()), "--devices", "1xcpu"]
     environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo"}
     started = [
         subprocess.Popen(

@@ -46,7 +46,7 @@ def test_options_survive_their_record() -> None:
 
 
 def test_the_place_of_a_run_is_not_recorded() -> None:
-    here = RunOptions("mlp", resume="runs/a", out="elsewhere", nnodes=2, node_rank=1, rdzv="host:1")
+    here = RunOptions("mlp", resume="runs/a", out="elsewhere", nnodes=2, node_rank=1, rdzv_endpoint="host:1")
     assert RunOptions().resumed(recorded(here)) == RunOptions("mlp")
     assert RunOptions(resume="runs/a", out="here", nnodes=3).resumed(recorded(FULL)) == replace(
         FULL, resume="runs/a", out="here", nnodes=3
