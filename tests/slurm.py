@@ -55,7 +55,7 @@ SlurmdParameters=config_overrides
 SchedulerParameters=sched_interval=2,bf_interval=1
 ReturnToService=2
 JobRequeue=1
-SlurmdTimeout=10
+SlurmdTimeout={timeout}
 KillWait={kill_wait}
 UnkillableStepTimeout=30
 MinJobAge=600
@@ -165,11 +165,10 @@ def needs_slurm(config: pytest.Config) -> None:
 
 @contextlib.contextmanager
 def slurm(
-    nodes: int, *, more: str = "", kill_wait: int = 5, name: str = "one", named: bool = True, gpus: str = ""
+    nodes: int, *, more: str = "", kill_wait: int = 5, name: str = "one", timeout: int = 10, gpus: str = ""
 ) -> Iterator[Slurm]:
     """A Slurm of `nodes` nodes, n1 and so on. more: lines of slurm.conf. kill_wait: seconds from SIGTERM to SIGKILL.
-    named: whether the names of the nodes have addresses; else Slurm alone knows those. gpus: `h100:2`, which each node
-    says to have.
+    timeout: seconds after which Slurm notices a lost node. gpus: `h100:2`, which each node says to have.
 
     Raises RuntimeError with its logs where it does not come up.
     """
@@ -184,11 +183,18 @@ def slurm(
             lines = [f"NodeName=n[1-{nodes}] Name=gpu Type={kind} {file}\n" for file in files]
             (folder / "gres.conf").write_text("".join(lines))
             more += "GresTypes=gpu"
-        facts = {"name": name, "folder": folder, "kill_wait": kill_wait, "more": more, "nodes": nodes}
+        facts = {
+            "name": name,
+            "folder": folder,
+            "kill_wait": kill_wait,
+            "more": more,
+            "nodes": nodes,
+            "timeout": timeout,
+        }
         text = CONFIGURATION.format(**facts, has=f"Gres=gpu:{gpus}" if gpus else "")
         (folder / "slurm.conf").write_text(text)
         known = ["127.0.0.1 localhost", "10.77.0.254 head"]
-        known += [f"10.77.0.{at} n{at}" for at in range(1, nodes + 1) if named]
+        known += [f"10.77.0.{at} n{at}" for at in range(1, nodes + 1)]
         (folder / "hosts").write_text("\n".join(known) + "\n")
         command = [str(ROOT / "tests" / "slurm.sh"), str(folder), str(nodes)]
         outer = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=os.environ | _closed())

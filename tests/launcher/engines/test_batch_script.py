@@ -54,7 +54,8 @@ def test_a_site_shows_in_the_script(tmp_path: Path) -> None:
 
 def test_a_range_of_nodes_goes_on_with_those_that_are_left(tmp_path: Path) -> None:
     script = batch_script(job_in(tmp_path, nodes="2-8"))
-    assert "--nodes=2-8" in options_in(script) and "srun --no-kill --ntasks-per-node=1 meshwise" in script
+    assert "--nodes=2-8" in options_in(script) and "srun --no-kill --wait=15 --overlap --ntasks" in script
+    assert "left=$(for node in $up" in script and '[ "$(wc -w <<<"$left")" -ge 2 ] || break' in script
     assert "#SBATCH --ntasks" not in script  # Slurm would take two nodes
 
 

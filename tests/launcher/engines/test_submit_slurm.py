@@ -126,6 +126,28 @@ def test_a_run_that_is_stopped_or_cancelled_is_never_started_again(here: Path) -
     assert steps_of(stopped) == list(range(1, STEPS + 1))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("lost", ["killed", "cut off"])
+def test_a_range_of_nodes_goes_on_without_a_lost_one_before_slurm_knows_of_it(lost: str, here: Path) -> None:
+    with slurm(3, timeout=300) as cluster:
+        run, job = sent(cluster, here, "--nodes", "2-3", "--exact-random")
+        until(lambda: trains(run), 90, "it never trained")
+        kill = "ip netns pids n3 | xargs kill -9" if lost == "killed" else "ip link set v3 down"
+        cluster.call("bash", "-c", kill)
+        until(lambda: len(names.read_run(run)["sessions"]) == 2, 90, "it did not go on")
+        until(lambda: names.read_run(run)["status"] == "finished", 150, "it did not end")
+        cluster.wait(job, "COMPLETING", "COMPLETED")  # what runs on the lost node cannot be ended
+    shown = (run / f"slurm-{job}.out").read_text()
+    assert "nodes n1 n2 n3: only n1 n2 answer" in shown, shown
+    first, second = names.read_run(run)["sessions"]
+    assert first["reason"].startswith("machine 2 of 3 (rank 2) is lost") and second["status"] == "finished"
+    assert steps_of(run) == list(range(1, STEPS + 1))
+    words = ["run", "small.py:job", "--devices", "1xcpu", "--exact-random", "--folder", "whole"]
+    subprocess.run([sys.executable, "-m", "meshwise", *words], cwd=here, check=True, stdout=subprocess.DEVNULL)
+    after, undisturbed = (load_file(folder / "weights.safetensors") for folder in (run, here / "whole"))
+    assert all(torch.allclose(value, after[name], rtol=0, atol=1e-9) for name, value in undisturbed.items())
+
+
 LOOP = """
 import os, torch, meshwise as mw
 model = torch.nn.Linear(4, 1)

@@ -108,7 +108,7 @@ def _step(job: BatchJob, srun: str = "srun") -> list[str]:
 
 def _steps(job: BatchJob, least: int) -> list[str]:
     """Return the lines of a job that goes on with the nodes that are left, if these are at least `least`."""
-    words = "srun --no-kill --wait=30 --overlap --ntasks-per-node=1"
+    words = "srun --no-kill --wait=15 --overlap --ntasks-per-node=1"
     first, trap, *step = _step(job, f'{words} --nodes="$(wc -w <<<"$up")" --nodelist="${{up// /,}}"')
     return [
         first,
