@@ -27,8 +27,8 @@ def outputs(cluster: list[Host], folder: Path, *words: str) -> tuple[list[int], 
     """Exit codes and what was shown of a run with one rank on each host."""
     started = []
     for node, host in enumerate(cluster):
-        meeting = ("--nnodes", "2", "--node-rank", str(node), "--rdzv", f"{cluster[0].address}:29500")
-        more = ("--devices", "1xcpu", "--out", str(folder / f"host{node}"), "--hang-limit", "8s", "--restarts", "0")
+        meeting = ("--nnodes", "2", "--node-rank", str(node), "--rdzv-endpoint", f"{cluster[0].address}:29500")
+        more = ("--devices", "1xcpu", "--out", str(folder / f"host{node}"), "--hang-limit", "8s")
         with (folder / f"host{node}.txt").open("wb") as log:
             command = [sys.executable, "-m", "meshwise", "run", *meeting, *more, *words]
             started.append(host.popen(command, {"GLOO_SOCKET_IFNAME": INTERFACE}, stdout=log, stderr=subprocess.STDOUT))

@@ -29,8 +29,7 @@ class Launchers:
 
     def _start(self, node: int) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-m", "meshwise", "run", f"{JOBS}:job_raises", "--devices", "1xcpu", "--nnodes", "2"]
-        command += ["--restarts", "0"]
-        command += ["--node-rank", str(node), "--rdzv", f"{self.cluster[0].address}:29500"]
+        command += ["--node-rank", str(node), "--rdzv-endpoint", f"{self.cluster[0].address}:29500"]
         variables = {"GLOO_SOCKET_IFNAME": INTERFACE, "FAIL_STEP": "-1"}
         with (self.folder / f"host{node}.txt").open("wb") as log:
             return self.cluster[node].popen(
@@ -60,6 +59,16 @@ def test_a_dead_link_is_told_on_both_machines(launchers: Callable[[], Launchers]
     assert [process.wait(timeout=60) for process in two.started] == [85, 85]
     assert "machine 1 of 2 (rank 1) is lost: it has not answered for " in two.output(0)
     assert "machine 0 of 2 (rank 0) is lost: it has not answered for " in two.output(1)
+
+
+@pytest.mark.parametrize("node", [0, 1])
+def test_a_launcher_that_stands_still_is_lost_for_the_other(node: int, launchers: Callable[[], Launchers]) -> None:
+    two = launchers()
+    two.started[node].send_signal(signal.SIGSTOP)
+    assert two.started[1 - node].wait(timeout=60) == 85
+    assert f"machine {node} of 2 (rank {node}) is lost: it has not answered for 10" in two.output(1 - node)
+    two.started[node].send_signal(signal.SIGCONT)
+    assert two.started[node].wait(timeout=60) == 85, two.output(node)
 
 
 def test_ctrl_c_ends_a_launcher_behind_a_dead_link(launchers: Callable[[], Launchers]) -> None:
