@@ -94,7 +94,7 @@ def _with_queue(entries: Sequence[RunEntry]) -> list[RunEntry]:
 def _on_cluster(entry: RunEntry, state: kubectl.State | None) -> RunEntry:
     """Return the entry of a run on Kubernetes with what its cluster says. The run folder, which may lie where only pods
     see it, knows more of a run that is running or over."""
-    if state is None or entry.status in ("finished", state.status):
+    if state is None or entry.status == "finished":
         return entry
     if state.status == kubectl.GONE:
         live = entry.status in ("queued", "running")

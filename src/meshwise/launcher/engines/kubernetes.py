@@ -1,4 +1,4 @@
-"""Describe a run as a Job, a JobSet or a TrainJob of Kubernetes.
+"""Describe a run as a Job, JobSet or TrainJob of Kubernetes.
 
 The launchers notice a pod that is lost, and all of them end with 85. What
 follows is the cluster's, as its documents say:

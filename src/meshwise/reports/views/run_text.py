@@ -207,7 +207,8 @@ def _list_lines(entries: Sequence[RunEntry], folder: Path, screen: Screen) -> li
     )
     sent = any(entry.scheduler_job for entry in entries)
     if sent:
-        titles.insert(3, "Slurm")
+        pods = any("/" in entry.scheduler_job for entry in entries)  # of Kubernetes: kind, namespace/name
+        titles.insert(3, "cluster" if pods else "Slurm")
         for row, entry in zip(rows, entries, strict=True):
             row.insert(3, f"{entry.scheduler_job} {entry.partition}".rstrip())
     table = table_lines(titles, rows, screen.table_width, left=(0, 1, 2, 3, 4, *([5] if sent else [])))
