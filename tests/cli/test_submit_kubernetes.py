@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from meshwise.launcher import pods as submitted
+from meshwise.launcher.engines import kubectl
 from meshwise.launcher.engines.kubectl import State, Workload, state_of, workload_of
 from meshwise.records import folder as names
 from meshwise.records.checkpoints import Manifest, name_of, write_manifest
@@ -30,6 +31,9 @@ with (tools / "asked").open("a") as file:
 if (tools / "down").exists():
     sys.exit("The connection to the server localhost:8080 was refused")
 kept = tools / ("pods" if words[1:2] == ["pods"] else words[0])
+if words[0] == "apply" and (tools / "late").exists():
+    (tools / "late").unlink()
+    sys.exit("denied the request: TrainingRuntime not found")
 if words[0] == "apply":
     text = sys.stdin.read()
     (tools / "applied").write_text(text)
@@ -38,14 +42,12 @@ if words[0] == "apply":
         each["metadata"].setdefault("namespace", "default")
     (tools / "get").write_text(json.dumps({{"items": [made[-1]]}}))
     print(json.dumps({{"items": made}} if len(made) > 1 else made[0]))
-elif words[:2] == ["get", "pvc"]:
-    modes = (tools / "modes").read_text().split()
-    modes or sys.exit('Error from server (NotFound): persistentvolumeclaims "team-data" not found')
-    print(json.dumps({{"spec": {{"accessModes": modes}}}}))
 elif words[0] == "delete":
     (tools / "get").write_text('{{"items": []}}')
 else:
     print(kept.read_text(), end="")
+if words[0] == "logs" and (tools / "then").exists():
+    (tools / "then").replace(tools / "get")
 """
 LABEL = "app.kubernetes.io/instance"
 
@@ -73,7 +75,6 @@ def cluster(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, processes: None) ->
     (tools / "kubectl").write_text(KUBECTL)
     (tools / "kubectl").chmod(0o755)
     (tools / "api-resources").write_text("jobsets.jobset.x-k8s.io\n")
-    (tools / "modes").write_text("ReadWriteMany")
     (tools / "logs").write_text("[pod/train-0/node] step 1\n")
     says(tools, "pods", [])
     says(tools, "get", [])
@@ -248,17 +249,14 @@ def test_a_new_run_has_the_grace_that_an_earlier_one_measured(command: Command, 
     assert "terminationGracePeriodSeconds: 90" in command("submit", "--kubernetes", "--dry-run", "train.py")[1]
 
 
-@pytest.mark.parametrize(
-    ("modes", "nodes", "says"),
-    [("", 1, "not found"), ("ReadWriteOnce", 2, "Use a ReadWriteMany claim"), ("ReadWriteOnce", 1, "")],
-)
-def test_a_claim_that_pods_cannot_have_is_refused(
-    modes: str, nodes: int, says: str, command: Command, cluster: Path
+def test_a_train_job_is_applied_again_where_trainer_did_not_know_its_runtime_yet(
+    command: Command, cluster: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (cluster / "modes").write_text(modes)
-    code, _, err = command("submit", "--kubernetes", "--nodes", nodes, "train.py")
-    assert code == (2 if says else 0) and says in err
-    assert Path("runs").exists() is not bool(says)
+    monkeypatch.setattr(kubectl, "LOOK", 0.0)
+    (cluster / "late").touch()
+    code, out, err = command("submit", "--trainjob", "train.py")
+    assert code == 0 and "sent        TrainJob physics/train-" in out, err
+    assert (cluster / "asked").read_text().count("apply") == 2
 
 
 def test_what_the_cluster_refuses_leaves_no_run(command: Command, cluster: Path) -> None:
@@ -290,30 +288,38 @@ def test_without_kubectl_the_manifest_is_written(command: Command) -> None:
 @pytest.mark.parametrize(
     ("conditions", "pods", "state"),
     [
-        ([("Complete", "")], [], State("finished")),
-        (
-            [("Failed", "failed with exit code 93 matching FailJob rule at index 0")],
-            [],
-            State("failed", "exit code 93"),
-        ),
-        ([("Failed", "")], [], State("failed", "BackoffLimitExceeded")),
-        ([("Suspended", "")], [], State("queued", "suspended")),
+        (["Complete"], [], State("finished")),
+        (["Failed"], [], State("failed", "BackoffLimitExceeded")),
+        (["Suspended"], [], State("queued", "suspended")),
         ([], [("Running", "")], State("running")),
-        ([("Suspended", "")], [("Running", "")], State("running")),
+        (["Suspended"], [("Running", "")], State("running")),
         ([], [("Pending", "ImagePullBackOff")], State("queued", "ImagePullBackOff")),
         ([], [("Pending", "")], State("queued", "starting")),
         ([], [("Failed", "")], State("queued", "no pods yet")),
     ],
 )
-def test_the_state_of_a_run_is_read(conditions: list[Any], pods: list[Any], state: State) -> None:
-    told = [
-        {"type": kind, "status": "True", "reason": "BackoffLimitExceeded", "message": said} for kind, said in conditions
-    ]
-    told.append({"type": "Failed", "status": "False"}) if not conditions else None
+def test_the_state_of_a_run_is_read(conditions: list[str], pods: list[Any], state: State) -> None:
+    told = [{"type": kind, "status": "True", "reason": "BackoffLimitExceeded"} for kind in conditions]
+    told += [] if conditions else [{"type": "Failed", "status": "False"}]
     waits = [{"containerStatuses": [{"state": {"waiting": {"reason": why}}}]} if why else {} for _, why in pods]
     found = [pod_of("a", phase, **more) for (phase, _), more in zip(pods, waits, strict=True)]
     assert state_of({"status": {"conditions": told}}, found) == state
     assert state_of(None, found) == State("gone", "deleted")
+
+
+def test_the_output_of_a_run_is_followed_over_its_attempts(
+    command: Command, cluster: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kubectl, "LOOK", 0.0)
+    run, name = sent(command)
+    says(cluster, "pods", [pod_of(name, "Running")])
+    thing = json.loads((cluster / "get").read_text())["items"][0]
+    thing["status"] = {"conditions": [{"type": "Completed", "status": "True"}]}
+    says(cluster, "then", [thing])
+    code, out, _ = command("logs", run.name, "-f")
+    assert code == 0 and out.count("step 1") == 2
+    first, second = [line for line in (cluster / "asked").read_text().splitlines() if line.startswith("logs")]
+    assert "--follow" in first and "--since" not in first and "--since=" in second
 
 
 def test_jobs_of_slurm_are_no_workloads() -> None:

@@ -7,7 +7,8 @@ import math
 import re
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -17,11 +18,13 @@ from meshwise.launcher.engines.kubernetes import JOB, JOB_SET, TRAIN_JOB, PodJob
 from meshwise.launcher.engines.manifest import manifest
 from meshwise.launcher.engines.site import Site
 from meshwise.launcher.engines.slurm import SchedulerError
+from meshwise.launcher.submit import SubmitOptions
 from meshwise.records import checkpoints, code_files
 from meshwise.records import folder as names
 from meshwise.records.files import write_text
 from meshwise.records.run_list import MANIFEST, jobs_of
 from meshwise.spec.errors import CheckpointError, UsageError
+from meshwise.spec.options import given_options, option_name
 from meshwise.spec.units import plural, seconds_text
 
 RUNS = Path("runs")
@@ -78,8 +81,6 @@ def send(pods: PodJob, word: str, arguments: Sequence[str]) -> Sent:
     """
     here, seen, run = kubectl.is_here(), Path(pods.workdir) == Path.cwd(), Path(pods.folder)
     run = run if seen else RUNS.absolute() / run.name
-    if here:
-        kubectl.refuse_claim(pods.site.claim, pods.site.namespace, pods.nodes)
     try:
         run.mkdir(parents=True)
     except OSError as error:
@@ -106,12 +107,10 @@ def send(pods: PodJob, word: str, arguments: Sequence[str]) -> Sent:
         raise
 
 
-def send_again(run: Path, given: Sequence[str]) -> Sent:
-    """Apply a run's manifest again, with the grace period for which its saves now ask. Returns what `send` returns.
-
-    given: options that only a new run can have.
-    """
-    if given:
+def send_again(run: Path, cluster: SubmitOptions, sbatch: Sequence[str]) -> Sent:
+    """Apply a run's manifest again, with the grace period for which its saves now ask. Returns what `send` returns."""
+    given = [option_name(name, option) for name, _, option in given_options(replace(cluster, kubernetes=False))]
+    if given := [*given, *sbatch]:
         raise UsageError(
             f"{given[0]}: a run on Kubernetes is submitted again as it is. Edit {run / MANIFEST}, or submit a new run."
         )
@@ -127,20 +126,14 @@ def send_again(run: Path, given: Sequence[str]) -> Sent:
         seconds, why = grace_of([run])
         lines = f"\\1# to save after SIGTERM: {why}\n\\1terminationGracePeriodSeconds: {seconds}"
         write_text(run / MANIFEST, GRACE.sub(lines, (run / MANIFEST).read_text(encoding="utf-8")))
-    if is_seen(run, facts):
-        code_files.write_code(run, str(facts["submission"]["job"]))
+    if facts["submission"]["folder"] == str(run.absolute()):
+        code_files.write_code(run, facts["submission"]["job"])
     if not kubectl.is_here():
         return run / MANIFEST, None
     if load is not None:  # what has ended is still there, and would be left as it is
         kubectl.delete(load, run / MANIFEST, kubectl.PATIENCE)
     names.change_run(run, status=names.QUEUED)
     return run / MANIFEST, _applied(run)
-
-
-def is_seen(run: Path, facts: Mapping[str, Any]) -> bool:
-    """Return whether `run` is the folder into which pods write. Otherwise, it is only the record of what was sent."""
-    there: object = facts.get("submission", {}).get("folder")
-    return there == str(run.absolute())
 
 
 def grace_of(runs: Sequence[Path]) -> tuple[int, str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -23,7 +22,7 @@ from meshwise.planner.views.plan_text import plans_text
 from meshwise.records.run_list import MANIFEST, find_run
 from meshwise.spec.devices import parse_devices
 from meshwise.spec.errors import MeshwiseError, PlanError, UsageError
-from meshwise.spec.options import check_script, given_options, option_name
+from meshwise.spec.options import check_script
 from meshwise.spec.plan_settings import settings_text
 from meshwise.spec.units import plural, seconds_text
 from meshwise.terminal.command_line import BEHIND, ScriptCommand, from_dataclass, is_script
@@ -62,7 +61,7 @@ def submit(context: typer.Context, cluster: SubmitOptions, options: RunOptions) 
     if launcher.submit.is_run(word):
         launcher.submit.refuse_options_of_runs(context.params)
         if (run := find_run(Path("runs"), word) / MANIFEST).is_file():
-            _say_applied(*launcher.pods.send_again(run.parent, _given(cluster, sbatch)))
+            _say_applied(*launcher.pods.send_again(run.parent, cluster, sbatch))
             return
         _say_sent(*launcher.submit.send_again(find_run(Path("runs"), word), cluster, sbatch))
         return
@@ -192,13 +191,6 @@ def _say_sent(script: Path, job: str | None) -> None:
     where = "" if run.absolute().parent == Path("runs").absolute() else f" --in {run.parent}"
     print(f"sent        Slurm job {job}\nrecords     {run}\noutput      {run}/slurm-{job}.out")
     print(f"more with   meshwise runs{where}, meshwise logs {run.name} -f{where}")
-
-
-def _given(cluster: SubmitOptions, sbatch: Sequence[str]) -> list[str]:
-    """Return the options that a run on Kubernetes cannot be sent again with."""
-    free = ("kubernetes", "trainjob", "anyway")
-    given = given_options(cluster)
-    return [option_name(name, option) for name, _, option in given if name not in free] + list(sbatch)
 
 
 def _say_applied(path: Path, load: kubectl.Workload | None) -> None:

@@ -81,25 +81,16 @@ def has_job_sets() -> bool | None:
         return None
 
 
-def refuse_claim(claim: str, namespace: str, nodes: int) -> None:
-    """Raise UsageError if the cluster has no such claim, or if pods of several machines cannot mount it."""
-    try:
-        spec = json.loads(_asked(["get", "pvc", claim, "-o=json", *_space(namespace)]))["spec"]
-    except slurm.SchedulerError as error:
-        if "NotFound" not in str(error):
-            return  # who may not read claims may still use them
-        raise UsageError(f"claim = '{claim}': {error}") from None
-    modes = spec.get("accessModes", [])
-    if nodes > 1 and "ReadWriteMany" not in modes:
-        raise UsageError(
-            f"claim = '{claim}' is {' and '.join(modes)}, so pods of {nodes} machines cannot all mount it. Use a "
-            "ReadWriteMany claim."
-        )
-
-
 def apply(text: str, namespace: str = "") -> Workload:
     """Apply a manifest, and return its workload. Raises SchedulerError with kubectl's message."""
-    told = json.loads(_asked(["apply", "-o=json", "-f=-", *_space(namespace)], text=text))
+    words = ["apply", "-o=json", "-f=-", *_space(namespace)]
+    try:
+        told = json.loads(_asked(words, text=text))
+    except slurm.SchedulerError as error:
+        if "TrainingRuntime" not in str(error):
+            raise
+        time.sleep(LOOK)  # Trainer may not know yet the runtime that was made a moment before
+        told = json.loads(_asked(words, text=text))
     found = next(each for each in told.get("items", [told]) if each["kind"] in KINDS)
     return Workload(found["kind"], found["metadata"]["namespace"], found["metadata"]["name"])
 
@@ -176,8 +167,6 @@ def output(load: Workload, *, follow: bool = False) -> Iterator[str]:
 
 def _failure(condition: Any, pods: Sequence[Any]) -> str:
     """Return how a run failed: the exit code that ended it, if known."""
-    if said := re.search(r"exit code \d+", condition.get("message", "")):
-        return said[0]
     ended = [each["state"].get("terminated", {}) for pod in pods for each in pod["status"].get("containerStatuses", ())]
     codes = {int(each.get("exitCode", 0)) for each in ended} - {0, AGAIN}
     return f"exit code {min(codes)}" if codes else str(condition.get("reason", ""))
