@@ -186,7 +186,7 @@ def _bar_text(share: float, width: int) -> Text:
 
 COLOURS = {"failed": "red", "unreadable": "red", "running": "green", "stopped": "yellow", "queued": "cyan"}
 HINTS = (
-    "meshwise logs RUN    what it printed, and what Slurm's launcher showed",
+    "meshwise logs RUN    what it printed, and what the launcher showed",
     "meshwise stop RUN    save and end it for good, queued or running",
     "meshwise submit RUN  send a stopped or failed one again",
 )
