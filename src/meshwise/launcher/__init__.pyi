@@ -1,6 +1,7 @@
 from meshwise.launcher import auto as auto
 from meshwise.launcher import joined as joined
 from meshwise.launcher import placing as placing
+from meshwise.launcher import pods as pods
 from meshwise.launcher import predict as predict
 from meshwise.launcher import run as run
 from meshwise.launcher import script as script

@@ -47,6 +47,8 @@ class SubmitOptions:
         ),
     ] = None
     dry_run: Annotated[bool, Option("print the script, and send nothing", name="--dry-run")] = False
+    kubernetes: Annotated[bool, Option("send it to Kubernetes: a JobSet, or a Job where there are none")] = False
+    trainjob: Annotated[bool, Option("send it to Kubernetes as a TrainJob of Kubeflow Trainer")] = False
     anyway: Annotated[bool, Option("send it even if the estimate advises against it", name="--anyway")] = False
 
     def __post_init__(self) -> None:

@@ -10,7 +10,7 @@ checkpoint/           states of the run, a folder each (see records/checkpoints.
 weights.safetensors   final parameters, for plain PyTorch
 best.safetensors      parameters of the best epoch, if the job says which is best
 summary.json          accuracy, throughput, where the time went
-submit.sh, code.json  what `meshwise submit` has sent: its script, the hashes of the program's files
+submit.sh, code.json  what `meshwise submit` has sent: its script (on Kubernetes submit.yaml), the program's hashes
 stop                  exists once `meshwise stop` has stopped the run for good
 faults.jsonl          injected faults that happened, one line each (`--fault`)
 left-out.jsonl        batches that the run leaves out, one line each (`--on-nan back`)

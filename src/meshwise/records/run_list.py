@@ -25,7 +25,7 @@ from meshwise.spec.plan_file import plan_from_toml
 LOWER_IS_BETTER = ("loss", "error", "nats", "perplexity", "mae", "mse", "bits")
 """Words in the names of metrics for which lower is better."""
 UNREADABLE = "unreadable"
-SCRIPT = "submit.sh"
+SCRIPT, MANIFEST = "submit.sh", "submit.yaml"
 
 
 @dataclass(frozen=True)

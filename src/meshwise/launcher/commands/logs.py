@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from meshwise.launcher.commands.runs import FOLDER, NAME
-from meshwise.launcher.engines import slurm
+from meshwise.launcher.engines import kubectl, slurm
 from meshwise.records import folder as names
 from meshwise.records.attempts import BEGINS, logs_of
 from meshwise.records.metrics import Metrics
@@ -44,6 +44,14 @@ def logs(
     meshwise logs gpt --rank 0 --rank 7    show the output of two ranks
     """
     found = names.newest_run(Path(folder), queued=True) if run is None else find_run(Path(folder), run)
+    facts = names.read_run(found)
+    load = kubectl.workload_of(jobs_of(facts))
+    if load is not None and facts.get("status") == names.QUEUED:  # not begun, or its folder is seen by pods alone
+        if rank:
+            raise UsageError(f"--rank {rank[0]}: {found} has no logs of ranks. Without --rank, kubectl shows its pods.")
+        for text in kubectl.output(load, follow=follow):
+            print(printable(text), flush=True)
+        return
     shown = 1
     for attempt, number, host, text in _log_lines(found, rank, follow, _progress(found)):
         if attempt != shown:
@@ -150,6 +158,10 @@ def _ranks(folder: Path) -> str:
 
 def _is_over(folder: Path) -> bool:
     facts = names.read_run(folder)
-    if slurm.newest(jobs_of(facts)) or facts.get("status") == names.RUNNING:
+    jobs = jobs_of(facts)
+    if load := kubectl.workload_of(jobs):
+        state = kubectl.states([load]).get(load)
+        return facts.get("status") != names.RUNNING if state is None else state.is_over
+    if slurm.newest(jobs) or facts.get("status") == names.RUNNING:
         return False
     return facts.get("status") != names.QUEUED or slurm.answers()  # if squeue does not answer, the run may still start

@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 
 from meshwise import reports
-from meshwise.launcher.engines import slurm
+from meshwise.launcher.engines import kubectl, slurm
 from meshwise.records.run_list import RunEntry, find_run, run_entry, run_list
 from meshwise.spec.errors import UsageError
 from meshwise.terminal.completion import runs_here
@@ -82,8 +82,24 @@ def remove(
 def _with_queue(entries: Sequence[RunEntry]) -> list[RunEntry]:
     """Return all entries. Runs that were submitted to a cluster get the state that the queue reports for them."""
     jobs = [entry.scheduler_job for entry in entries if entry.scheduler_job]
-    known = slurm.queue(jobs)
-    return [_in_queue(entry, known) for entry in entries]
+    loads = {job: kubectl.workload_of([job]) for job in jobs}
+    states = kubectl.states(filter(None, loads.values()))
+    known = slurm.queue(job for job in jobs if loads[job] is None)
+    return [
+        _on_cluster(entry, states.get(load)) if (load := loads.get(entry.scheduler_job)) else _in_queue(entry, known)
+        for entry in entries
+    ]
+
+
+def _on_cluster(entry: RunEntry, state: kubectl.State | None) -> RunEntry:
+    """Return the entry of a run on Kubernetes with what its cluster says. The run folder, which may lie where only pods
+    see it, knows more of a run that is running or over."""
+    if state is None or entry.status == "finished":
+        return entry
+    if state.status == kubectl.GONE:
+        live = entry.status in ("queued", "running")
+        return replace(entry, status="stopped", queue=state.why) if live else entry
+    return replace(entry, status=state.status, queue=state.why)
 
 
 def _in_queue(entry: RunEntry, known: Mapping[str, slurm.Queued]) -> RunEntry:

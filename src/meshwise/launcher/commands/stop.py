@@ -12,10 +12,10 @@ from typing import Annotated
 import typer
 
 from meshwise.launcher.commands.runs import FOLDER, NAME
-from meshwise.launcher.engines import slurm
+from meshwise.launcher.engines import kubectl, slurm
 from meshwise.records import folder as names
 from meshwise.records.lock import holder_of
-from meshwise.records.run_list import find_run, jobs_of, tasks_of
+from meshwise.records.run_list import MANIFEST, find_run, jobs_of, tasks_of
 from meshwise.spec.durations import seconds_of
 from meshwise.spec.errors import UsageError
 from meshwise.spec.units import seconds_text
@@ -30,7 +30,7 @@ def stop(
     folder: Annotated[str, FOLDER] = "runs",
     wait: Annotated[str, typer.Option(metavar="TIME", help="how long to wait for the run to end")] = "5min",
 ) -> None:
-    """Let a queued or running run save its state and end, and prevent further starts, on Slurm or this machine.
+    """Let a queued or running run save its state and end, and prevent further starts, wherever it runs.
 
     \b
     meshwise stop 20261121-140502-gpt        stop the run of this name
@@ -42,7 +42,9 @@ def stop(
     found, seconds = find_run(Path(folder), run), seconds_of(wait, "--wait")
     facts = names.read_run(found)
     jobs = jobs_of(facts)
-    if slurm.newest(jobs):
+    if load := kubectl.workload_of(jobs):
+        _stop_pods(found, load, seconds)
+    elif slurm.newest(jobs):
         _stop_job(found, jobs[-1], seconds)
     elif facts.get("status") == names.RUNNING:
         _stop_here(found, seconds)
@@ -76,6 +78,19 @@ def _stop_job(folder: Path, job: str, wait: float) -> None:
         time.sleep(ROUND)
     if names.read_run(folder).get("status") == names.QUEUED:
         _never_started(folder)
+    print(f"{folder.name}: {names.read_run(folder).get('status')}.")
+
+
+def _stop_pods(folder: Path, load: kubectl.Workload, wait: float) -> None:
+    state = kubectl.states([load]).get(load)
+    if state is not None and state.is_over:
+        raise UsageError(f"{folder.name} has ended already ({state.status}), so there is nothing to stop.")
+    print(f"{load} is deleted, so that its pods save and end, and no others start.", flush=True)
+    if not kubectl.delete(load, folder / MANIFEST, wait):
+        print(f"Its pods are still ending after {seconds_text(wait)}: kubectl get pods -n {load.namespace}")
+        return
+    if names.read_run(folder).get("status") == names.QUEUED:  # not begun, or the folder with its state is elsewhere
+        names.change_run(folder, status="stopped")
     print(f"{folder.name}: {names.read_run(folder).get('status')}.")
 
 

@@ -10,13 +10,16 @@ from pathlib import Path
 import typer
 
 from meshwise import hardware, launcher, planner
+from meshwise.launcher.engines import kubectl
 from meshwise.launcher.engines.batch_script import batch_script, nodes_of
-from meshwise.launcher.engines.site import Site
+from meshwise.launcher.engines.kubernetes import INSTANCE
+from meshwise.launcher.engines.manifest import manifest
+from meshwise.launcher.engines.site import OF_SLURM, Site
 from meshwise.launcher.submit import SubmitOptions
 from meshwise.planner.estimate import FITS, UNKNOWN
 from meshwise.planner.options import PlanOptions
 from meshwise.planner.views.plan_text import plans_text
-from meshwise.records.run_list import find_run
+from meshwise.records.run_list import MANIFEST, find_run
 from meshwise.spec.devices import parse_devices
 from meshwise.spec.errors import MeshwiseError, PlanError, UsageError
 from meshwise.spec.options import check_script
@@ -36,34 +39,49 @@ app = typer.Typer(add_completion=False)
 @app.command(cls=ScriptCommand, context_settings={"obj": RunOptions, "allow_extra_args": True})
 @partial(from_dataclass, without=launcher.submit.NOT_SENT)
 def submit(context: typer.Context, cluster: SubmitOptions, options: RunOptions) -> None:
-    """Estimate a job or a script, and send it to Slurm. A run that reaches its time limit is started again.
+    """Estimate a job or a script, and send it to Slurm or Kubernetes. A run that reaches its time limit starts again.
 
-    What is sent is a short batch script around `meshwise run`; --dry-run
-    prints it. Options of sbatch follow the last --. A site's defaults are
-    read from site.toml: machine, network, devices, gpus, gpu_type,
-    gpus_per_node, cpus, memory, partition, account, qos, setup, command,
-    container, runtime, mounts, runs, options, secrets.
+    What is sent is a short batch script around `meshwise run`, or a manifest;
+    --dry-run prints it. Options of sbatch follow the last --. A site's
+    defaults are read from site.toml: machine, network, devices, gpus,
+    gpus_per_node, cpus, memory, command, runs, secrets. For Slurm: gpu_type,
+    partition, account, qos, setup, container, runtime, mounts, options. For
+    Kubernetes: image, claim, mount, workdir, namespace, queue, kind,
+    shared_memory, gpu_resource, node_selector, secret.
 
     \b
     meshwise submit train.py:job --nodes 4 --time 4h
     meshwise submit train.py:job --nodes 2-8 --dry-run -- --partition gpu
     meshwise submit --nodes 2 train.py --lr 0.1 -- --account physics
+    meshwise submit train.py --kubernetes --dry-run --nodes 4
     meshwise submit runs/20261121-140502-gpt         send a run again
     """
     own, sbatch = _parts(context, options)
     word = str(options.job or "")
     if launcher.submit.is_run(word):
         launcher.submit.refuse_options_of_runs(context.params)
+        if (run := find_run(Path("runs"), word) / MANIFEST).is_file():
+            _say_applied(*launcher.pods.send_again(run.parent, cluster, sbatch))
+            return
         _say_sent(*launcher.submit.send_again(find_run(Path("runs"), word), cluster, sbatch))
         return
     job = launcher.submit.prepare(cluster, options, context.params, own, sbatch)
+    pods = None
+    if cluster.kubernetes or cluster.trainjob:
+        pods, said = launcher.pods.pod_job(job, word, trainer=cluster.trainjob)
+        _say(said)
+        if unused := [key for key in OF_SLURM if getattr(job.site, key)]:
+            _say(f"not used on Kubernetes: {', '.join(unused)} of {job.site.file}")
     refused = _verdict(options, own, job.site, nodes_of(cluster.nodes), cluster.seconds())
     if refused and not cluster.anyway:
         raise PlanError(f"the run was not submitted: {refused}. {INSTEAD}, or submit it all the same with --anyway.")
     if refused:
         _say(f"The run is sent anyway, although {refused}.")
     if cluster.dry_run:
-        print(batch_script(job), end="")
+        print(manifest(pods) if pods else batch_script(job), end="")
+        return
+    if pods is not None:
+        _say_applied(*launcher.pods.send(pods, word, own))
         return
     _say_sent(*launcher.submit.send(job, word, own))
 
@@ -172,4 +190,15 @@ def _say_sent(script: Path, job: str | None) -> None:
         return
     where = "" if run.absolute().parent == Path("runs").absolute() else f" --in {run.parent}"
     print(f"sent        Slurm job {job}\nrecords     {run}\noutput      {run}/slurm-{job}.out")
+    print(f"more with   meshwise runs{where}, meshwise logs {run.name} -f{where}")
+
+
+def _say_applied(path: Path, load: kubectl.Workload | None) -> None:
+    run = path.parent
+    if load is None:
+        print(f"This machine has no kubectl. The manifest is written. On one that has: kubectl apply -f {path}")
+        return
+    where = "" if run.absolute().parent == Path("runs").absolute() else f" --in {run.parent}"
+    print(f"sent        {load}\nrecords     {run}\nmanifest    {path}")
+    print(f"pods        kubectl get pods -n {load.namespace} -l {INSTANCE}={load.name}")
     print(f"more with   meshwise runs{where}, meshwise logs {run.name} -f{where}")

@@ -22,6 +22,9 @@ from meshwise.spec.errors import UsageError, nearest
 FILE = "site.toml"
 GPU_FORMS = ("gpus-per-node", "gres", "none")
 CONTAINERS = ("apptainer", "singularity", "pyxis")
+KINDS = ("Job", "JobSet", "TrainJob")
+OF_SLURM = ("partition", "account", "qos", "setup", "container", "options")
+"""Keys that Kubernetes has no use for."""
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
@@ -48,6 +51,17 @@ class Site:
     runs: str = ""
     options: tuple[str, ...] = ()
     secrets: tuple[str, ...] = ()
+    image: str = ""
+    claim: str = ""
+    mount: str = ""
+    workdir: str = ""
+    namespace: str = ""
+    queue: str = ""
+    kind: str = ""
+    shared_memory: str = ""
+    gpu_resource: str = "nvidia.com/gpu"
+    node_selector: tuple[str, ...] = ()
+    secret: str = ""
     file: str = ""
 
 
@@ -103,6 +117,14 @@ def _check(site: Site, path: Path) -> None:
         raise UsageError(f"{path}: runtime must be one of {', '.join(CONTAINERS)}, but it is '{site.runtime}'.")
     if site.mounts and not site.container:
         raise UsageError(f'{path}: mounts need a container. Add container = "image.sif".')
+    if site.kind not in ("", *KINDS):
+        raise UsageError(f"{path}: kind must be one of {', '.join(KINDS)}, but it is '{site.kind}'.")
+    for pair in site.node_selector:
+        if not all(pair.partition("=")):
+            raise UsageError(f"{path}: node_selector: '{pair}' must be a label and its value, such as \"gpu=h100\".")
+    for key in ("mount", "workdir"):
+        if not f"{getattr(site, key)}/".startswith("/"):
+            raise UsageError(f"{path}: {key} must be an absolute path in pods, but it is '{getattr(site, key)}'.")
     for name in site.secrets:
         if not _VARIABLE.fullmatch(name):
             raise UsageError(f"{path}: secrets must be names of environment variables, never their values.")

@@ -186,7 +186,7 @@ def _bar_text(share: float, width: int) -> Text:
 
 COLOURS = {"failed": "red", "unreadable": "red", "running": "green", "stopped": "yellow", "queued": "cyan"}
 HINTS = (
-    "meshwise logs RUN    what it printed, and what Slurm's launcher showed",
+    "meshwise logs RUN    what it printed, and what the launcher showed",
     "meshwise stop RUN    save and end it for good, queued or running",
     "meshwise submit RUN  send a stopped or failed one again",
 )
@@ -207,7 +207,8 @@ def _list_lines(entries: Sequence[RunEntry], folder: Path, screen: Screen) -> li
     )
     sent = any(entry.scheduler_job for entry in entries)
     if sent:
-        titles.insert(3, "Slurm")
+        pods = any("/" in entry.scheduler_job for entry in entries)  # of Kubernetes: kind, namespace/name
+        titles.insert(3, "cluster" if pods else "Slurm")
         for row, entry in zip(rows, entries, strict=True):
             row.insert(3, f"{entry.scheduler_job} {entry.partition}".rstrip())
     table = table_lines(titles, rows, screen.table_width, left=(0, 1, 2, 3, 4, *([5] if sent else [])))

@@ -110,7 +110,8 @@ class Writing:
             for part, at in laid_out(parts, self.deal.shapes)[1].items():
                 pieces[part.name].append(StoredPiece(f"rank{rank}.safetensors", at, part.box))
         tensors = {n: StoredTensor(h.dtype, h.shape, tuple(pieces[n])) for n, h in self.deal.shapes.items()}
-        return Manifest(self.facts, self.values, tensors, tuple(written))
+        seconds = round(time.monotonic() - self.began, 3)  # a run that is stopped needs some of these
+        return Manifest({**self.facts, "seconds": seconds}, self.values, tensors, tuple(written))
 
     def _awaited(self, key: str) -> str:
         pause, closed = POLL, 0.0
