@@ -13,7 +13,7 @@ import torch
 from meshwise.hardware import memory
 from meshwise.hardware.allowance import cpu_quota, memory_left, memory_limit
 from meshwise.hardware.discovery.host_facts import host_facts, own_limits
-from meshwise.spec.machine import Device, Host, Machine
+from meshwise.spec.machine import Host
 from tests.hardware.simulated.tree import Computer, plant_computer, write
 
 GIB = 2**30

@@ -11,18 +11,38 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from meshwise.spec.machine import Host, Machine
+from meshwise.spec.machine import Machine
 from meshwise.spec.units import bytes_text, plural
 
-SHARED_MEMORY = 2**30
+GIB = 2**30
+SHARED_MEMORY = GIB
 """The minimum size of /dev/shm for NCCL and data loaders, in bytes. NCCL's guide asks for `--shm-size=1g`."""
 OPEN_FILES_EACH = 512
 """The number of open files that one worker needs for data loaders, shared tensors and connections (an estimate)."""
-MEMORY_EACH = 2**30
+MEMORY_EACH = GIB
 """The bytes of memory that one worker needs for torch alone, before any model (an estimate)."""
 SLURM, POD, CONTAINER, SHELL = "Slurm", "Kubernetes", "container", "shell"
 MARKS = (Path("/.dockerenv"), Path("/run/.containerenv"))
 """Files that docker and podman put into each container."""
+MENDS = {
+    ("/dev/shm", SHELL): "mount -o remount,size=8g /dev/shm",
+    ("/dev/shm", CONTAINER): "docker run --shm-size=8g",
+    ("/dev/shm", POD): "a volume at /dev/shm: emptyDir: {{medium: Memory, sizeLimit: 8Gi}}",
+    ("nofile", SHELL): "ulimit -n {files}",
+    ("nofile", CONTAINER): "docker run --ulimit nofile={files}",
+    ("memlock", SHELL): "ulimit -l unlimited",
+    ("memlock", CONTAINER): "docker run --ulimit memlock=-1",
+    ("memlock", SLURM): "LimitMEMLOCK=infinity for slurmd, and in slurm.conf PropagateResourceLimitsExcept=MEMLOCK",
+    ("cores", SHELL): "taskset -c 0-{last}",
+    ("cores", CONTAINER): "docker run --cpus={cores}",
+    ("cores", POD): "resources: {{limits: {{cpu: {cores}}}}}",
+    ("cores", SLURM): "#SBATCH --cpus-per-task={cores}",
+    ("memory", SHELL): "systemd-run --scope -p MemoryMax={gib}G",
+    ("memory", CONTAINER): "docker run --memory={gib}g",
+    ("memory", POD): "resources: {{limits: {{memory: {gib}Gi}}}}",
+    ("memory", SLURM): "#SBATCH --mem={gib}G",
+}
+"""What mends a limit, and where. What stands for a shell mends it everywhere else."""
 
 
 @dataclass(frozen=True)
@@ -60,59 +80,23 @@ def limits_that_hurt(machine: Machine, sys: Path = Path("/sys"), inside: str | N
     inside: where this process runs. The default is to find out (see `surroundings`).
     """
     found: list[Finding] = []
-    ports = sys / "class/infiniband"
-    rdma = ports.is_dir() and any(ports.iterdir())
+    rdma = any((sys / "class/infiniband").glob("*"))
     for at, host in enumerate(machine.hosts):
         kinds = [device.kind for device in machine.devices if device.host == at]
-        found += _of_host(host, kinds, rdma, inside or surroundings())
+        count, cores, limits = len(kinds), len(kinds) - kinds.count("cpu"), host.limits
+        devices = plural(count, "device")
+        files = 2 ** math.ceil(math.log2(OPEN_FILES_EACH * max(count, 8)))
+        least = (
+            ("/dev/shm", limits.get("shared memory"), SHARED_MEMORY, "data loaders and NCCL need more shared memory"),
+            ("nofile", limits.get("open files"), OPEN_FILES_EACH * count, f"few for the data loaders of {devices}"),
+            ("memlock", limits.get("locked memory"), math.inf if rdma else 0, "InfiniBand locks what it sends"),
+            ("cores", host.cores, cores, f"the workers of {devices} wait for each other"),
+            ("memory", host.memory, MEMORY_EACH * count, f"torch alone needs more for the workers of {devices}"),
+        )
+        for what, figure, need, why in least:
+            if figure is not None and figure < need:
+                text = f"{figure:,.0f}" if what in ("nofile", "cores") else bytes_text(figure)
+                mend = MENDS.get((what, inside or surroundings()), MENDS[what, SHELL])
+                mend = mend.format(files=files, cores=cores, last=cores - 1, gib=4 * count)
+                found.append(Finding(what, text, why, mend))
     return list(dict.fromkeys(found))
-
-
-def _of_host(host: Host, kinds: list[str], rdma: bool, inside: str) -> list[Finding]:
-    found: list[Finding] = []
-    devices, others = plural(len(kinds), "device"), len(kinds) - kinds.count("cpu")
-
-    def hurts(what: str, figure: str, why: str, **mends: str) -> None:
-        mend = mends.get(inside.lower(), mends["shell"])
-        found.append(Finding(what, figure, why, mend))
-
-    if (shared := host.limits.get("shared memory", math.inf)) < SHARED_MEMORY:
-        hurts(
-            *("/dev/shm", bytes_text(shared), "data loaders and NCCL need more shared memory"),
-            shell="mount -o remount,size=8g /dev/shm",
-            container="docker run --shm-size=8g",
-            kubernetes="a volume at /dev/shm: emptyDir: {medium: Memory, sizeLimit: 8Gi}",
-        )
-    need = OPEN_FILES_EACH * len(kinds)
-    if (files := host.limits.get("open files", math.inf)) < need:
-        more = 2 ** math.ceil(math.log2(need))
-        hurts(
-            *("nofile", f"{files:,.0f}", f"too few open files for the data loaders of {devices}"),
-            shell=f"ulimit -n {more}",
-            container=f"docker run --ulimit nofile={more}",
-        )
-    if rdma and "locked memory" in host.limits:
-        hurts(
-            *("memlock", bytes_text(host.limits["locked memory"]), "InfiniBand locks the memory that it sends"),
-            shell="ulimit -l unlimited",
-            container="docker run --ulimit memlock=-1",
-            slurm="LimitMEMLOCK=infinity for slurmd, and PropagateResourceLimitsExcept=MEMLOCK in slurm.conf",
-        )
-    if host.cores is not None and host.cores < others:
-        hurts(
-            *("cores", str(host.cores), f"the workers of {devices} wait for each other"),
-            shell=f"taskset -c 0-{others - 1}",
-            container=f"docker run --cpus={others}",
-            kubernetes=f"resources: {{limits: {{cpu: {others}}}}}",
-            slurm=f"#SBATCH --cpus-per-task={others}",
-        )
-    if host.memory is not None and host.memory < MEMORY_EACH * len(kinds):
-        gib = 4 * len(kinds)
-        hurts(
-            *("memory", bytes_text(host.memory), f"torch alone needs more for the workers of {devices}"),
-            shell=f"systemd-run --scope -p MemoryMax={gib}G",
-            container=f"docker run --memory={gib}g",
-            kubernetes=f"resources: {{limits: {{memory: {gib}Gi}}}}",
-            slurm=f"#SBATCH --mem={gib}G",
-        )
-    return found
