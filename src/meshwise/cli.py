@@ -28,7 +28,13 @@ from meshwise.terminal import last_words
 from meshwise.workers import fast_exit
 
 ROOMS = (
-    *(("hardware", "devices bench"), ("planner", "plan"), ("launcher", "run submit predict"), ("checker", "check")),
+    *(
+        ("hardware", "devices bench"),
+        ("launcher", "doctor"),
+        ("planner", "plan"),
+        ("launcher", "run submit predict"),
+        ("checker", "check"),
+    ),
     *(("reports", "report"), ("launcher", "runs logs stop"), ("training", "checkpoints weights")),
 )
 """Pairs of a package and its commands, in order of use. A package may be absent."""
@@ -38,7 +44,7 @@ COMMANDS = {file.stem: f"{__package__}.{file.parts[-3]}.commands.{file.stem}" fo
 EXIT_CODES = {
     **MEANINGS,
     str(FAILED): f"{MEANINGS[str(FAILED)]}. bench: a path corrupts data. check: the plan differs. "
-    "plan: no plan fits for certain",
+    "doctor: something would stop or slow a run. plan: no plan fits for certain",
     str(USAGE): f"{MEANINGS[str(USAGE)]}. check: no verdict, also where the program fails",
     str(DOUBTFUL): "check: equal in float64, but doubtful: rounding on one side, a number that the script shows, "
     "or losses that are not finite",

@@ -24,6 +24,7 @@ STARTS = {
     "planner.plan": ("plan_options",),
     "launcher.predict": ("predict_with",),
     "hardware.bench": ("bench", "bench_hosts"),
+    "launcher.doctor": ("examine",),
     "hardware.machines": ("find_machine",),
     "launcher.submit": ("prepare", "send_again"),
 }

@@ -17,8 +17,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from meshwise.launcher import submit
 from meshwise.launcher.commands.submit import too_short
+from meshwise.launcher.engines.site import Site
 from meshwise.records import folder as names
+from meshwise.training.job.options import RunOptions
 
 JOB = """
 import torch
@@ -92,6 +95,41 @@ def test_gpus_are_asked_of_the_queue_for_devices_that_are_gpus(
     code, out, err = command("submit", "small.py:job", *words.split(), "--dry-run", "--anyway")
     assert code == 0, err
     assert [line for line in out.splitlines() if "gpus-per-node" in line] == ["#SBATCH --gpus-per-node=4"] * gpus
+
+
+def test_a_job_that_asks_for_no_gpu_says_so_before_it_is_sent(command: Command, slurm: Path, tmp_path: Path) -> None:
+    (slurm / "sbatch").write_text("#!/bin/sh\nexit 1\n")
+    code, _, err = command("submit", "small.py:job")
+    assert code == 1 and err.index("asks for no GPU, for which most sites give it one CPU worker") < err.index(
+        "SchedulerError"
+    )
+
+
+@pytest.mark.parametrize(
+    ("devices", "site", "sbatch", "is_told"),
+    [
+        (None, Site(), "", True),
+        ("all", Site(partition="gpu"), "--partition gpu", True),
+        ("4xcuda", Site(), "", False),
+        ("4xcpu", Site(), "", False),
+        (None, Site(devices="4xcpu"), "", False),
+        (None, Site(machine="8xH100"), "", False),
+        (None, Site(machine="4xcpu"), "", False),
+        (None, Site(gpus_per_node=8), "", False),
+        (None, Site(gpus="none"), "", False),
+        (None, Site(options=("--gres=gpu:4",)), "", False),
+        (None, Site(), "-G 4", False),
+    ],
+)
+def test_who_asks_for_gpus_or_for_none_is_told_nothing(
+    devices: str | None, site: Site, sbatch: str, is_told: bool, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(submit, "find_site", lambda named, beside: site)
+    options = RunOptions(job="small.py:job", devices=devices)
+    job = submit.prepare(submit.SubmitOptions(), options, {"devices": devices}, (), sbatch.split())
+    told = submit.without_gpus(job)
+    assert bool(told) is is_told
+    assert not told or ("gpus_per_node = 8 to site.toml" in told and "--devices 4xcpu" in told)
 
 
 def test_the_words_of_a_script_are_its_own(command: Command, tmp_path: Path) -> None:

@@ -147,6 +147,6 @@ def test_json_has_every_field_and_no_infinity(name: str, tmp_path: Path) -> None
     assert json.loads(text) == plain
     assert set(plain) >= set(Machine.__dataclass_fields__)
     assert plain["devices"][0].keys() == Device.__dataclass_fields__.keys()
-    assert plain["limits_that_hurt"][0].startswith("Shared memory")
+    assert plain["limits_that_hurt"][0].startswith("/dev/shm ")
     if machine.links:
         assert plain["links"][0]["timings"]["pinned"]["bandwidth"] is None

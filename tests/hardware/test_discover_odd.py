@@ -160,11 +160,3 @@ def test_a_pair_of_which_one_way_is_blocked_has_no_peer_access() -> None:
     }
     assert found.pop(("cuda:1", "cuda:0")) is False
     assert set(found.values()) == {True}
-
-
-def test_infiniband_needs_locked_memory(tmp_path: Path) -> None:
-    simulated = MACHINES["dgx_h100"](tmp_path)
-    assert not said(machine_of(simulated, limits={"locked memory": 8 * 2**20}), "Locked")
-    write(tmp_path, "sys/class/infiniband/mlx5_0/node_type", "1: CA")
-    assert said(machine_of(simulated, limits={"locked memory": 8 * 2**20}), "ulimit -l unlimited")
-    assert not said(machine_of(simulated), "Locked")

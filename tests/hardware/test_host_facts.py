@@ -12,8 +12,8 @@ import torch
 
 from meshwise.hardware import memory
 from meshwise.hardware.allowance import cpu_quota, memory_left, memory_limit
-from meshwise.hardware.discovery.host_facts import host_facts, limits_that_hurt, own_limits
-from meshwise.spec.machine import Device, Host, Machine
+from meshwise.hardware.discovery.host_facts import host_facts, own_limits
+from meshwise.spec.machine import Host
 from tests.hardware.simulated.tree import Computer, plant_computer, write
 
 GIB = 2**30
@@ -100,27 +100,6 @@ def test_limits_of_this_process_are_finite_numbers() -> None:
     limits = own_limits()
     assert "shared memory" in limits or not Path("/dev/shm").exists()
     assert all(0 <= limit < 2**63 for limit in limits.values())
-
-
-def machine_with(devices: int, kind: str = "cuda", cores: int = 64, **limits: float) -> Machine:
-    host = Host(cores=cores, limits={name.replace("_", " "): limit for name, limit in limits.items()})
-    return Machine("here", tuple(Device(f"{kind}:{at}", "part") for at in range(devices)), hosts=(host,))
-
-
-def test_only_limits_that_hurt_are_told() -> None:
-    fine = machine_with(8, shared_memory=64 * GIB, open_files=65536, cores=16)
-    assert limits_that_hurt(fine) == []
-    assert limits_that_hurt(machine_with(8)) == []  # unknown is not small
-
-
-def test_what_hurts_is_told_with_what_to_do() -> None:
-    (shared,) = limits_that_hurt(machine_with(1, shared_memory=64 * 2**20))
-    assert "64.0 MiB" in shared and "--shm-size=1g" in shared
-    (files,) = limits_that_hurt(machine_with(8, open_files=1024))
-    assert "1,024 open files for 8 devices" in files and files.endswith("ulimit -n 4096")
-    (cores,) = limits_that_hurt(machine_with(8, cores=2))
-    assert "2 cores for 8 devices" in cores and "--cpus=8" in cores
-    assert limits_that_hurt(machine_with(8, kind="cpu", cores=2)) == []
 
 
 def test_what_a_containers_limit_leaves_free_counts_without_files_that_nobody_reads(tmp_path: Path) -> None:

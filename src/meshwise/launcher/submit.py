@@ -235,6 +235,19 @@ def _gpus(site: Site, devices: str | None) -> int:
     return 0 if machine.devices[0].name.startswith("cpu") else len(machine.devices)
 
 
+def without_gpus(job: BatchJob) -> str:
+    """Return a sentence if a job asks for no GPU, although nothing says that it needs none. Else an empty string."""
+    site, words = job.site, " ".join(["--devices", job.site.devices, *job.words])
+    asked = job.gpus or re.search(r"--g(res|pus)|--tres|-G", " ".join([*site.options, *job.options]))
+    meant = site.gpus == "none" or "cpu" in site.machine or re.search(r"--devices \S*cpu", words)
+    if asked or meant:
+        return ""
+    return (
+        "The job asks for no GPU, for which most sites give it one CPU worker on each node. For GPUs, add --devices "
+        f"8xcuda, or gpus_per_node = 8 to {site.file or 'site.toml'}. If CPUs are meant, say so with --devices 4xcpu."
+    )
+
+
 def _command(site: Site) -> list[str]:
     """Return the command that calls meshwise on the nodes: the site's command, or this Python with `-m meshwise`."""
     if site.command:

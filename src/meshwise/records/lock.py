@@ -136,7 +136,7 @@ def refuse_held(folder: Path) -> None:
 
 def _holders_text(folder: Path) -> str | None:
     """Return what the launcher that holds the folder has written, "" if none holds it, None if this cannot be known."""
-    with contextlib.suppress(OSError), (folder / LOCK).open(encoding="utf-8") as file:
+    with contextlib.suppress(OSError, UnicodeEncodeError), (folder / LOCK).open(encoding="utf-8") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # closing the file releases the lock
         except BlockingIOError:

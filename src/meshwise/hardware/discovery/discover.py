@@ -60,7 +60,7 @@ def discover(
         *map(_unknown_part, dict.fromkeys(device.name for device in named if device.part is None)),
         *([WITHOUT_TORCH] if torch is None and hidden else []),
         *link_warnings(links, named),
-        *_host_warnings(sys, host, links),
+        *_host_warnings(links),
     )
     parts = [device.part for device in devices]
     name = " + ".join(f"{parts.count(part)}x{part}" for part in dict.fromkeys(parts))
@@ -91,13 +91,8 @@ def _described(found: Accelerator) -> Device:
     return replace(made, memory=found.memory, origins={**made.origins, "memory": found.told_by})
 
 
-def _host_warnings(sys: Path, host: Host, links: Sequence[Link]) -> list[str]:
+def _host_warnings(links: Sequence[Link]) -> list[str]:
     warnings = []
-    ports = sys / "class/infiniband"
-    if "locked memory" in host.limits and ports.is_dir() and any(ports.iterdir()):
-        warnings.append(
-            "Locked memory is limited, but InfiniBand needs it. Use ulimit -l unlimited or --ulimit memlock=-1."
-        )
     if far := [link.target for link in links if link.source == HOST and link.crosses == "socket"]:
         warnings.append(
             f"{far[0]}{and_more(far, 'device')}: this process may not use the cores of the socket that the device is "

@@ -20,17 +20,12 @@ import psutil
 
 from meshwise.hardware.allowance import bound_cores, cpu_quota, memory_limit
 from meshwise.hardware.discovery.sysfs import node_cores
-from meshwise.spec.machine import Host, Machine
-from meshwise.spec.units import bytes_text, plural
+from meshwise.spec.machine import Host
 from meshwise.workers.control_groups import read_text
 
 Sockets = Mapping[int | None, int | None]
 """The processor socket of each NUMA node, or None if unknown."""
 SHM = Path("/dev/shm")
-SHARED_MEMORY = 2**30
-"""The minimum size of /dev/shm for NCCL and data loaders, in bytes. NCCL's guide asks for `--shm-size=1g`."""
-OPEN_FILES_EACH = 512
-"""The number of open files that one worker needs for data loaders, shared tensors and connections (an estimate)."""
 
 
 def host_facts(
@@ -90,31 +85,6 @@ def own_limits() -> Mapping[str, float]:
         shared = os.statvfs(SHM)
         found["shared memory"] = shared.f_frsize * shared.f_blocks
     return found
-
-
-def limits_that_hurt(machine: Machine) -> list[str]:
-    """Return a sentence for each limit of a host that will stop or slow training on its devices."""
-    found = []
-    for at, host in enumerate(machine.hosts):
-        devices = [device for device in machine.devices if device.host == at]
-        others = [device for device in devices if device.kind != "cpu"]
-        shared, files = host.limits.get("shared memory"), host.limits.get("open files")
-        if shared is not None and shared < SHARED_MEMORY:
-            found.append(
-                f"Shared memory is {bytes_text(shared)}: data loaders and NCCL need more. "
-                f"Start the container with --shm-size={bytes_text(SHARED_MEMORY)[0]}g or more."
-            )
-        if files is not None and files < OPEN_FILES_EACH * len(devices):
-            need = 2 ** math.ceil(math.log2(OPEN_FILES_EACH * len(devices)))
-            found.append(
-                f"{files:,.0f} open files for {len(devices)} devices are too few for data loaders. Use ulimit -n {need}"
-            )
-        if host.cores is not None and host.cores < len(others):
-            found.append(
-                f"{plural(host.cores, 'core')} for {len(others)} devices: workers wait for each other. "
-                f"Give the container at least one core per device (--cpus={len(others)})."
-            )
-    return list(dict.fromkeys(found))
 
 
 def _processor(proc: Path) -> str:

@@ -16,6 +16,7 @@ from typing import Any
 from meshwise.hardware.discovery.host_facts import Sockets
 from meshwise.hardware.discovery.sysfs import displays, pci_facts
 from meshwise.hardware.discovery.topology import Accelerator, Between, Found
+from meshwise.workers.control_groups import read_text
 
 INSTALL = "pip install nvidia-ml-py"
 VENDOR, NAMELESS = "0x10de", "NVIDIA device"
@@ -147,7 +148,9 @@ def _without_nvml(sys: Path, why: str) -> Found:
     facts = {address: pci_facts(sys, address) for address in displays(sys, VENDOR)}
     devices = [Accelerator(NAMELESS, at, numa=own.numa, now=own.now, own=own.most) for at, own in facts.items()]
     warning = f"Names, memory, NVLinks and peer access of the NVIDIA devices are unknown, because {why}."
-    return Found(tuple(devices), warnings=(warning,) if devices else ())
+    driver = read_text(sys / "module/nvidia/version")
+    versions = {"driver": driver} if driver else {}
+    return Found(tuple(devices), versions=versions, warnings=(warning,) if devices else ())
 
 
 def _address(pci: Any) -> str:

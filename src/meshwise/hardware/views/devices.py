@@ -17,7 +17,7 @@ from typing import Any
 from rich.console import RenderableType
 from rich.text import Text
 
-from meshwise.hardware.discovery.host_facts import limits_that_hurt
+from meshwise.hardware.discovery.limits import limits_that_hurt
 from meshwise.spec.json_values import json_value
 from meshwise.spec.machine import DEVICE, HOST, NODE, Device, Host, Link, Machine, link_between
 from meshwise.spec.units import bandwidth_text, bytes_text, flops_text, plural
@@ -31,21 +31,24 @@ PEAKS = ("bf16", "fp16", "fp32")
 """The dtypes whose peak FLOP/s may be shown. Of these, the first with a known peak is shown for a device."""
 
 
-def devices_text(machine: Machine, width: int | None = None) -> RenderableType:
-    """Draw the machine for a terminal."""
-    return Drawn(lambda screen: _lines(machine, screen, width is not None), width)
+def devices_text(machine: Machine, width: int | None = None, *, limits: bool = True) -> RenderableType:
+    """Draw the machine for a terminal.
+
+    limits: whether to show the limits that hurt.
+    """
+    return Drawn(lambda screen: _lines(machine, screen, width is not None, limits), width)
 
 
 def devices_dict(machine: Machine) -> dict[str, Any]:
     """Convert a machine to plain data, for --json."""
-    return {**json_value(machine), "limits_that_hurt": limits_that_hurt(machine)}
+    return {**json_value(machine), "limits_that_hurt": [str(limit) for limit in limits_that_hurt(machine)]}
 
 
-def _lines(machine: Machine, screen: Screen, wrapped: bool) -> list[Text]:
+def _lines(machine: Machine, screen: Screen, wrapped: bool, limits: bool) -> list[Text]:
     terminal = screen.console.is_terminal
     notes = _notes(machine, MOST_NOTES if terminal else None)
-    limits = [labelled("limit", sentence, "yellow") for sentence in limits_that_hurt(machine)]
-    facts = [*_facts(machine), *limits, *notes]
+    hurting = limits_that_hurt(machine) if limits else []
+    facts = [*_facts(machine), *(labelled("limit", str(limit), "yellow") for limit in hurting), *notes]
     table = _table(machine, screen.table_width)
     parts = [_hosts(machine, screen.table_width), table, links_text(machine, screen.width), facts]
     if terminal or wrapped:

@@ -77,6 +77,8 @@ def submit(context: typer.Context, cluster: SubmitOptions, options: RunOptions) 
         raise PlanError(f"the run was not submitted: {refused}. {INSTEAD}, or submit it all the same with --anyway.")
     if refused:
         _say(f"The run is sent anyway, although {refused}.")
+    if told := launcher.submit.without_gpus(job):
+        _say(told)
     if cluster.dry_run:
         print(manifest(pods) if pods else batch_script(job), end="")
         return

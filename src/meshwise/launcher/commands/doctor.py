@@ -1,0 +1,143 @@
+"""Look for what would stop or slow a run: `meshwise doctor`."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from meshwise import launcher
+from meshwise.hardware.discovery.limits import Finding
+from meshwise.hardware.views.devices import devices_dict, devices_text
+from meshwise.launcher.doctor import Health
+from meshwise.spec.errors import UsageError
+from meshwise.spec.json_values import json_value
+from meshwise.spec.options import Option
+from meshwise.spec.units import plural
+from meshwise.terminal.command_line import from_dataclass
+from meshwise.terminal.screen import LABEL, Drawn, labelled
+from meshwise.workers.channel import LISTENING_PORTS
+from meshwise.workers.place import Place, place_in
+
+app = typer.Typer(add_completion=False)
+HOW = (
+    "Start it on each node: srun --ntasks-per-node=1 meshwise doctor --nodes. Or by hand: meshwise doctor --nnodes 2 "
+    "--node-rank 0 --master-addr HOST --wait 120, and --node-rank 1 on the other."
+)
+OPEN = "the same command on node 0, and open TCP ports between the nodes"
+HEALTHY = "nothing found that would stop or slow a run"
+WARN, USE = f"{'!':>{LABEL - 2}}  ", f"{'use':>{LABEL - 2}}  "
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeOptions:
+    """The options of `meshwise doctor` about several nodes."""
+
+    nodes: Annotated[bool, Option("compare all nodes: started on each, by srun, torchrun or mpirun")] = False
+    nnodes: Annotated[int, Option("number of nodes, started by hand")] = 1
+    node_rank: Annotated[int, Option("index of this node, from 0")] = 0
+    master_addr: Annotated[str | None, Option("where the others reach node 0", metavar="HOST")] = None
+    master_port: Annotated[int, Option("a free port of node 0")] = 29500
+    wait: Annotated[float, Option("seconds for all nodes to come")] = 10.0
+
+    def place(self, place: Place) -> Place | None:
+        """Return this node with the address at which nodes meet, or None if they are not to be compared. Raises
+        UsageError if it is unknown."""
+        node, nodes = self.node_rank, self.nnodes
+        if nodes > 1:
+            if self.master_addr is None or not 0 <= node < nodes:
+                raise UsageError(f"--nnodes {nodes} needs --master-addr, and --node-rank from 0 to {nodes - 1}. {HOW}")
+            where = self.master_addr, self.master_port
+            return Place(rank=node, size=nodes, node=node, nodes=nodes, rendezvous=where)
+        if not self.nodes:
+            return None
+        hosts = [place.rendezvous[0]] if place.rendezvous else place.hosts
+        if not place.one_a_node or not hosts:
+            here = f"{plural(place.size, 'task')} on {plural(place.nodes, 'node')}"
+            raise UsageError(f"--nodes needs one task on each of several nodes, but found {here}. {HOW}")
+        key = place.key or str(place.rendezvous)
+        port = LISTENING_PORTS[zlib.crc32(f"doctor {key}".encode()) % len(LISTENING_PORTS)]  # not that of the run
+        return replace(place, rendezvous=(hosts[0], port), key=key)
+
+
+@app.command()
+@from_dataclass
+def doctor(
+    options: NodeOptions,
+    program: Annotated[str, typer.Argument(help="a script or job, whose files are compared: train.py")] = "",
+    out: Annotated[Path, typer.Option(help="where run folders are made")] = Path("runs"),
+    as_json: Annotated[bool, typer.Option("--json", help="print everything as JSON")] = False,
+) -> None:
+    """Look for what would stop or slow a run, in 20 s, and name the line that mends it.
+
+    Paste what it prints into an issue.
+    Exit code 1: something would stop or slow a run. 0: nothing was found.
+
+    \b
+    meshwise doctor                                               this machine
+    srun --ntasks-per-node=1 meshwise doctor --nodes train.py     all nodes of an allocation
+    meshwise doctor --nnodes 2 --node-rank 0 --master-addr n0     by hand, on each
+    """
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch is not imported yet
+    place = place_in(os.environ)
+    seat = options.place(place)
+    health = launcher.doctor.examine(out, place)
+    if seat is None:
+        raise typer.Exit(_show(health, health.facts, health.findings, as_json))
+    met = launcher.node_checks.compare(seat, health.report(program), health.gloo, health.folder, options.wait)
+    code = int(met.bad is not False)
+    if met.bad is None:
+        where = ":".join(map(str, seat.rendezvous or ()))
+        lost = Finding("nodes", where, f"no answer of node 0 {met.error and f'({met.error})'}", OPEN)
+        facts = {"nodes": f"this is node {seat.node} of {seat.nodes}"}
+        _show(None, facts, [*health.findings, lost], as_json)
+    elif seat.node == 0:
+        _show(health, {**health.facts, **met.facts}, met.findings, as_json)
+    elif not seat.launcher:
+        print("Node 0 shows what all nodes are like.", file=sys.stderr)
+    sys.stdout.flush()
+    os._exit(code)  # a thread may hang in the store
+
+
+def _show(health: Health | None, facts: Mapping[str, str], findings: Sequence[Finding], as_json: bool) -> int:
+    """Show what was found, and return the exit code."""
+    code = int(bool(findings))
+    if as_json:
+        told = {"facts": facts, "findings": findings, "exit_code": code}
+        machine = {} if health is None else {"machine": devices_dict(health.machine)}
+        print(json.dumps({**json_value(told), **machine}, indent=2))
+        return code
+    console = Console()
+    if health is not None:
+        console.print(devices_text(health.machine, limits=False), Text(), sep="\n", soft_wrap=True)
+    lines = [*_lines(facts, findings)]
+    drawn = Drawn(lambda screen: screen.wrap(*lines, indent=LABEL) if console.is_terminal else lines)
+    console.print(drawn, soft_wrap=True)  # else a pipe would cut lines at 80 characters
+    return code
+
+
+def _lines(facts: Mapping[str, str], findings: Sequence[Finding]) -> Iterator[Text]:
+    names = dict.fromkeys([*facts, *(each.what for each in findings)])
+    for name in names:
+        own = [each for each in findings if each.what == name]
+        fact = facts.get(name, "")
+        if name == "nodes":
+            yield Text()
+        yield labelled(name, fact, "yellow" if own else "dim")
+        for each in own:
+            why = each.why if each.figure == fact else f"{each.figure}: {each.why}"
+            yield Text.assemble((WARN, "yellow"), why)
+            yield Text.assemble((USE, "dim"), each.mend)
+    found = [name for name in names if any(each.what == name for each in findings)]
+    count = f"{plural(len(findings), 'problem')}: {', '.join(found)}"
+    yield Text()
+    yield labelled("verdict", count if found else HEALTHY, "yellow" if found else "green")

@@ -1,0 +1,169 @@
+"""Look for what would stop or slow a run on this machine.
+
+Devices, links and limits are found as for `meshwise devices`. Here is what a run needs besides: versions, who launched
+this process, where torch listens, and the disk of the run folders.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import platform
+import shutil
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import astuple, dataclass, replace
+from datetime import timedelta
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import psutil
+
+from meshwise import hardware
+from meshwise.hardware.allowance import bound_cores, cpu_quota, memory_left
+from meshwise.hardware.discovery.limits import SHELL, Finding, limits_that_hurt, surroundings
+from meshwise.records.code_files import code_files
+from meshwise.spec.machine import Machine
+from meshwise.spec.units import bandwidth_text, bytes_text
+from meshwise.workers.control_groups import read_text
+from meshwise.workers.place import Place
+
+PACKAGE = Path(__file__).parents[1] / "__init__.py"
+LIBRARIES = ("meshwise", "numpy", "transformers", "lightning", "ray")
+NO_MATTER = "is not in the catalog"  # a note on figures, not on health
+LEAST_FREE = 2 * 2**30
+"""Bytes that should be free for the states of a run."""
+LEAST_RATE = 20e6
+"""Bytes/s. Below, a state of 1 GB takes a minute to save."""
+NETWORKED = ("nfs", "lustre", "gpfs", "beegfs", "ceph", "gluster", "cifs", "smb", "9p", "virtiofs", "fuse", "afs")
+PIECE, PIECES, SECONDS = 4 * 2**20, 16, 2.0  # a write is measured over 64 MiB, for at most this long
+SYS_PTRACE = 19  # the number of the capability
+
+
+@dataclass(frozen=True)
+class Health:
+    """What a machine is like, and what would stop or slow a run on it.
+
+    facts: what was looked at, and what was found.
+    gloo: the address at which gloo listens.
+    folder: the folder of the run folders, or the nearest one above it that exists.
+    """
+
+    machine: Machine
+    facts: Mapping[str, str]
+    findings: tuple[Finding, ...]
+    gloo: str
+    folder: Path
+
+    def report(self, program: str) -> dict[str, object]:
+        """Return what the nodes of a run compare (see `judge`).
+
+        program: a script or a job whose files are compared. It may be empty.
+        """
+        own = json.dumps(code_files(str(PACKAGE))).encode()
+        return {
+            "name": self.machine.hosts[0].name,
+            "folder": str(self.folder),
+            "versions": self.machine.versions,
+            "files": {"meshwise": hashlib.sha256(own).hexdigest()[:16], **code_files(program)},
+            "findings": [astuple(each) for each in self.findings],
+        }
+
+
+def examine(out: Path, place: Place) -> Health:
+    """Examine this machine. This takes a few seconds, and writes and removes a file of at most 64 MiB.
+
+    out: the folder in which run folders are made. It need not exist.
+    """
+    machine, inside = hardware.machines.find_machine(), surroundings()
+    host, limits = machine.hosts[0], machine.hosts[0].limits
+    folder = next(each for each in (out.absolute(), *out.absolute().parents) if each.is_dir())
+    (store, gloo), (disk, findings) = listening(), disk_of(folder)
+    left, free, quota = memory_left(), psutil.virtual_memory().available, cpu_quota()
+    told = place.told(len(machine.devices) * place.nodes if place.one_a_node else place.size) or "none"
+    facts = {
+        "launcher": told + f" ({inside})" * (inside != SHELL and inside not in told),
+        "cores": f"{host.cores} of {host.cores_present}, bound to {len(bound_cores())}, quota {quota or 'none'}",
+        "memory": f"{bytes_text(free if left is None else min(free, left))} free of {bytes_text(host.memory or 0)}"
+        + (f", limited from {bytes_text(host.memory_present or 0)}" if left is not None else ""),
+        "/dev/shm": bytes_text(limits["shared memory"]) if "shared memory" in limits else "unknown",
+        "nofile": f"{limits['open files']:,.0f}" if "open files" in limits else "unlimited",
+        "memlock": bytes_text(limits["locked memory"]) if "locked memory" in limits else "unlimited",
+        "ptrace": _ptrace(),
+        "listens": f"torch's store at {store}, gloo at {gloo}",
+        "disk": disk,
+    }
+    notes = tuple(each for each in machine.warnings if NO_MATTER not in each)
+    machine = replace(machine, versions={**_versions(), **machine.versions}, warnings=notes)
+    return Health(machine, facts, (*limits_that_hurt(machine, inside=inside), *findings), gloo, folder)
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for name in LIBRARIES:
+        with contextlib.suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
+
+
+def listening() -> tuple[str, str]:
+    """Start torch's store and gloo, and return where each listens: `every interface`, or an address."""
+    import torch.distributed as dist
+
+    before = _listeners()
+    store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)  # type: ignore[attr-defined]
+    between = _listeners()
+    limit = timedelta(seconds=5)
+    group = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, limit)  # type: ignore[attr-defined]
+    found = between - before, _listeners() - between
+    del group, store
+    first, second = (", ".join(address for address, _ in sorted(each)) for each in found)
+    return "every interface" if first in ("::", "0.0.0.0") else first, second
+
+
+def _listeners() -> set[tuple[str, int]]:
+    sockets = psutil.Process().net_connections("tcp")
+    return {(each.laddr.ip, each.laddr.port) for each in sockets if each.status == psutil.CONN_LISTEN}
+
+
+def disk_of(folder: Path) -> tuple[str, list[Finding]]:
+    """Measure the disk of a folder. Return it in words, and what would stop or slow a run."""
+    mounts = {Path(each.mountpoint): each.fstype for each in psutil.disk_partitions(all=True)}
+    resolved = folder.resolve()
+    kind = next((mounts[each] for each in (resolved, *resolved.parents) if each in mounts), "unknown")
+    sort = "network disk" if kind.startswith(NETWORKED) else "memory" if kind == "tmpfs" else "local disk"
+    free = shutil.disk_usage(folder).free
+    words = f"{folder}: {sort} ({kind}), {bytes_text(free)} free"
+    if free < LEAST_FREE:
+        return words, [_of_disk(f"{bytes_text(free)} free", "states of a run may not fit")]
+    try:
+        rate = _write_rate(folder)
+    except OSError as error:
+        return words, [_of_disk(f"{folder} ({error.strerror})", "a run cannot write there")]
+    slow = [_of_disk(bandwidth_text(rate), "states take long to save")]
+    return f"{words}, written at {bandwidth_text(rate)}", slow if rate < LEAST_RATE else []
+
+
+def _of_disk(figure: str, why: str) -> Finding:
+    return Finding("disk", figure, why, "--out FOLDER, on another disk")
+
+
+def _write_rate(folder: Path) -> float:
+    """Return the bytes/s of a write that ends on the disk. Raises OSError if nothing can be written."""
+    piece, began, written = os.urandom(PIECE), time.monotonic(), 0
+    with tempfile.NamedTemporaryFile(prefix=".meshwise-doctor-", dir=folder) as file:
+        while written < PIECE * PIECES and time.monotonic() - began < SECONDS:
+            written += file.write(piece)
+            os.fsync(file.fileno())
+    return written / (time.monotonic() - began)
+
+
+def _ptrace() -> str:
+    """Return whether py-spy and gdb may attach. It is no finding: meshwise needs neither to name a line that hangs."""
+    scope = read_text(Path("/proc/sys/kernel/yama/ptrace_scope"))
+    status = dict(line.partition(":\t")[::2] for line in read_text(Path("/proc/self/status")).splitlines())
+    may = int(status.get("CapEff", "0"), 16) >> SYS_PTRACE & 1 or scope in ("", "0")
+    return "allowed" if may else f"children only (yama {scope}): py-spy and gdb do not attach"
