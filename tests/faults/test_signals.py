@@ -22,8 +22,8 @@ from meshwise.records.checkpoints import checkpoints_in
 from meshwise.records.folder import read_run
 from meshwise.reports.views.live_progress import LiveView
 from meshwise.spec.exit_codes import AGAIN, INTERRUPTED, code_of_stop
-from meshwise.workers.ports import free_port
 from meshwise.workers.gate import Halt
+from meshwise.workers.ports import free_port
 from tests.faults.runs import JOBS, LOOP_WITHOUT_STATE, CommandRun, as_at_a_limit, run_folder
 
 pytestmark = pytest.mark.usefixtures("processes")

@@ -13,10 +13,11 @@ import pytest
 
 from meshwise.hardware.discovery.limits import Finding
 from meshwise.launcher import doctor
-from meshwise.launcher.commands.doctor import NodeOptions
+from meshwise.launcher.commands.doctor import DoctorOptions
 from meshwise.launcher.node_verdict import judge
 from meshwise.spec.errors import UsageError
-from meshwise.workers.place import ALONE, Place, place_in
+from meshwise.workers.place import place_in
+from meshwise.workers.places.place import ALONE, Place
 
 SHARED = Finding("/dev/shm", "64.0 MiB", "data loaders and NCCL need more", "docker run --shm-size=8g")
 STEP = {
@@ -75,18 +76,18 @@ def test_torch_and_gloo_are_asked_where_they_listen() -> None:
 
 def test_nodes_of_a_step_meet_at_one_port_that_is_not_the_runs() -> None:
     places = [place_in({**STEP, "SLURM_NODEID": str(node)}) for node in range(3)]
-    found = [NodeOptions(nodes=True).place(place) for place in places]
+    found = [DoctorOptions(nodes=True).seat(place) for place in places]
     assert [(each.node, each.nodes) for each in found if each] == [(node, 3) for node in range(3)]
-    assert len({(each.rendezvous, each.key) for each in found if each}) == 1
-    assert found[0] is not None and found[0].rendezvous is not None
-    host, port = found[0].rendezvous
+    assert len({(each.address, each.key) for each in found if each}) == 1
+    assert found[0] is not None and found[0].address is not None
+    host, port = found[0].address
     assert host == "gpu01" and 20000 <= port < 32768
 
 
 def test_by_hand_a_node_is_told_where_node_0_is() -> None:
-    place = NodeOptions(nnodes=2, node_rank=1, master_addr="n0", master_port=29501).place(ALONE)
-    assert place is not None and (place.node, place.nodes, place.rendezvous) == (1, 2, ("n0", 29501))
-    assert NodeOptions().place(ALONE) is None
+    place = DoctorOptions(nnodes=2, node_rank=1, master_addr="n0", master_port=29501).seat(ALONE)
+    assert place is not None and (place.node, place.nodes, place.address) == (1, 2, ("n0", 29501))
+    assert DoctorOptions().seat(ALONE) is None
 
 
 @pytest.mark.parametrize(
@@ -99,13 +100,13 @@ def test_by_hand_a_node_is_told_where_node_0_is() -> None:
             {**STEP, "SLURM_STEP_NUM_TASKS": "6", "SLURM_STEP_TASKS_PER_NODE": "2(x3)", "SLURM_NODEID": "0"},
             "found 6 tasks on 3 nodes",
         ),
-        ({"nnodes": 2}, {}, "--nnodes 2 needs --master-addr"),
-        ({"nnodes": 2, "node_rank": 2, "master_addr": "n0"}, {}, "--node-rank from 0 to 1"),
+        ({"nnodes": 2}, {}, "--master-addr is missing"),
+        ({"nnodes": 2, "node_rank": 2, "master_addr": "n0"}, {}, "--node-rank must be from 0 to 1"),
     ],
 )
 def test_a_node_without_a_place_is_refused(options: dict[str, Any], environment: dict[str, str], said: str) -> None:
     with pytest.raises(UsageError, match=said):
-        NodeOptions(**options).place(place_in(environment))
+        DoctorOptions(**options).seat(place_in(environment))
 
 
 # ---- The verdict on nodes --------------------------------------------------------------------------------------------

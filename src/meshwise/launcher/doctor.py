@@ -29,7 +29,7 @@ from meshwise.records.code_files import code_files
 from meshwise.spec.machine import Machine
 from meshwise.spec.units import bandwidth_text, bytes_text
 from meshwise.workers.control_groups import read_text
-from meshwise.workers.place import Place
+from meshwise.workers.places.place import Place
 
 PACKAGE = Path(__file__).parents[1] / "__init__.py"
 LIBRARIES = ("meshwise", "numpy", "transformers", "lightning", "ray")

@@ -22,7 +22,7 @@ from typing import Any
 
 from meshwise.hardware.discovery.limits import Finding
 from meshwise.launcher.node_verdict import judge
-from meshwise.workers.place import Place
+from meshwise.workers.places.place import Place
 
 REACH = 3.0
 """Seconds for a connection from one node to another, and for a new file to appear."""
@@ -32,7 +32,7 @@ TRIES, TIME = 5, 20  # how often a node is asked for its time, and the bytes of 
 
 
 @dataclass
-class Meeting:
+class Exchange:
     """What came of an exchange. A thread writes it, and the main thread reads it.
 
     until: when this node waits no longer, in seconds of the monotonic clock.
@@ -47,41 +47,43 @@ class Meeting:
     bad: bool | None = None
 
 
-def compare(place: Place, mine: Mapping[str, Any], gloo: str, folder: Path, wait: float) -> Meeting:
+def compare(place: Place, mine: Mapping[str, Any], gloo: str, folder: Path, wait: float) -> Exchange:
     """Exchange reports with the other nodes. Return what came of it, at most 2 * ANSWER seconds after all nodes have
     come, or `wait` is over.
 
-    place: this node, and in `rendezvous` where node 0 serves the store.
+    place: this node, and in `address` where node 0 serves the store.
     mine: what this node tells of itself (see `judge`).
     gloo: the address at which gloo listens on this node.
     folder: the folder that all nodes should see.
     wait: the seconds to wait until all nodes have come.
     """
-    meeting, over = Meeting(time.monotonic() + wait + ANSWER), threading.Event()
+    exchange, over = Exchange(time.monotonic() + wait + ANSWER), threading.Event()
     token = folder / f".meshwise-doctor-{uuid.uuid4().hex}"
 
     def meet() -> None:
         try:
-            _exchange(meeting, place, mine, _own_address(gloo, place), token, wait)
+            _exchange(exchange, place, mine, _own_address(gloo, place), token, wait)
         except Exception as error:  # of the store, of its port, or of a value that is none of ours
-            meeting.error = (str(error).splitlines() or [type(error).__name__])[0]
+            exchange.error = (str(error).splitlines() or [type(error).__name__])[0]
         over.set()
 
     if place.node == 0:
         with contextlib.suppress(OSError):  # then no node sees it
             token.touch()
     threading.Thread(target=meet, daemon=True).start()
-    while not over.wait(0.1) and time.monotonic() < meeting.until:
+    while not over.wait(0.1) and time.monotonic() < exchange.until:
         pass
     if place.node == 0:
         token.unlink(missing_ok=True)
-    return meeting
+    return exchange
 
 
-def _exchange(meeting: Meeting, place: Place, mine: Mapping[str, Any], address: str, token: Path, wait: float) -> None:
+def _exchange(
+    exchange: Exchange, place: Place, mine: Mapping[str, Any], address: str, token: Path, wait: float
+) -> None:
     import torch.distributed as dist
 
-    host, port = place.rendezvous or ("", 0)
+    host, port = place.address or ("", 0)
     name, limit = str(place.node), timedelta(seconds=wait + ANSWER)
     server = dist.TCPStore(host, port, None, place.node == 0, limit, False)  # type: ignore[attr-defined]
     store = dist.PrefixStore(f"doctor/{place.key}", server)  # type: ignore[attr-defined]
@@ -93,7 +95,7 @@ def _exchange(meeting: Meeting, place: Place, mine: Mapping[str, Any], address: 
     if place.node == 0:
         store.set("came", json.dumps(_there(store, "at", range(place.nodes), wait)))
     came = json.loads(store.get("came"))
-    meeting.until = time.monotonic() + 2 * ANSWER
+    exchange.until = time.monotonic() + 2 * ANSWER
     peers = {node: json.loads(store.get(f"at/{node}")) for node in came}
     others = [node for node in came if node != place.node]
     with ThreadPoolExecutor(32) as pool:
@@ -104,10 +106,10 @@ def _exchange(meeting: Meeting, place: Place, mine: Mapping[str, Any], address: 
     if place.node == 0:
         told = _there(store, "report", came, ANSWER)
         reports = {node: json.loads(store.get(f"report/{node}")) for node in told}
-        meeting.facts, meeting.findings = judge(place, reports, came)
-        store.set("bad", json.dumps(bool(meeting.findings)))
+        exchange.facts, exchange.findings = judge(place, reports, came)
+        store.set("bad", json.dumps(bool(exchange.findings)))
         _there(store, "left", told[1:], REACH)  # the store ends with this process
-    meeting.bad = bool(json.loads(store.get("bad")))
+    exchange.bad = bool(json.loads(store.get("bad")))
     store.set(f"left/{name}", "")
 
 
@@ -125,10 +127,10 @@ def _own_address(gloo: str, place: Place) -> str:
     """Return the address at which others reach this node. It is empty on node 0 if it is where they reach the store."""
     if gloo and not ipaddress.ip_address(gloo).is_loopback:
         return gloo
-    if place.node == 0 or place.rendezvous is None:
+    if place.node == 0 or place.address is None:
         return ""
     with socket.socket(type=socket.SOCK_DGRAM) as way:
-        way.connect(place.rendezvous)  # sends nothing
+        way.connect(place.address)  # sends nothing
         return str(way.getsockname()[0])
 
 

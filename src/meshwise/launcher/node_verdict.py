@@ -12,7 +12,7 @@ from typing import Any
 from meshwise.hardware.discovery.limits import SLURM, Finding
 from meshwise.spec.units import seconds_text
 from meshwise.spec.words import printable, some
-from meshwise.workers.place import Place
+from meshwise.workers.places.place import Place
 
 MOST_AHEAD = 1.0
 """Seconds by which a clock may differ from the others."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,8 +24,10 @@ from meshwise.spec.options import Option
 from meshwise.spec.units import plural
 from meshwise.terminal.command_line import from_dataclass
 from meshwise.terminal.screen import LABEL, Drawn, labelled
-from meshwise.workers.channel import LISTENING_PORTS
-from meshwise.workers.place import Place, place_in
+from meshwise.workers.node_options import NodeOptions
+from meshwise.workers.place import place_in
+from meshwise.workers.places.place import Place
+from meshwise.workers.ports import port_of
 
 app = typer.Typer(add_completion=False)
 HOW = (
@@ -39,40 +40,31 @@ WARN, USE = f"{'!':>{LABEL - 2}}  ", f"{'use':>{LABEL - 2}}  "
 
 
 @dataclass(frozen=True, kw_only=True)
-class NodeOptions:
+class DoctorOptions(NodeOptions):
     """The options of `meshwise doctor` about several nodes."""
 
     nodes: Annotated[bool, Option("compare all nodes: started on each, by srun, torchrun or mpirun")] = False
-    nnodes: Annotated[int, Option("number of nodes, started by hand")] = 1
-    node_rank: Annotated[int, Option("index of this node, from 0")] = 0
-    master_addr: Annotated[str | None, Option("where the others reach node 0", metavar="HOST")] = None
-    master_port: Annotated[int, Option("a free port of node 0")] = 29500
     wait: Annotated[float, Option("seconds for all nodes to come")] = 10.0
 
-    def place(self, place: Place) -> Place | None:
+    def seat(self, place: Place) -> Place | None:
         """Return this node with the address at which nodes meet, or None if they are not to be compared. Raises
         UsageError if it is unknown."""
-        node, nodes = self.node_rank, self.nnodes
-        if nodes > 1:
-            if self.master_addr is None or not 0 <= node < nodes:
-                raise UsageError(f"--nnodes {nodes} needs --master-addr, and --node-rank from 0 to {nodes - 1}. {HOW}")
-            where = self.master_addr, self.master_port
-            return Place(rank=node, size=nodes, node=node, nodes=nodes, rendezvous=where)
+        if self.nnodes > 1:
+            return self.place()
         if not self.nodes:
             return None
-        hosts = [place.rendezvous[0]] if place.rendezvous else place.hosts
+        hosts = [place.address[0]] if place.address else place.hosts
         if not place.one_a_node or not hosts:
             here = f"{plural(place.size, 'task')} on {plural(place.nodes, 'node')}"
             raise UsageError(f"--nodes needs one task on each of several nodes, but found {here}. {HOW}")
-        key = place.key or str(place.rendezvous)
-        port = LISTENING_PORTS[zlib.crc32(f"doctor {key}".encode()) % len(LISTENING_PORTS)]  # not that of the run
-        return replace(place, rendezvous=(hosts[0], port), key=key)
+        key = place.key or str(place.address)
+        return replace(place, address=(hosts[0], port_of(f"doctor {key}")), key=key)  # not the port of the run
 
 
 @app.command()
 @from_dataclass
 def doctor(
-    options: NodeOptions,
+    options: DoctorOptions,
     program: Annotated[str, typer.Argument(help="a script or job, whose files are compared: train.py")] = "",
     out: Annotated[Path, typer.Option(help="where run folders are made")] = Path("runs"),
     as_json: Annotated[bool, typer.Option("--json", help="print everything as JSON")] = False,
@@ -89,14 +81,14 @@ def doctor(
     """
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch is not imported yet
     place = place_in(os.environ)
-    seat = options.place(place)
+    seat = options.seat(place)
     health = launcher.doctor.examine(out, place)
     if seat is None:
         raise typer.Exit(_show(health, health.facts, health.findings, as_json))
     met = launcher.node_checks.compare(seat, health.report(program), health.gloo, health.folder, options.wait)
     code = int(met.bad is not False)
     if met.bad is None:
-        where = ":".join(map(str, seat.rendezvous or ()))
+        where = ":".join(map(str, seat.address or ()))
         lost = Finding("nodes", where, f"no answer of node 0 {met.error and f'({met.error})'}", OPEN)
         facts = {"nodes": f"this is node {seat.node} of {seat.nodes}"}
         _show(None, facts, [*health.findings, lost], as_json)
