@@ -20,6 +20,7 @@ set, each value has a code of this key, and a value without one ends the attempt
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import json
 import os
@@ -149,13 +150,26 @@ class Meeting:
     def get(self, node: int, name: str) -> Any:
         """Wait for the value that a machine sets under `name`, and return it. Raises WorkerFailed if the attempt ends
         before."""
+        with self.quick():
+            while (told := self.said(node, name)) is None:
+                self.look()
+                time.sleep(0.02)
+        return told
+
+    @contextlib.contextmanager
+    def quick(self) -> Iterator[None]:
+        """Exchange values more often inside the `with` block."""
         self._waits = True
         self._wake.set()
-        while (told := self.said(node, name)) is None:
-            self.look()
-            time.sleep(0.02)
-        self._waits = False
-        return told
+        try:
+            yield
+        finally:
+            self._waits = False
+
+    @property
+    def error(self) -> str:
+        """Why the store cannot be reached, or is lost. Empty as long as it is not."""
+        return "" if self._error is None else str(self._error).splitlines()[0]
 
     def look(self) -> None:
         """Raise WorkerFailed if another machine has failed or is lost."""
@@ -261,18 +275,15 @@ class Meeting:
             board.first("failed", self._failed)
         if self._verdict is None and board.has("failed"):
             self._verdict = board.get("failed")[0]
-        keys = [f"beat/{node}" for node in range(self.nodes)]
-        self._met = self._met or board.has(*keys)
-        if not self._met:
-            return
-        beats = board.get(*keys)
-        others = [(node, machine) for node, machine in enumerate(self._machines) if node != self.node]
-        changed = [node for node, machine in others if beats[node][1] != machine.version]
+        come = [node for node, machine in enumerate(self._machines) if machine.beats or board.has(f"beat/{node}")]
+        beats = dict(zip(come, board.get(*[f"beat/{node}" for node in come]), strict=True))
+        changed = [node for node in come if node != self.node and beats[node][1] != self._machines[node].version]
         told = dict(zip(changed, board.get(*[f"said/{node}" for node in changed]), strict=True)) if changed else {}
         now = time.monotonic()
-        for node, machine in others:
-            count, version = beats[node]
-            if count > machine.beats:
+        self._met = len(come) == self.nodes
+        for node in come:
+            machine, (count, version) = self._machines[node], beats[node]
+            if node != self.node and count > machine.beats:
                 machine.beats, machine.at, machine.version = count, now, version
                 machine.said = told.get(node, machine.said)
 
