@@ -24,6 +24,7 @@ import contextlib
 import hmac
 import json
 import os
+import sys
 import threading
 import time
 import uuid
@@ -33,11 +34,11 @@ from typing import Any
 
 from meshwise.spec.errors import MeshwiseError, UsageError, WorkerFailed
 from meshwise.spec.exit_codes import AGAIN, OF_SCHEDULERS
-from meshwise.spec.words import ranks_text
+from meshwise.spec.words import ranks_text, some
 from meshwise.workers.failure import Failure
 from meshwise.workers.places.place import Place
 from meshwise.workers.ports import is_loopback, listening
-from meshwise.workers.rendezvous import COME, reached, served
+from meshwise.workers.rendezvous import COME, PATIENCE, reached, served
 
 KEY = "MESHWISE_KEY"
 """Environment variable: a text that only the launchers of this run know."""
@@ -101,13 +102,24 @@ class Meeting:
         self.port = int(self._machines[0].said["port"])
 
     def _wait_for_all(self, look: Callable[[], object]) -> None:
-        until = time.monotonic() + COME
-        while not all("size" in machine.said for machine in self._machines):
+        began, told = time.monotonic(), False
+        while missing := [str(node) for node in range(self.nodes) if self.said(node, "size") is None]:
             look()
+            who = f"machine {some(missing)} of {self.nodes}"
+            waited = time.monotonic() - began
+            if waited > PATIENCE and not told and self.node == 0:
+                print(
+                    f"machine 0 of {self.nodes} waits for machine {some([*map(str, missing)])}",
+                    file=sys.stderr,
+                    flush=True,
+                )
+                told = True
             if self._error is not None:
                 raise self._refused(self._error)
-            if time.monotonic() > until:
-                raise WorkerFailed(f"not all {self.nodes} machines came in 10 min.", exit_code=AGAIN)
+            if waited > COME:
+                raise WorkerFailed(
+                    f"machine {some([*map(str, missing)])} of {self.nodes} did not come in 10 min.", exit_code=AGAIN
+                )
             time.sleep(0.02)
 
     def _refused(self, error: Exception) -> MeshwiseError:
@@ -122,7 +134,6 @@ class Meeting:
         for node, other in enumerate(others, 1):
             for name in first:
                 if other.get(name) != first[name]:
-                    self.leave()
                     raise UsageError(
                         f"machines 0 and {node} differ in their {name}: {first[name]} and {other.get(name)}. Start "
                         "every machine with the same command, except for --node-rank and --devices."
@@ -219,6 +230,16 @@ class Meeting:
         while self._verdict is None and self._error is None and time.monotonic() < until:
             time.sleep(0.01)
         return self.failed_elsewhere() or WorkerFailed(text, exit_code=exit_code, failure=failure)
+
+    @contextlib.contextmanager
+    def shared_errors(self) -> Iterator[None]:
+        """Tell the other machines about an error that is raised inside the `with` block, and leave the attempt."""
+        try:
+            yield
+        except MeshwiseError as error:
+            self.fail(str(error), None, error.exit_code)
+            self.leave()
+            raise
 
     def failed_elsewhere(self) -> WorkerFailed | None:
         """Return the error of the machine that failed first. None if none has failed, or if it is this machine."""
@@ -329,12 +350,15 @@ class _Board:
 
     def _opened(self, name: str, told: bytes) -> Any:
         text = told.decode()
-        code, text = text[:_CODE], text[_CODE:]
+        length = _CODE if self._key else 0
+        code, text = text[:length], text[length:]
         if not hmac.compare_digest(code, self._code(name, text)):
             raise WorkerFailed(f"a value of another process, which does not know {KEY}.", exit_code=AGAIN)
         return json.loads(text)
 
     def _code(self, name: str, text: str) -> str:
+        if not self._key:
+            return ""
         return hmac.digest(self._key, f"{name} {text}".encode(), "sha256").hex()
 
 
