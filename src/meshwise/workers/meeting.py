@@ -117,9 +117,7 @@ class Meeting:
             if self._error is not None:
                 raise self._refused(self._error)
             if waited > COME:
-                raise WorkerFailed(
-                    f"machine {some([*map(str, missing)])} of {self.nodes} did not come in 10 min.", exit_code=AGAIN
-                )
+                raise WorkerFailed(f"{who} did not come in 10 min.", exit_code=AGAIN)
             time.sleep(0.02)
 
     def _refused(self, error: Exception) -> MeshwiseError:
