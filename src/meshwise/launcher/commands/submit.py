@@ -10,6 +10,7 @@ from pathlib import Path
 import typer
 
 from meshwise import hardware, launcher, planner
+from meshwise.launcher.engines import ray
 from meshwise.launcher.engines.batch_script import batch_script, nodes_of
 from meshwise.launcher.engines.site import Site
 from meshwise.launcher.submit import SubmitOptions
@@ -36,7 +37,7 @@ app = typer.Typer(add_completion=False)
 @app.command(cls=ScriptCommand, context_settings={"obj": RunOptions, "allow_extra_args": True})
 @partial(from_dataclass, without=launcher.submit.NOT_SENT)
 def submit(context: typer.Context, cluster: SubmitOptions, options: RunOptions) -> None:
-    """Estimate a job or a script, and send it to Slurm. A run that reaches its time limit is started again.
+    """Estimate a job or a script, and send it to Slurm or Ray. A run that reaches its time limit is started again.
 
     What is sent is a short batch script around `meshwise run`; --dry-run
     prints it. Options of sbatch follow the last --. A site's defaults are
@@ -48,6 +49,7 @@ def submit(context: typer.Context, cluster: SubmitOptions, options: RunOptions) 
     meshwise submit train.py:job --nodes 4 --time 4h
     meshwise submit train.py:job --nodes 2-8 --dry-run -- --partition gpu
     meshwise submit --nodes 2 train.py --lr 0.1 -- --account physics
+    meshwise submit --ray http://head:8265 train.py  by ray job submit
     meshwise submit runs/20261121-140502-gpt         send a run again
     """
     own, sbatch = _parts(context, options)
@@ -63,7 +65,10 @@ def submit(context: typer.Context, cluster: SubmitOptions, options: RunOptions) 
     if refused:
         _say(f"The run is sent anyway, although {refused}.")
     if cluster.dry_run:
-        print(batch_script(job), end="")
+        print(ray.driver_text(job) if cluster.ray else batch_script(job), end="")
+        return
+    if cluster.ray:
+        _say_sent_to_ray(*ray.send(job, cluster.ray), cluster.ray)
         return
     _say_sent(*launcher.submit.send(job, word, own))
 
@@ -163,6 +168,11 @@ def too_short(step: float, limit: float) -> str:
         f"a step of {seconds_text(step)} with three saves after it needs {seconds_text(needs)}, but --time is "
         f"{seconds_text(limit)}, so no attempt could finish and save a step"
     )
+
+
+def _say_sent_to_ray(driver: Path, job: str, address: str) -> None:
+    print(f"sent        Ray job {job}\ndriver      {driver}")
+    print(f"more with   ray job logs --address {address} -f {job}, ray job stop --address {address} {job}")
 
 
 def _say_sent(script: Path, job: str | None) -> None:
