@@ -76,4 +76,4 @@ if __name__ == "__main__":
     if sizes:
         with_ray(path, [int(size) for size in sizes])
     else:
-        loop({"log": path, "epochs": 3, "state": f"{path}.state"})
+        loop({"log": path, "epochs": int(os.environ.get("RAY_LOOP_EPOCHS", "3")), "state": f"{path}.state"})

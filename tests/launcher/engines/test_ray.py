@@ -68,14 +68,6 @@ def test_a_driver_starts_again_on_85_and_ends_with_the_code_of_the_run(tmp_path:
     for words in asked:
         assert words[1:4] == ["run", "--folder", str(tmp_path / "runs" / "1-train")]
         assert words[4:8] == ["--nnodes", "1", "--node-rank", "0"]
-            "run",
-            "--folder",
-            str(tmp_path / "runs" / "1-train"),
-            "--nnodes",
-            "1",
-            "--node-rank",
-            "0",
-        ]
         assert words[8] == "--master-addr" and words[10] == "--master-port" and int(words[11]) > 0
         assert words[12:] == ["train.py", "--name", "it's"]
 
