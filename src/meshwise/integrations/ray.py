@@ -1,4 +1,4 @@
-"""Run a loop in the workers of Ray Train: lost ranks, states, metrics.
+"""Run a loop in Ray Train's workers.
 
 Ray makes the process group, which `mw.distribute` takes as it is. Beyond that, in a worker of Ray:
 

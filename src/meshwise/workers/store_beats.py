@@ -62,7 +62,7 @@ class StoreBeats:
         self._lost, self._limit = lost, limit
         self._count, self._over = 0, threading.Event()
         self._silences: dict[int, Silence] = {}
-        self._server = ""  # where rank 0 is
+        self._server = b""  # where rank 0 is
 
     def begin(self) -> None:
         """Start the threads."""
@@ -109,7 +109,7 @@ class StoreBeats:
         silence = Silence()
         while not self._over.wait(ROUND):
             if silence.look(self._count) > self._limit():
-                self._give_up(self._says({0: self._server or b""}))
+                self._give_up(self._says({0: self._server}))
 
     def _says(self, lost: Mapping[int, bytes]) -> str:
         hosts = dict.fromkeys(bytes(beat).decode().partition(" ")[2] for beat in lost.values())

@@ -1,4 +1,4 @@
-"""Write the driver of a job for `ray job submit`, and submit it.
+"""Write a job's driver for `ray job submit`, and submit it.
 
 The driver reserves the nodes by a placement group, and calls `meshwise run` once on each.
 """
@@ -84,7 +84,7 @@ def driver_text(job: BatchJob) -> str:
 
 
 def _list(words: object) -> str:
-    return pprint.pformat(list(map(str, words)), width=110)  # type: ignore[call-overload, no-any-return]
+    return pprint.pformat(list(map(str, words)), width=110)  # type: ignore[call-overload]
 
 
 def _line(text: str) -> str:
