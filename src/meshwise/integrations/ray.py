@@ -35,7 +35,7 @@ from meshwise.training.process import session
 from meshwise.training.recovery.saving import Saver
 from meshwise.training.script.state_folder import Home, homes
 from meshwise.training.tracking import tracking
-from meshwise.workers.store_beats import FIRST, StoreBeats, limit_of
+from meshwise.workers.store_beats import FIRST, StoreBeats, limit
 
 HEARD = 5.0
 """Seconds between an error that is told to Ray, and the end of this process. Ray asks every two seconds. It would then
@@ -111,13 +111,13 @@ class RayWorker:
     def watch(self) -> None:
         """Notice ranks that fall silent."""
         world = self._engine.world
-        if world.size > 1 and limit_of():
+        if world.size > 1 and limit():
             place = f"{socket.gethostname()}, process {os.getpid()}"
             self._beats = StoreBeats(world, own_connection_to_store(), place, self._lost, self._limit)
             self._beats.begin()
 
     def _limit(self) -> float:
-        return limit_of() if self._engine.phases.done > 1 else max(limit_of(), FIRST)
+        return limit() if self._engine.phases.done > 1 else max(limit(), FIRST)
 
     def _lost(self, text: str) -> None:
         """End this worker, whose training thread may wait in a collective for minutes."""

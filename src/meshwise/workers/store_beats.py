@@ -28,9 +28,9 @@ MOST = 1.0  # most seconds of silence to count between two looks: this process m
 BEATS, LOST, DONE = "meshwise/beats", "meshwise/beats/lost", b"done"
 
 
-def limit_of(environment: Mapping[str, str] = os.environ) -> float:
+def limit() -> float:
     """Return the seconds of silence after which a rank is given up, or 0 for never."""
-    return float(environment.get(SILENCE, LIMIT))
+    return float(os.environ.get(SILENCE, LIMIT))
 
 
 class Silence:
@@ -90,11 +90,11 @@ class StoreBeats:
         for rank in range(1, self._world.size):
             if rank not in self._silences and self._store.check([f"{BEATS}/{rank}"]):
                 self._silences[rank] = Silence()
-        ranks = list(self._silences)
-        beats = self._store.multi_get([f"{BEATS}/{rank}" for rank in ranks]) if ranks else []
-        for rank, beat in zip(ranks, beats, strict=True):
+        keys = [f"{BEATS}/{rank}" for rank in self._silences]
+        beats = dict(zip(self._silences, self._store.multi_get(keys) if keys else (), strict=True))
+        for rank, beat in beats.items():
             self._silences[rank].look(object() if beat == DONE else beat)
-        lost = {r: beat for r, beat in zip(ranks, beats, strict=True) if self._silences[r].seconds > self._limit()}
+        lost = {rank: beat for rank, beat in beats.items() if self._silences[rank].seconds > self._limit()}
         if lost:
             self._store.set(LOST, self._says(lost))
         return self._says(lost) if lost else ""

@@ -68,7 +68,7 @@ def submit(context: typer.Context, cluster: SubmitOptions, options: RunOptions) 
         print(ray.driver_text(job) if cluster.ray else batch_script(job), end="")
         return
     if cluster.ray:
-        _say_sent_to_ray(*ray.send(job, cluster.ray), cluster.ray)
+        print(f"driver      {ray.send(job, cluster.ray)}")
         return
     _say_sent(*launcher.submit.send(job, word, own))
 
@@ -168,11 +168,6 @@ def too_short(step: float, limit: float) -> str:
         f"a step of {seconds_text(step)} with three saves after it needs {seconds_text(needs)}, but --time is "
         f"{seconds_text(limit)}, so no attempt could finish and save a step"
     )
-
-
-def _say_sent_to_ray(driver: Path, job: str, address: str) -> None:
-    print(f"sent        Ray job {job}\ndriver      {driver}")
-    print(f"more with   ray job logs --address {address} -f {job}, ray job stop --address {address} {job}")
 
 
 def _say_sent(script: Path, job: str | None) -> None:

@@ -12,12 +12,11 @@ import subprocess
 from pathlib import Path
 
 from meshwise.launcher.engines.batch_script import BatchJob, nodes_of
-from meshwise.records.files import write_text
+from meshwise.records.files import make_folder, write_text
 from meshwise.spec.errors import MeshwiseError, UsageError
 from meshwise.spec.exit_codes import AGAIN
 
 DRIVER = "submit.py"
-PATIENCE = 120.0  # seconds to wait for `ray job submit`
 TEXT = """\
 # {name}: written by meshwise submit. By hand: ray job submit --address ADDRESS -- python {driver}
 import socket, subprocess, sys
@@ -70,48 +69,28 @@ def driver_text(job: BatchJob) -> str:
         raise UsageError("--time: Ray has no time limit of a job. Leave it out, or use ray job stop.")
     cpus = re.search(r"\b(\d+)xcpu\b", " ".join(job.words))
     node = {"CPU": site.cpus or (int(cpus[1]) if cpus else 1), **({"GPU": job.gpus} if job.gpus else {})}
-    return TEXT.format(
-        name=_line(job.name),
-        driver=_line(str(job.run / DRIVER)),
-        low=low,
-        high=high,
-        node=node,
-        run=_list([*job.command, "run", "--folder", str(job.run)]),
-        words=_list(job.words),
-        workdir=repr(str(job.workdir)),
-        again=AGAIN,
-    )
+    words = {
+        "run": [*job.command, "run", "--folder", str(job.run)],
+        "words": list(job.words),
+        "workdir": str(job.workdir),
+    }
+    names = {"name": " ".join(job.name.split()), "driver": repr(str(job.run / DRIVER))}
+    shown = {name: pprint.pformat(value, width=110) for name, value in words.items()}
+    return TEXT.format(low=low, high=high, node=node, again=AGAIN, **names, **shown)
 
 
-def _list(words: object) -> str:
-    return pprint.pformat(list(map(str, words)), width=110)  # type: ignore[call-overload]
-
-
-def _line(text: str) -> str:
-    return " ".join(text.split())
-
-
-def send(job: BatchJob, address: str) -> tuple[Path, str]:
-    """Write the driver into the run's folder, and submit it. Return its path, and Ray's name of the job."""
+def send(job: BatchJob, address: str) -> Path:
+    """Write the driver into the run's folder, and submit it. Ray prints the rest. Return its path."""
     text, driver = driver_text(job), job.run / DRIVER
     if shutil.which("ray") is None:
         raise UsageError("the command ray is not installed here. Use pip install 'ray[default]'.")
     try:
-        job.run.mkdir(parents=True)
+        make_folder(job.run)
+        write_text(driver, text)
     except OSError as error:
-        raise UsageError(f"{job.run} cannot be created ({error.strerror}). Use another folder with --out.") from None
-    write_text(driver, text)
-    name = job.run.name
-    command = ["ray", "job", "submit", "--address", address, "--submission-id", name, "--no-wait", *job.options]
-    try:
-        done = subprocess.run(
-            [*command, "--", job.command[0] if job.command[1:] else "python", str(driver)],
-            capture_output=True,
-            text=True,
-            timeout=PATIENCE,
-        )
-    except subprocess.TimeoutExpired:
-        raise MeshwiseError(f"Ray at {address} did not answer in {PATIENCE:.0f} s.") from None
-    if done.returncode:
-        raise MeshwiseError(f"ray job submit: {(done.stderr or done.stdout).strip()[-600:]}")
-    return driver, name
+        raise UsageError(f"{driver} cannot be written ({error.strerror}). Use another folder with --out.") from None
+    command = ["ray", "job", "submit", "--address", address, "--submission-id", job.run.name, "--no-wait"]
+    code = subprocess.run([*command, *job.options, "--", "python", str(driver)]).returncode
+    if code:
+        raise MeshwiseError(f"ray job submit ended with exit code {code}. The driver is {driver}")
+    return driver
