@@ -5,8 +5,8 @@ The driver reserves the nodes by a placement group, and calls `meshwise run` onc
 
 from __future__ import annotations
 
-import pprint
 import re
+import shlex
 import shutil
 import subprocess
 from pathlib import Path
@@ -69,14 +69,10 @@ def driver_text(job: BatchJob) -> str:
         raise UsageError("--time: Ray has no time limit of a job. Leave it out, or use ray job stop.")
     cpus = re.search(r"\b(\d+)xcpu\b", " ".join(job.words))
     node = {"CPU": site.cpus or (int(cpus[1]) if cpus else 1), **({"GPU": job.gpus} if job.gpus else {})}
-    words = {
-        "run": [*job.command, "run", "--folder", str(job.run)],
-        "words": list(job.words),
-        "workdir": str(job.workdir),
-    }
-    names = {"name": " ".join(job.name.split()), "driver": repr(str(job.run / DRIVER))}
-    shown = {name: pprint.pformat(value, width=110) for name, value in words.items()}
-    return TEXT.format(low=low, high=high, node=node, again=AGAIN, **names, **shown)
+    run = [*job.command, "run", "--folder", str(job.run)]
+    sizes = {"low": low, "high": high, "node": node, "again": AGAIN}
+    names = {"name": " ".join(job.name.split()), "driver": shlex.quote(str(job.run / DRIVER))}
+    return TEXT.format(**sizes, **names, run=run, words=list(job.words), workdir=repr(str(job.workdir)))
 
 
 def send(job: BatchJob, address: str) -> Path:
