@@ -137,7 +137,8 @@ def tried(case: str, side: str, one: list[float]) -> dict[str, Any]:
     """One fault, and what came of it."""
     lines: list[tuple[float, str]] = []
     with tempfile.TemporaryDirectory() as folder, hosts(4, None) as (head, *nodes):
-        start_ray(head, "--head", "--port", str(PORT), "--num-cpus", "0", "--include-dashboard", "false")
+        words = ["--head", "--port", str(PORT), "--num-cpus", "0", "--include-dashboard", "false"]
+        start_ray(head, *words, "--temp-dir", f"{folder}/ray")
         awaited(lambda: has_raylet(head))
         for host in nodes:
             joins(host, head)

@@ -59,7 +59,7 @@ def with_ray(log: str, sizes: list[int]) -> None:
     from ray import train
     from ray.train.torch import TorchConfig, TorchTrainer
 
-    ray.init(num_cpus=max(sizes) + 1, include_dashboard=False, object_store_memory=80_000_000)
+    ray.init("local", num_cpus=max(sizes) + 1, include_dashboard=False, object_store_memory=80_000_000)
     for epochs, size in enumerate(sizes, 1):
         result = TorchTrainer(
             loop,

@@ -56,11 +56,12 @@ def test_what_ray_cannot_do_is_refused(tmp_path: Path, changes: dict[str, object
 
 @needs_ray
 @pytest.mark.slow
+@pytest.mark.usefixtures("processes")
 def test_a_driver_starts_again_on_85_and_ends_with_the_code_of_the_run(tmp_path: Path) -> None:
     stand_in = "import json, os, sys; n = len(os.listdir('asked')); json.dump(sys.argv, open(f'asked/{n}', 'w'))\n"
     (tmp_path / "asked").mkdir()
     (tmp_path / "launcher.py").write_text(stand_in + "sys.exit([85, 93][n])\n")
-    text = driver_text(job(tmp_path)).replace("ray.init()", "ray.init(num_cpus=1, include_dashboard=False)")
+    text = driver_text(job(tmp_path)).replace("ray.init()", "ray.init('local', num_cpus=1, include_dashboard=False)")
     (tmp_path / "submit.py").write_text(text)
     done = subprocess.run([sys.executable, tmp_path / "submit.py"], capture_output=True, text=True)
     assert done.returncode == 93, done.stderr[-2000:]
@@ -74,6 +75,7 @@ def test_a_driver_starts_again_on_85_and_ends_with_the_code_of_the_run(tmp_path:
 
 @needs_ray
 @pytest.mark.slow
+@pytest.mark.usefixtures("processes")
 def test_any_number_of_workers_computes_what_one_device_does_and_reports_it(tmp_path: Path) -> None:
     subprocess.run([sys.executable, LOOP, tmp_path / "one"], check=True)
     done = subprocess.run([sys.executable, LOOP, tmp_path / "log", "2", "3", "1"], capture_output=True, text=True)
