@@ -25,9 +25,16 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store_beats, "ROUND", 0.01)
 
 
-def beats_of(rank: int, store: Any, limit: float) -> tuple[StoreBeats, queue.SimpleQueue[str]]:
-    lost: queue.SimpleQueue[str] = queue.SimpleQueue()
-    return StoreBeats(World(rank, 3, rank, 3, "cpu"), store, f"n{rank}", lost.put, lambda: limit), lost
+Lost = queue.SimpleQueue[tuple[str, list[int]]]
+
+
+def beats_of(rank: int, store: Any, limit: float) -> tuple[StoreBeats, Lost]:
+    lost = Lost()
+
+    def tell(text: str, ranks: list[int]) -> None:
+        lost.put((text, ranks))
+
+    return StoreBeats(World(rank, 3, rank, 3, "cpu"), store, f"n{rank}", tell, lambda: limit), lost
 
 
 def test_rank_0_names_a_silent_rank_to_all_and_not_one_that_has_ended() -> None:
@@ -36,11 +43,11 @@ def test_rank_0_names_a_silent_rank_to_all_and_not_one_that_has_ended() -> None:
     store.set(f"{BEATS}/2", DONE)
     first, lost = beats_of(0, store, 0.05)
     first.begin()
-    said = lost.get(timeout=60)
-    assert said.startswith("rank 1 (n1, process 7): silent for") and store.get(LOST).decode() == said
+    said, ranks = lost.get(timeout=60)
+    assert ranks == [1] and said.startswith("rank 1 (n1, process 7): silent for") and store.get(LOST).decode() == said
     second, lost = beats_of(2, store, 1000.0)
     second.begin()
-    assert lost.get(timeout=60) == said
+    assert lost.get(timeout=60) == (said, [])
 
 
 def test_a_store_that_does_not_answer_is_rank_0s_silence() -> None:
@@ -57,7 +64,8 @@ def test_a_store_that_does_not_answer_is_rank_0s_silence() -> None:
     HashStore.set(store, f"{BEATS}/0", "5 n0")
     beats, lost = beats_of(1, store, 0.05)
     beats.begin()
-    assert lost.get(timeout=60).startswith("rank 0 (n0): silent for")
+    said, ranks = lost.get(timeout=60)
+    assert ranks == [0] and said.startswith("rank 0 (n0): silent for")
 
 
 def test_the_end_of_a_program_is_no_silence() -> None:

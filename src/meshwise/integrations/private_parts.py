@@ -113,6 +113,18 @@ def tell_ray(context: Any, error: Exception) -> None:
     context.execution_context.training_thread_runner.get_exception_queue().put(wrapped)
 
 
+def share_ray_worker(key: str) -> None:
+    """Let other workers of Ray kill this one. The handle lies in Ray's own store, which believes its cluster alone."""
+    ray, kept = import_module("ray"), import_module("ray.experimental.internal_kv")
+    kept._internal_kv_put(key, ray.cloudpickle.dumps(ray.get_runtime_context().current_actor), overwrite=True)
+
+
+def kill_ray_worker(key: str) -> None:
+    """Kill a worker of Ray. Those who wait for its answer learn at once that there is none."""
+    ray, kept = import_module("ray"), import_module("ray.experimental.internal_kv")
+    ray.kill(ray.cloudpickle.loads(kept._internal_kv_get(key)))
+
+
 def as_ray_ends(context: Any, work: Callable[[], object]) -> bool:
     """Call `work` in the training thread when the train function has returned. An error of it is the function's. Return
     False if this version of Ray has no such place."""

@@ -23,7 +23,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from meshwise.integrations.private_parts import as_ray_ends, ray_context, tell_ray
+from meshwise.integrations.private_parts import as_ray_ends, kill_ray_worker, ray_context, share_ray_worker, tell_ray
 from meshwise.records.checkpoints import PART, checkpoints_in
 from meshwise.records.lock import Work
 from meshwise.spec.errors import WorkerFailed
@@ -37,9 +37,8 @@ from meshwise.training.script.state_folder import Home, homes
 from meshwise.training.tracking import tracking
 from meshwise.workers.store_beats import FIRST, StoreBeats, limit
 
-HEARD = 5.0
-"""Seconds between an error that is told to Ray, and the end of this process. Ray asks every two seconds. It would then
-wait half a minute for the process group of a frozen worker, unless another worker is gone."""
+HEARD = 30.0
+"""Seconds until the end of this process after an error that Ray does not answer."""
 _workers: list[RayWorker] = []
 
 
@@ -112,6 +111,7 @@ class RayWorker:
         """Notice ranks that fall silent."""
         world = self._engine.world
         if world.size > 1 and limit():
+            share_ray_worker(_key_of(world.rank))
             place = f"{socket.gethostname()}, process {os.getpid()}"
             self._beats = StoreBeats(world, own_connection_to_store(), place, self._lost, self._limit)
             self._beats.begin()
@@ -119,10 +119,17 @@ class RayWorker:
     def _limit(self) -> float:
         return limit() if self._engine.phases.done > 1 else max(limit(), FIRST)
 
-    def _lost(self, text: str) -> None:
+    def _lost(self, text: str, ranks: list[int]) -> None:
         """End this worker, whose training thread may wait in a collective for minutes."""
         print(text, file=sys.stderr, flush=True)
         with contextlib.suppress(Exception):
             tell_ray(self._context, WorkerFailed(text, exit_code=AGAIN))
+            for rank in ranks:  # or Ray would wait for its answer, half a minute and more
+                kill_ray_worker(_key_of(rank))
             time.sleep(HEARD)
         os._exit(AGAIN)
+
+
+def _key_of(rank: int) -> str:
+    """Return a name for a worker of this attempt: no other one has its store's address."""
+    return f"meshwise {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']} {rank}"

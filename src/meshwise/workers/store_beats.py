@@ -13,7 +13,7 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from meshwise.spec.units import seconds_text
@@ -54,10 +54,11 @@ class StoreBeats:
     """Counts in the store that this rank lives, and notices another rank that does not."""
 
     def __init__(
-        self, world: World, store: Any, place: str, lost: Callable[[str], object], limit: Callable[[], float]
+        self, world: World, store: Any, place: str, lost: Callable[[str, list[int]], object], limit: Callable[[], float]
     ) -> None:
         """store: a connection of its own. place: where this rank is, such as its host. lost: called in a thread, once,
-        with a sentence that names a silent rank. limit: returns how many seconds of silence are too many."""
+        with a sentence that names silent ranks, and with these ranks if this rank has found them itself. limit: returns
+        how many seconds of silence are too many."""
         self._world, self._store, self._place = world, store, place
         self._lost, self._limit = lost, limit
         self._count, self._over = 0, threading.Event()
@@ -79,14 +80,17 @@ class StoreBeats:
         with contextlib.suppress(RuntimeError):  # the process that served the store has ended: everybody sees that
             while not self._over.wait(ROUND):
                 self._store.set(key, f"{self._count} {self._place}")
-                found = self._look() if self._world.rank == 0 else self._read()
+                lost = self._look() if self._world.rank == 0 else {}
+                if lost:
+                    self._store.set(LOST, self._says(lost))
+                found = self._read()
                 self._count += 1
                 if found:
-                    self._give_up(found)
+                    self._give_up(found, lost)
             self._store.set(key, DONE)
 
-    def _look(self) -> str:
-        """Look at all counters, as rank 0. Return which ranks are lost."""
+    def _look(self) -> dict[int, bytes]:
+        """Look at all counters, as rank 0. Return the ranks that are lost."""
         for rank in range(1, self._world.size):
             if rank not in self._silences and self._store.check([f"{BEATS}/{rank}"]):
                 self._silences[rank] = Silence()
@@ -94,10 +98,7 @@ class StoreBeats:
         beats = dict(zip(self._silences, self._store.multi_get(keys) if keys else (), strict=True))
         for rank, beat in beats.items():
             self._silences[rank].look(object() if beat == DONE else beat)
-        lost = {rank: beat for rank, beat in beats.items() if self._silences[rank].seconds > self._limit()}
-        if lost:
-            self._store.set(LOST, self._says(lost))
-        return self._says(lost) if lost else ""
+        return {rank: beat for rank, beat in beats.items() if self._silences[rank].seconds > self._limit()}
 
     def _read(self) -> str:
         """Read what rank 0 has found. Return "" if nothing is lost."""
@@ -109,7 +110,7 @@ class StoreBeats:
         silence = Silence()
         while not self._over.wait(ROUND):
             if silence.look(self._count) > self._limit():
-                self._give_up(self._says({0: self._server}))
+                self._give_up(self._says({0: self._server}), [0])
 
     def _says(self, lost: Mapping[int, bytes]) -> str:
         hosts = dict.fromkeys(bytes(beat).decode().partition(" ")[2] for beat in lost.values())
@@ -117,7 +118,7 @@ class StoreBeats:
         silent = f"silent for {seconds_text(self._limit())}"
         return f"{who} ({where or 'host unknown'}): {silent}, frozen or cut off. This attempt ends."
 
-    def _give_up(self, found: str) -> None:
+    def _give_up(self, found: str, lost: Iterable[int]) -> None:
         if not self._over.is_set():
             self._over.set()
-            self._lost(found)
+            self._lost(found, list(lost))
