@@ -78,7 +78,8 @@ class RayWorker:
         folder = self.storage / folder if self._local else folder
         kept = import_module("ray.train").get_checkpoint()
         name = "" if kept is None else Path(kept.path).name
-        if self._engine.world.rank == 0 and name.startswith("step-") and not (folder / name).exists():
+        missing = name.startswith("step-") and kept.path != str(folder / name) and not (folder / name).exists()
+        if missing and self._engine.world.rank == 0:
             kept.to_directory(folder / (name + PART))
             (folder / (name + PART)).rename(folder / name)
         return folder

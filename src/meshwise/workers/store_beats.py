@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from meshwise.spec.durations import seconds_of
 from meshwise.spec.units import seconds_text
 from meshwise.spec.words import ranks_text
 from meshwise.spec.world import World
@@ -29,8 +30,9 @@ BEATS, LOST, DONE = "meshwise/beats", "meshwise/beats/lost", b"done"
 
 
 def limit() -> float:
-    """Return the seconds of silence after which a rank is given up, or 0 for never."""
-    return float(os.environ.get(SILENCE, LIMIT))
+    """Return the seconds of silence after which a rank is given up, or 0 for never. Raises UsageError."""
+    told = os.environ.get(SILENCE, f"{LIMIT}")
+    return 0.0 if told == "0" else seconds_of(told, SILENCE)
 
 
 class Silence:
