@@ -159,27 +159,18 @@ class Halt:
 
     @contextlib.contextmanager
     def after(self, seconds: float | None) -> Iterator[None]:
-        """Ask all ranks to stop after the same step if the `with` block takes longer than `seconds`. None sets no
-        limit."""
+        """Tell the workers started inside the `with` block that the run must end after `seconds`. Then ask all ranks to
+        stop after the same step. None sets no limit."""
         timer = threading.Timer(seconds or 0.0, self.ask, (TIME_LIMIT,))
         timer.daemon = True
         if seconds is not None:
+            set_time_limit(seconds)
             timer.start()
         try:
             yield
         finally:
             timer.cancel()
-
-
-@contextlib.contextmanager
-def time_limit(seconds: float | None) -> Iterator[None]:
-    """Tell the workers started inside the `with` block that the run must end after `seconds`. None sets no limit."""
-    if seconds is not None:
-        set_time_limit(seconds)
-    try:
-        yield
-    finally:
-        os.environ.pop(LIMIT, None)
+            os.environ.pop(LIMIT, None)
 
 
 def set_time_limit(seconds: float) -> None:
