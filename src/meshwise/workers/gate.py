@@ -203,9 +203,10 @@ def watch_time(
         limits = [("the time limit", float(environment.get(LIMIT, "inf")), 0.0)]
         limits += [(f"job {job}", end - leaves, guess)] if gate.saves else []  # without saves, run until the job's end
         for of, at, unknown in limits:
-            left, need = at - time.time(), seconds_needed(gate, unknown)
-            if left < need + LOOK:
-                _say(left, of, gate, need - gate.longest_step)
+            left = at - time.time()
+            saves = SAVES * (gate.longest_save or unknown) if gate.saves else 0.0
+            if left < gate.longest_step + saves + LOOK:
+                _say(left, of, gate, saves)
                 ask()
                 return
 
@@ -234,11 +235,6 @@ def _say(left: float, of: str, gate: StepGate, saves: float) -> None:
     step = f"a step ({seconds_text(gate.longest_step)})"
     reckoned = f"{step} and {SAVES} saves ({seconds_text(saves)})" if saves else step
     print(f"{seconds_text(max(left, 0.0))} left of {of}, {reckoned} to come: stopping", file=sys.stderr, flush=True)
-
-
-def seconds_needed(gate: StepGate, guess: float) -> float:
-    """Return how many seconds a run needs to finish its current step and to stop."""
-    return gate.longest_step + SAVES * ((gate.longest_save or guess) if gate.saves else 0.0)
 
 
 def left_by_squeue(job: str) -> float | None:

@@ -104,11 +104,10 @@ def _asked(pid: int, stack: Path) -> str:
         os.kill(pid, SIGNAL)
     except OSError:
         return ""
-    end, size, since = time.monotonic() + ANSWER, before, time.monotonic()
-    while (now := time.monotonic()) < end and (size == before or now - since < SETTLED):
-        time.sleep(0.005)
-        if (found := _size(stack)) != size:
-            size, since = found, time.monotonic()
+    end, last, size = time.monotonic() + ANSWER, before, before
+    while time.monotonic() < end and (size == before or size > last):
+        time.sleep(SETTLED)
+        last, size = size, _size(stack)
     with stack.open("rb") as file:
         file.seek(before)
         return file.read().decode(errors="replace")
