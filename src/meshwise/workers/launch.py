@@ -181,10 +181,10 @@ class _Launcher:
 
     def _look_at_beats(self) -> None:
         """Tell the user about a hanging rank, or raise WorkerFailed at its limit."""
-        if self.halt.wanted:
-            return
         pids = {w.rank: w.process.pid for w in self.workers if w.state is State.RUNNING}
-        hang = self._hangs.look(pids, self._remote.heard(), self.forks.process)
+        if self.halt.wanted or None in pids.values():  # a worker may not be forked yet
+            return
+        hang = self._hangs.look(pids, self._remote.heard())
         self._remote.tell(partial(self._hangs.here, pids))
         if hang and hang.over:
             self._fail(Failure(hang.rank, "hung", hang.text, plain=True, step=hang.step))
@@ -202,8 +202,7 @@ class _Launcher:
     def _fail(self, chosen: Failure) -> None:
         ranks = [w.rank for w in self.workers]
         step, done = steps_of(self.scratch, ranks, chosen.rank if chosen.rank in ranks else self.first_rank)
-        known = chosen.rank in ranks and chosen.kind != "server"
-        chosen = replace(chosen, step=chosen.step or (step if known else None), done=done)
+        chosen = replace(chosen, step=chosen.step or (step if chosen.rank in ranks else None), done=done)
         text = failure.sentence(chosen, self.size, [w.failure for w in self.workers if w.failure])
         if chosen.kind in ("killed", "left", "victim"):
             trails = self._divergence.trails()
