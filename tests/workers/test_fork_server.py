@@ -161,7 +161,7 @@ def test_a_launch_ends_and_the_next_one_starts_though_the_server_is_stopped(
     own_fork_server: None, tmp_path: Path
 ) -> None:
     def launches() -> list[Any]:
-        forks = Forks([], stays=True)
+        forks = Forks([])
         try:
             first = launch(signal_my_parent, (str(tmp_path), signal.SIGSTOP, "a result"), SLOTS, preload=forks)
             return [*first, *launch(os.getppid, (), SLOTS, preload=forks)]

@@ -44,12 +44,12 @@ LISTENS = "MESHWISE_FORK_SERVER"
 
 
 class Forks:
-    """The launcher's side of the fork server, which starts when a launch of workers first needs it. It can stay for
-    later launches, so that only the first launch waits until torch is imported."""
+    """The launcher's side of the fork server, which starts when a launch of workers first needs it. It stays for later
+    launches, until `close`, so that only the first launch waits until torch is imported."""
 
-    def __init__(self, preload: Sequence[str], *, stays: bool = False) -> None:
-        """preload: modules that the server imports first. stays: whether the server serves several launches."""
-        self._preload, self._stays, self._lock = preload, stays, threading.Lock()
+    def __init__(self, preload: Sequence[str]) -> None:
+        """preload: modules that the server imports first."""
+        self._preload, self._lock = preload, threading.Lock()
         self._known: list[dict[str, int]] = []
         self._line: socket.socket | None = None
         self.process: subprocess.Popen[bytes] | None = None
@@ -140,9 +140,9 @@ class Forks:
         return facts
 
     def end_launch(self, workers: Sequence[ForkedWorker]) -> None:
-        """Clean up after a launch whose workers were killed. Close the server unless it can serve another launch."""
+        """Clean up after a launch whose workers were killed. Close the server if it cannot serve another launch."""
         until = time.monotonic() + KILL_TIMEOUT
-        while self._stays and (self.process is None or self.process.poll() is None) and time.monotonic() < until:
+        while (self.process is None or self.process.poll() is None) and time.monotonic() < until:
             if all(worker.poll() is not None for worker in workers):
                 return
             for worker in workers:  # kill again: a newly forked worker may have become a group leader only now

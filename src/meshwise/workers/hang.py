@@ -23,7 +23,7 @@ from pathlib import Path
 from meshwise.spec.words import ranks_text
 from meshwise.workers.heartbeat import PEERS, PLAIN, Beat, CollectiveCall, beat_path, read_beat, stack_path
 from meshwise.workers.remote_beats import RemoteBeat
-from meshwise.workers.stuck import Idleness, standing, state_of, stuck_child
+from meshwise.workers.stuck import STATES, Idleness, standing, state_of, stuck_child
 
 INTERVAL = 0.25  # seconds between checks
 LOST = 0.5  # seconds: silence between two checks counts for at most this, as a stopped launcher misses reports
@@ -229,7 +229,7 @@ class HangWatch:
             told += f"; {ranks_text(sorted(stall.waiting))} {verb} for it in {_named(first)} since {ago:.1f} s"
             for rank in sorted(stall.waiting)[:3]:
                 if (pid := pids.get(rank)) is not None:
-                    told += f"; rank {rank} {standing(pid, stack_path(self._folder, rank)).told()}"
+                    told += f"; rank {rank} {standing(pid, stack_path(self._folder, rank)).told}"
         return f"{told}."
 
     def here(self, pids: Mapping[int, int | None]) -> dict[int, RemoteBeat]:
@@ -250,10 +250,14 @@ class HangWatch:
             return phase
         own = standing(pid, stack_path(self._folder, rank))
         if self._idleness is not None:
-            return own.told()
-        child = stuck_child(pid, stack_path(self._folder, rank)) if beat.phase == "data" and not own.state else None
-        beside = "" if child is None else f" (its loader worker, process {child.pid}, {child.told()})"
-        return f"{phase} and {own.told()}{beside}"
+            return own.told
+        child = (
+            stuck_child(pid, stack_path(self._folder, rank))
+            if beat.phase == "data" and state_of(pid) not in STATES
+            else None
+        )
+        beside = "" if child is None else f" (its loader worker, process {child.pid}, {child.told})"
+        return f"{phase} and {own.told}{beside}"
 
 
 def _of_stopped(stall: Stall, stopped: Sequence[int]) -> Stall:

@@ -17,7 +17,7 @@ import queue
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -66,9 +66,8 @@ def launch(
 
     Raises WorkerFailed if a worker fails, with the rank and the traceback of the worker that caused the failure.
     """
-    environment.refuse_few_files(len(slots))
     with scratch_folder() as scratch, ExitStack() as stack:
-        forks = preload if isinstance(preload, Forks) else Forks(preload)
+        forks = preload if isinstance(preload, Forks) else stack.enter_context(closing(Forks(preload)))
         launcher = _Launcher(
             scratch, folder or scratch, listeners or Listeners(), meeting, halt or Halt(), len(slots), forks
         )
