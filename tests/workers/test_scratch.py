@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from meshwise.spec.errors import UsageError
-from meshwise.workers.scratch import OWNED, PREFIX, made_folder, own, scratch_folder, sweep, sweep_once
+from meshwise.workers.scratch import OWNED, PREFIX, made_folder, own, scratch_folder, sweep
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="nothing is swept there")
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="nothing is swep
 @pytest.fixture(autouse=True)
 def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    sweep_once.cache_clear()
+    sweep.cache_clear()
     return tmp_path
 
 
@@ -31,7 +31,7 @@ def test_a_folder_is_removed_with_all_that_is_in_it(temporary: Path) -> None:
         assert folder.parent == temporary and folder.name.startswith("meshwise-plan-")
         (folder / "in").mkdir()
         (folder / "in" / "file").touch()
-        sweep(temporary)
+        sweep.__wrapped__(str(temporary))
         assert (folder / "in" / "file").exists()
     assert not list(temporary.iterdir())
 
@@ -46,11 +46,11 @@ def test_what_a_killed_owner_has_left_is_swept_by_the_next_folder(temporary: Pat
         time.sleep(60)
         os._exit(1)
     left = Path(os.read(ready, 1000).decode())
-    sweep(temporary)
+    sweep.__wrapped__(str(temporary))
     assert (left / "task.pickle").exists()
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
-    sweep_once.cache_clear()
+    sweep.cache_clear()
     with scratch_folder():
         assert not left.exists()
     os.close(ready)
@@ -61,10 +61,10 @@ def test_a_folder_of_several_owners_stays_until_the_last_is_gone(temporary: Path
     folder, first = made_folder("verbs")
     second = own(folder)
     first.close()
-    sweep(temporary)
+    sweep.__wrapped__(str(temporary))
     assert folder.exists()
     second.close()
-    sweep(temporary)
+    sweep.__wrapped__(str(temporary))
     assert not folder.exists()
 
 
@@ -75,12 +75,12 @@ def test_what_is_not_known_to_be_ours_stays(temporary: Path, monkeypatch: pytest
     (temporary / f"{PREFIX}link").symlink_to(temporary / "other")
     (temporary / f"{PREFIX}file").touch()
     before = sorted(temporary.rglob("*"))
-    sweep(temporary)
+    sweep.__wrapped__(str(temporary))
     assert sorted(temporary.rglob("*")) == before
     folder, owned = made_folder()
     owned.close()
     monkeypatch.setattr(os, "geteuid", lambda: 12345)  # as another user
-    sweep(temporary)
+    sweep.__wrapped__(str(temporary))
     assert folder.exists()
 
 

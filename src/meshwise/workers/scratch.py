@@ -41,9 +41,9 @@ def made_folder(purpose: str = "") -> tuple[Path, IO[bytes]]:
 
     Raises UsageError if no folder can be made.
     """
-    sweep_once()
     prefix = PREFIX + (f"{purpose}-" if purpose else "")
     try:
+        sweep(tempfile.gettempdir())
         made = Path(tempfile.mkdtemp(prefix=f".{prefix}"))
         owned = own(made)
         folder = made.rename(made.with_name(made.name.removeprefix(".")))
@@ -66,17 +66,9 @@ def own(folder: Path) -> IO[bytes]:
 
 
 @functools.cache
-def sweep_once() -> None:
-    """Remove the temporary folders that killed commands have left (see `sweep`)."""
-    with contextlib.suppress(OSError):
-        sweep(Path(tempfile.gettempdir()))
-
-
-def sweep(parent: Path) -> None:
-    """Remove from `parent` the folders that commands of this user have made and that have no living owner."""
-    with os.scandir(parent) as entries:
-        found = [Path(entry) for entry in entries if entry.name.startswith(PREFIX)]
-    for folder in found:
+def sweep(parent: str) -> None:
+    """Remove from `parent` the folders that commands of this user have made and that have no living owner. Once."""
+    for folder in Path(parent).glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError):
             facts = folder.lstat()
             if stat.S_ISDIR(facts.st_mode) and facts.st_uid == os.geteuid() and _is_left(folder):
