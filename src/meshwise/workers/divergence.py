@@ -109,15 +109,8 @@ def _where(trail: VerbTrail | None, number: int, ended: bool) -> str:
     if trail is None:
         return "ended" if ended else "has called nothing yet"
     if trail.count < number:
-        left = _left(trail.left)
-        return f"{left}ended" if ended else f"{left}is still at {_verb(trail, trail.count)}"
-    return f"{_left(trail.verb(number).left)}reached {_verb(trail, number)}"
-
-
-def _left(left: tuple[str, int] | None) -> str:
-    if left is None:
-        return ""
-    return f"left its loop at {left[0]} after {left[1]} {'batch' if left[1] == 1 else 'batches'} and "
+        return trail.left + ("ended" if ended else f"is still at {_verb(trail, trail.count)}")
+    return f"{trail.verb(number).left}reached {_verb(trail, number)}"
 
 
 def _verb(trail: VerbTrail, number: int) -> str:

@@ -42,13 +42,13 @@ class Verb:
     """A call that a rank has made and that all ranks must make in the same order, such as a request for the next
     batch.
 
-    left: the loop that was left just before the call: its source line, and the number of its batches.
+    left: says which loop was left just before the call, and after how many batches. Empty if none was.
     """
 
     name: str
     place: str
     times: int
-    left: tuple[str, int] | None
+    left: str
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class VerbTrail:
     """A rank's log of verbs, as read from the rank's file at one moment."""
 
     count: int
-    left: tuple[str, int] | None
+    left: str
     _data: bytes
     _lines: list[str]
 
@@ -79,8 +79,9 @@ class VerbTrail:
         return ENTRY.unpack_from(self._data, HEADER.size + (number - 1) % SLOTS * ENTRY.size)
 
 
-def _left(lines: list[str], line: int, batches: int) -> tuple[str, int] | None:
-    return (lines[line].partition("\t")[2], batches) if batches else None
+def _left(lines: list[str], line: int, batches: int) -> str:
+    where, noun = lines[line].partition("\t")[2], "batch" if batches == 1 else "batches"
+    return f"left its loop at {where} after {batches} {noun} and " if batches else ""
 
 
 def read_trail(path: Path) -> VerbTrail | None:
