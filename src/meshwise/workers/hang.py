@@ -207,26 +207,26 @@ class HangWatch:
         return self._idleness is not None and self._idleness.computes(pid, self._looked)
 
     def _explain(self, stall: Stall, beats: Mapping[int, Beat], pids: Mapping[int, int | None], seconds: float) -> str:
-        where = {rank: self._where(rank, beats[rank], pids.get(rank)) for rank in stall.ranks[:3]}
-        step = f" in step {beats[stall.ranks[0]].step}" if beats[stall.ranks[0]].step else ""
-        what = [f"rank {rank} {text}" for rank, text in where.items()]
+        first = beats[stall.ranks[0]]
+        step = f" in step {first.step}" if first.step else ""
+        told = f"No progress for {seconds:.1f} s{step}: "
+        what = [f"rank {rank} {self._where(rank, beats[rank], pids.get(rank))}" for rank in stall.ranks[:3]]
         if stall.crossed:
-            each = [f"{text}, in {_named(stall.waiting[rank])}" for rank, text in zip(where, what, strict=True)]
-            start = f"No progress for {seconds:.1f} s{step}: ranks wait for each other in different collectives"
-            return f"{start}: {'; '.join(each)}."
+            each = [f"{text}, in {_named(stall.waiting[rank])}" for rank, text in zip(stall.ranks, what, strict=False)]
+            return f"{told}ranks wait for each other in different collectives: {'; '.join(each)}."
         if stall.inside and stall.collective is not None:
             verb = "is" if len(stall.ranks) == 1 else "are"
             inside = f"{ranks_text(stall.ranks)} {verb} in {_named(stall.collective)}"
-            look = "check the network between the ranks"
-            if not beats[stall.ranks[0]].ours:
-                look += f", and whether a rank makes a call that others do not. {'; '.join(what).capitalize()}"
-            return f"No progress for {seconds:.1f} s{step}: {inside}, and it does not end: {look}."
-        told = f"No progress for {seconds:.1f} s{step}: {'; '.join(what)}"
+            told += f"{inside}, and it does not end: check the network between the ranks"
+            if first.ours:
+                return f"{told}."
+            return f"{told}, and whether a rank makes a call that others do not. {'; '.join(what).capitalize()}."
+        told += "; ".join(what)
         if stall.waiting:
-            first = min(stall.waiting.values(), key=lambda wait: wait.at)
-            ago = (time.perf_counter_ns() - first.at) / 1e9
+            wait = min(stall.waiting.values(), key=lambda wait: wait.at)
+            ago = (time.perf_counter_ns() - wait.at) / 1e9
             verb = "waits" if len(stall.waiting) == 1 else "wait"
-            told += f"; {ranks_text(sorted(stall.waiting))} {verb} for it in {_named(first)} since {ago:.1f} s"
+            told += f"; {ranks_text(sorted(stall.waiting))} {verb} for it in {_named(wait)} since {ago:.1f} s"
             for rank in sorted(stall.waiting)[:3]:
                 if (pid := pids.get(rank)) is not None:
                     told += f"; rank {rank} {standing(pid, stack_path(self._folder, rank)).told}"
