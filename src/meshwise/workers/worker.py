@@ -50,7 +50,9 @@ def main() -> int:
     if sys.argv[1] == CALL:
         return answer(Path(sys.argv[2]))
     die_with_parent()
-    bind_to_cores(os.environ.get(CORES, ""))
+    if cores := os.environ.get(CORES):
+        with contextlib.suppress(OSError):
+            os.sched_setaffinity(0, {int(core) for core in cores.split(",")})
     threads = threads_in(os.environ)
     if threads not in (0, torch.get_num_threads()):  # torch was loaded before the fork, with another number of threads
         torch.set_num_threads(threads)
@@ -104,13 +106,6 @@ def answer(task: Path) -> int:
 def die_with_parent() -> None:
     """Let the kernel kill this process when its parent dies, even while this process holds the GIL."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-def bind_to_cores(cores: str) -> None:
-    """Bind this process to the CPU cores in a comma-separated text."""
-    if cores:
-        with contextlib.suppress(OSError):
-            os.sched_setaffinity(0, {int(core) for core in cores.split(",")})
 
 
 def keep_sockets_in(scratch: Path) -> None:
