@@ -14,12 +14,11 @@ import sys
 import time
 from pathlib import Path
 
-from meshwise.workers import fast_exit
+from meshwise.workers import fast_exit  # first, as in workers/__main__.py
 
-fast_exit.prepare()  # as workers/__main__.py does
-
-from meshwise.training.job.options import PRELOAD  # noqa: E402
-from meshwise.workers import fork_server, worker  # noqa: E402
+# isort: split
+from meshwise.training.job.options import PRELOAD
+from meshwise.workers import fork_server, worker
 
 
 def start(folder: Path) -> tuple[str, subprocess.Popen[bytes]]:

@@ -28,7 +28,6 @@ print("end", end=" ")
 """
 WORKER = """
 from meshwise.workers import fast_exit
-fast_exit.prepare()
 import runpy
 runpy.run_path("program.py", run_name="__main__")
 fast_exit.exit_now(3)
@@ -50,5 +49,5 @@ def test_threads_exit_functions_and_open_files_end_as_ever(processes: None, tmp_
 
 
 def test_a_program_that_is_not_told_to_leave_ends_by_itself(processes: None, tmp_path: Path) -> None:
-    text = "from meshwise.workers import fast_exit; fast_exit.prepare(); raise SystemExit(5)"
+    text = "from meshwise.workers import fast_exit; raise SystemExit(5)"
     assert subprocess.run([sys.executable, "-c", text], cwd=tmp_path).returncode == 5

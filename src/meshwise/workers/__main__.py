@@ -11,11 +11,7 @@ import socket
 import sys
 from collections.abc import Sequence
 
-from meshwise.workers import fast_exit
-
-fast_exit.prepare()  # before the imports, so that its exit function runs last
-
-from meshwise.workers import fork_server, worker  # noqa: E402
+from meshwise.workers import fast_exit, fork_server, worker  # fast_exit first: its exit function must run last
 
 
 def _serve(descriptor: int, modules: Sequence[str]) -> int:

@@ -30,17 +30,13 @@ OF_COMMAND = (
 OF_RANK = "{call} ended the process before its work was done. Return, or raise an exception, instead."
 
 
-def prepare() -> None:
-    """Keep `exit_now` from copying shared memory pages at the end."""
-    atexit.register(_end)
-
-
 def exit_now(code: int) -> NoReturn:
     """End this process with an exit code, once its work is done."""
     _codes.append(code)
     sys.exit(code)
 
 
+@atexit.register  # import this module before others, so that this function runs last
 def _end() -> None:
     if not _codes:
         return
