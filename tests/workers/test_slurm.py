@@ -35,7 +35,7 @@ print(f"rank {mw.rank()} of {mw.world_size()} on {socket.gethostname()} task {ta
 @pytest.fixture(scope="module")
 def cluster(pytestconfig: pytest.Config) -> Iterator[Slurm]:
     needs_slurm(pytestconfig)
-    with slurm(2) as made:
+    with slurm(2, kill_wait=30) as made:  # Slurm's default
         yield made
 
 
