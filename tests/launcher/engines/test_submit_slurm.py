@@ -214,7 +214,8 @@ def test_scripts_run_as_they_were_printed_for_a_plain_user_who_asks_for_gpus(her
             facts = cluster.wait(job, limit=150)
             output = (folder / f"slurm-{job}.out").read_text()
             assert facts["JobState"] == "COMPLETED" and facts["UserId"].startswith("nobody"), output
-            assert facts.get("TresPerNode", "").removeprefix("gres:") == PRINTED[name][2]
+            tres = facts.get("TresPerNode", "").removeprefix("gres")  # gres:gpu:…, from Slurm 23.11 on gres/gpu:…
+            assert tres[1:] == PRINTED[name][2]
             (run,) = (folder / "runs").iterdir()
             assert names.read_run(run)["status"] == "finished" and run.stat().st_uid == nobody
             if "loop.py" in PRINTED[name][1]:
