@@ -46,6 +46,7 @@ class SubmitOptions:
             metavar="FILE",
         ),
     ] = None
+    ray: Annotated[str | None, Option("send it to Ray, not to Slurm: http://head:8265", metavar="ADDRESS")] = None
     dry_run: Annotated[bool, Option("print the script, and send nothing", name="--dry-run")] = False
     kubernetes: Annotated[bool, Option("send it to Kubernetes: a JobSet, or a Job where there are none")] = False
     trainjob: Annotated[bool, Option("send it to Kubernetes as a TrainJob of Kubeflow Trainer")] = False
@@ -73,6 +74,11 @@ def prepare(
             "meshwise submit needs a job such as train.py:job, or the folder of a run that was submitted before."
         )
     _refuse_decided(sbatch)
+    if run.restarts and nodes_of(options.nodes)[1] > 1:
+        raise UsageError(
+            f"--restarts {run.restarts}: on several nodes, the cluster starts a run again, whenever it ends with exit "
+            "code 85. Remove this option."
+        )
     word = str(run.job)
     file = Path(word if word.endswith(".py") else word.rpartition(":")[0])
     site = find_site(options.site, beside=file.parent)
