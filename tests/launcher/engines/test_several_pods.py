@@ -74,7 +74,7 @@ def statuses(folder: Path) -> list[Any]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_pod_is_killed_and_all_begin_again(kind: str, index: int, apply: Apply, tmp_path: Path) -> None:
     one = apply(kind, *SLOWLY)
-    one.until("step 9/")
+    one.until("step 10/")
     one.pods[index].kill()
     assert one.ended() == "Complete", one.shown
     assert same_as_undisturbed(tmp_path) and statuses(tmp_path)[-1] == "finished"
@@ -89,7 +89,7 @@ def test_a_pod_is_killed_and_all_begin_again(kind: str, index: int, apply: Apply
 @pytest.mark.parametrize("kind", KINDS)
 def test_all_are_drained_save_and_go_on(kind: str, apply: Apply, tmp_path: Path) -> None:
     one = apply(kind, *SLOWLY)
-    one.until("step 6/")
+    one.until("step  6/")
     first = list(one.pods.values())
     for pod in first:
         pod.disrupted = True
@@ -116,7 +116,7 @@ def test_a_program_that_fails_is_never_begun_again(kind: str, apply: Apply, tmp_
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_machine_that_is_silent_and_then_removed(kind: str, apply: Apply, tmp_path: Path) -> None:
     one = apply(kind, *SLOWLY)
-    one.until("step 9/")
+    one.until("step 10/")
     silent = one.pods[1]
     silent.freeze()
     one.until("machine 1 of 3 (rank 1) is lost")
