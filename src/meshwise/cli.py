@@ -28,14 +28,8 @@ from meshwise.terminal import last_words
 from meshwise.workers import fast_exit
 
 ROOMS = (
-    *(
-        ("hardware", "devices bench"),
-        ("launcher", "doctor"),
-        ("planner", "plan"),
-        ("launcher", "run submit predict"),
-        ("checker", "check"),
-    ),
-    *(("reports", "report"), ("launcher", "runs logs stop"), ("training", "checkpoints weights")),
+    *(("hardware", "devices bench"), ("launcher", "doctor"), ("planner", "plan"), ("launcher", "run submit predict")),
+    *(("checker", "check"), ("reports", "report"), ("launcher", "runs logs stop"), ("training", "checkpoints weights")),
 )
 """Pairs of a package and its commands, in order of use. A package may be absent."""
 HERE = Path(__file__).parent

@@ -278,6 +278,10 @@ def test_the_end_is_known_before(command: Command, tmp_path: Path) -> None:
     [
         ("submit", "meshwise submit needs a job"),
         ("submit nothere.py:job", "no such file"),
+        (
+            "submit small.py:job --nodes 2 --restarts 5",
+            "--restarts 5: on several nodes, the cluster starts a run again",
+        ),
         ("submit small.py:job --nodes 0", "--nodes must be a number such as 4"),
         ("submit small.py:job --nodes 4-2", "Write 2-4"),
         ("submit small.py:job --time soon", "is not a duration"),

@@ -67,13 +67,11 @@ def test_a_worker_that_was_killed_ends_all_machines_and_the_next_start_goes_on(t
 
 
 def test_a_start_with_another_command_is_refused_on_all_machines(tmp_path: Path) -> None:
-    two = Launchers(tmp_path, 1)  # machine 0 of two, once the other is there
-    two.runs[0].kill()
-    other = Launchers(tmp_path, 2, start=2)
-    other.runs[1].kill()
-    odd = other.start(1, "--epochs", "7")
-    assert (other.runs[0].wait(), odd.wait()) == (2, 2), other.shown + odd.output
-    for run in (other.runs[0], odd):
+    two = Launchers(tmp_path, 2)
+    two.runs[1].kill()
+    odd = two.start(1, "--epochs", "7")
+    assert (two.runs[0].wait(), odd.wait()) == (2, 2), two.shown + odd.output
+    for run in (two.runs[0], odd):
         assert "machines 0 and 1 differ in their epochs: None and 7." in " ".join(run.output.split())
 
 

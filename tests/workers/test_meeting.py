@@ -201,5 +201,5 @@ def test_with_a_key_nobody_else_is_believed(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_garbage_of_a_stranger_ends_the_attempt_and_nothing_else(three: list[Meeting]) -> None:
-    stranger(three[0]).set("meshwise/beat/1", b"\xff\x00")
+    stranger(three[0]).set("meshwise/failed", b"\xff\x00")
     assert until(three[2].lost).exit_code == 85

@@ -1,4 +1,4 @@
-"""Who a process is, from what Slurm, torchrun or mpirun have set. Of workers/place.py and
+"""Who a process is, from what Slurm, torchrun, mpirun or Kubernetes have set. Of workers/place.py, workers/places/ and
 launcher/placing.py.
 
 Variables marked "recorded" are of real processes: Slurm 22.05.8 (of tests/slurm.py), Open MPI 4.1.4 (both of Debian 12)
@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,10 @@ from meshwise.launcher.placing import check_kind, placed
 from meshwise.spec.errors import UsageError
 from meshwise.spec.world import World
 from meshwise.training.job.options import RunOptions
-from meshwise.workers.place import ALONE, Place, host_list, of_slurm, place_in, tasks_of_nodes
+from meshwise.workers.place import address_of, place_in
+from meshwise.workers.places.place import ALONE, Place
+from meshwise.workers.places.slurm import host_list, of_slurm, tasks_of_nodes
+from meshwise.workers.ports import LISTENING_PORTS, port_of
 
 # Recorded: task 2 of srun -N2 --ntasks-per-node=2.
 SRUN = {
@@ -37,6 +41,8 @@ SRUN = {
     "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
     "SLURM_TASK_PID": "99",
 }
+# Not recorded: all four on one node.
+ONE_NODE = SRUN | {"SLURM_GTIDS": "0,1,2,3", "SLURM_NODEID": "0", "SLURM_STEP_TASKS_PER_NODE": "4"}
 # Recorded: a batch script of two nodes, two tasks on each.
 BATCH = {
     "SLURM_CLUSTER_NAME": "one",
@@ -109,7 +115,8 @@ TORCHRUN = {
     "TORCHELASTIC_RUN_ID": "d9d04502-45ab-48d9-8cae-931fd152b516",
     "WORLD_SIZE": "2",
 }
-# Documented: a Hydra of MPICH or Intel MPI, and a worker's pod of a PyTorchJob.
+# Documented: a Hydra of MPICH or Intel MPI, a worker's pod of a PyTorchJob, a pod of an Indexed Job with what `meshwise
+# submit` sets beside it, and a node of a TrainJob of Kubeflow Trainer.
 HYDRA = {"PMI_SIZE": "4", "PMI_RANK": "2", "MPI_LOCALRANKID": "2", "MPI_LOCALNRANKS": "4"}
 POD = {
     "KUBERNETES_SERVICE_HOST": "10.96.0.1",
@@ -117,6 +124,22 @@ POD = {
     "MASTER_PORT": "23456",
     "RANK": "1",
     "WORLD_SIZE": "2",
+}
+INDEXED = {
+    "JOB_COMPLETION_INDEX": "1",
+    "KUBERNETES_SERVICE_HOST": "10.96.0.1",
+    "MASTER_ADDR": "train-0.train",
+    "MASTER_PORT": "29500",
+    "NNODES": "2",
+}
+TRAINJOB = {
+    "JOB_COMPLETION_INDEX": "1",
+    "KUBERNETES_SERVICE_HOST": "10.96.0.1",
+    "PET_MASTER_ADDR": "train-node-0-0.train",
+    "PET_MASTER_PORT": "29400",
+    "PET_NNODES": "2",
+    "PET_NODE_RANK": "1",
+    "PET_NPROC_PER_NODE": "auto",
 }
 
 
@@ -141,6 +164,13 @@ def who(environment: dict[str, str]) -> tuple[str, int, int, int, int, int, int]
         (POD, ("PyTorchJob", 1, 2, 1, 2, 0, 1)),
         (POD | {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}, ("", 1, 2, 0, 1, 1, 2)),
         (POD | {"MASTER_ADDR": "127.0.0.1"}, ("", 1, 2, 0, 1, 1, 2)),  # processes that a pod starts by hand
+        (INDEXED, ("Kubernetes", 1, 2, 1, 2, 0, 1)),
+        (INDEXED | {"NNODES": "1", "JOB_COMPLETION_INDEX": "0"}, ("", 0, 1, 0, 1, 0, 1)),
+        ({"JOB_COMPLETION_INDEX": "1"}, ("", 0, 1, 0, 1, 0, 1)),  # one of many jobs of one pod each
+        (TRAINJOB, ("Kubernetes", 1, 2, 1, 2, 0, 1)),
+        (TRAINJOB | {"PET_NNODES": "1", "PET_NODE_RANK": "0"}, ("", 0, 1, 0, 1, 0, 1)),
+        (TRAINJOB | TORCHRUN, ("torchrun", 1, 2, 0, 1, 1, 2)),
+        (TRAINJOB | {"RANK": "1", "WORLD_SIZE": "2"}, ("PyTorchJob", 1, 2, 1, 2, 0, 1)),
         ({"RANK": "1", "WORLD_SIZE": "2"}, ("", 1, 2, 0, 1, 1, 2)),
         (SRUN | {"RANK": "2", "WORLD_SIZE": "4", "MASTER_ADDR": "n1"}, ("Slurm", 2, 4, 1, 2, 0, 2)),
         ({"HOME": "/root"}, ("", 0, 1, 0, 1, 0, 1)),
@@ -156,6 +186,41 @@ def test_a_place_has_what_torchrun_would_set() -> None:
     where = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "1234"}
     assert place_in(SRUN | where).variables() == expected | where
     assert place_in(BATCH).variables() == {}
+
+
+@pytest.mark.parametrize(
+    ("environment", "address"),
+    [
+        (TORCHRUN, ("localhost", 45879)),
+        (POD, ("train-master-0", 23456)),
+        (INDEXED, ("train-0.train", 29500)),
+        (TRAINJOB, ("train-node-0-0.train", 29400)),
+        (SRUN | {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "1234"}, ("10.0.0.1", 1234)),
+        (SRUN, ("n1", port_of("slurm-one-1.0.1"))),
+        (ONE_NODE, ("127.0.0.1", port_of("slurm-one-1.0.1"))),
+        (MPIRUN_IN_SLURM, ("n1", port_of("mpi-3150315521"))),
+        (HYDRA, ("127.0.0.1", port_of(f"mpi-{os.getppid()}"))),
+    ],
+)
+def test_all_processes_of_a_start_know_where_they_meet(environment: dict[str, str], address: tuple[str, int]) -> None:
+    assert address_of(place_in(environment)) == address
+
+
+def test_starts_meet_at_ports_of_their_own_which_no_connection_takes() -> None:
+    ports = {port_of(f"slurm-one-{job}.0.1") for job in range(100)}
+    assert len(ports) > 90 and ports <= set(LISTENING_PORTS)
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {"PMI_SIZE": "4", "PMI_RANK": "2", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2"},  # on two machines
+        {name: value for name, value in INDEXED.items() if not name.startswith("MASTER")},
+    ],
+)
+def test_without_anything_in_common_it_is_said_what_to_set(environment: dict[str, str]) -> None:
+    with pytest.raises(UsageError, match=r"does not say where rank 0 of \d is. Set MASTER_ADDR to its host and"):
+        address_of(place_in(environment))
 
 
 def test_steps_and_attempts_of_a_job_have_keys_of_their_own() -> None:
@@ -202,6 +267,24 @@ def test_variables_that_cannot_be_are_refused(change: dict[str, str], says: str,
 
 
 @pytest.mark.parametrize(
+    ("environment", "says"),
+    [
+        (INDEXED | {"NNODES": "two"}, "NNODES=two. The launcher must set NNODES to a whole number"),
+        (INDEXED | {"JOB_COMPLETION_INDEX": "2"}, "JOB_COMPLETION_INDEX=2, but NNODES=2"),
+        (INDEXED | {"MASTER_PORT": "x"}, "MASTER_PORT=x. The launcher must set"),
+        (TRAINJOB | {"PET_NODE_RANK": "-1"}, "PET_NODE_RANK=-1, but PET_NNODES=2"),
+        (TRAINJOB | {"PET_MASTER_PORT": ""}, "PET_MASTER_PORT=. The launcher must set"),
+        (SRUN | {"MASTER_ADDR": "n1", "MASTER_PORT": "x"}, "MASTER_PORT=x. The launcher must set"),
+        (POD | {"MASTER_PORT": "x"}, "MASTER_PORT=x. The launcher must set"),
+    ],
+)
+def test_numbers_that_cannot_be_are_refused(environment: dict[str, str], says: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        place_in(environment)
+    assert says in str(caught.value)
+
+
+@pytest.mark.parametrize(
     ("environment", "devices", "told"),
     [
         (SRUN, 4, "Slurm job 1, 2 nodes × 2 devices, attempt 1"),
@@ -212,6 +295,8 @@ def test_variables_that_cannot_be_are_refused(change: dict[str, str], says: str,
         (TORCHRUN, 2, "torchrun, 1 node × 2 devices, attempt 1"),
         (MPIRUN_IN_SLURM, 4, "Open MPI, 2 nodes × 2 devices"),
         (POD, 8, "PyTorchJob, 2 nodes × 4 devices"),
+        (INDEXED, 8, "Kubernetes, 2 nodes × 4 devices"),
+        (INDEXED | {"JOB_NAME": "train"}, 8, "Kubernetes job train, 2 nodes × 4 devices"),
     ],
 )
 def test_the_first_line_says_who_launched_whom(environment: dict[str, str], devices: int, told: str) -> None:
@@ -279,10 +364,13 @@ ONE_A_NODE |= {"SLURM_STEP_TASKS_PER_NODE": "1(x2)", "MASTER_ADDR": "n1", "MASTE
         (SRUN, {}, True),
         (SRUN, {"devices": "1xcpu"}, True),
         (SRUN, {"devices": "2xcpu"}, True),
-        (SRUN, {"nnodes": 2, "node_rank": 1, "rdzv": "n1:1"}, True),
+        (SRUN, {"nnodes": 2, "node_rank": 1, "master_addr": "n1"}, True),
         (ONE_A_NODE, {"devices": "1xcpu"}, True),
         (ONE_A_NODE, {"devices": "2xcpu"}, False),
         (POD, {"devices": "2xcpu"}, False),
+        (INDEXED, {"devices": "1xcpu"}, True),
+        (INDEXED, {"devices": "1xcpu", "folder": Path("run")}, False),
+        (INDEXED, {"devices": "2xcpu"}, False),
         (BATCH, {"devices": "2xcpu"}, False),
         (TORCHRUN, {}, True),
     ],
@@ -295,7 +383,14 @@ def test_one_task_a_machine_with_more_devices_launches_there(
     assert joined == joins
     if place_in(environment).one_a_node and not joins:
         assert (options.nnodes, options.node_rank) == (2, 1)
-        assert options.rdzv == f"{environment['MASTER_ADDR']}:{environment['MASTER_PORT']}"
+        assert options.address == (environment["MASTER_ADDR"], int(environment["MASTER_PORT"]))
+
+
+def test_launchers_meet_where_the_options_say_and_beside_the_store_of_torchruns_agents() -> None:
+    agents = TORCHRUN | {"GROUP_RANK": "1", "GROUP_WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    options = RunOptions("mlp", devices="2xcpu")
+    assert placed(options, agents)[0].address == ("localhost", port_of(place_in(agents).key))
+    assert placed(replace(options, rdzv_endpoint="n1:7"), ONE_A_NODE)[0].address == ("n1", 7)
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,13 @@
 """Exchange what nodes tell of themselves, and try every connection.
 
-The nodes exchange JSON through torch's TCPStore on node 0. On a cut network its calls hang beyond their time-outs, so a
-thread makes them all, and the main thread waits for a limited time. Who calls `compare` must end by `os._exit`.
+The nodes exchange what they tell as the launchers of a run do (workers/meeting.py). Who calls `compare` must end by
+`os._exit`, since a call of the store may hang on a cut network.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ipaddress
-import json
 import socket
 import threading
 import time
@@ -16,12 +15,12 @@ import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from meshwise.hardware.discovery.limits import Finding
 from meshwise.launcher.node_verdict import judge
+from meshwise.workers.meeting import Meeting
 from meshwise.workers.places.place import Place
 
 REACH = 3.0
@@ -31,23 +30,22 @@ ANSWER = 8.0
 TRIES, TIME = 5, 20  # how often a node is asked for its time, and the bytes of the answer
 
 
-@dataclass
-class Exchange:
-    """What came of an exchange. A thread writes it, and the main thread reads it.
+@dataclass(frozen=True)
+class Compared:
+    """What came of an exchange.
 
-    until: when this node waits no longer, in seconds of the monotonic clock.
+    error: why node 0 was not reached. Empty if it was.
     facts, findings: what all nodes are like, on node 0 alone.
     bad: whether node 0 found anything. None if it did not say.
     """
 
-    until: float
-    error: str = ""
+    error: str
     facts: Mapping[str, str] = field(default_factory=dict)
     findings: Sequence[Finding] = ()
     bad: bool | None = None
 
 
-def compare(place: Place, mine: Mapping[str, Any], gloo: str, folder: Path, wait: float) -> Exchange:
+def compare(place: Place, mine: Mapping[str, Any], gloo: str, folder: Path, wait: float) -> Compared:
     """Exchange reports with the other nodes. Return what came of it, at most 2 * ANSWER seconds after all nodes have
     come, or `wait` is over.
 
@@ -57,70 +55,54 @@ def compare(place: Place, mine: Mapping[str, Any], gloo: str, folder: Path, wait
     folder: the folder that all nodes should see.
     wait: the seconds to wait until all nodes have come.
     """
-    exchange, over = Exchange(time.monotonic() + wait + ANSWER), threading.Event()
-    token = folder / f".meshwise-doctor-{uuid.uuid4().hex}"
-
-    def meet() -> None:
-        try:
-            _exchange(exchange, place, mine, _own_address(gloo, place), token, wait)
-        except Exception as error:  # of the store, of its port, or of a value that is none of ours
-            exchange.error = (str(error).splitlines() or [type(error).__name__])[0]
-        over.set()
-
-    if place.node == 0:
-        with contextlib.suppress(OSError):  # then no node sees it
-            token.touch()
-    threading.Thread(target=meet, daemon=True).start()
-    while not over.wait(0.1) and time.monotonic() < exchange.until:
-        pass
-    if place.node == 0:
-        token.unlink(missing_ok=True)
-    return exchange
+    meeting, token = Meeting(place, 1), folder / f".meshwise-doctor-{uuid.uuid4().hex}"
+    try:
+        if place.node == 0:
+            with contextlib.suppress(OSError):  # then no node sees it
+                token.touch()
+        return _compared(meeting, mine, _own_address(gloo, place), token, wait)
+    finally:
+        if place.node == 0:
+            token.unlink(missing_ok=True)
+        meeting.leave()
 
 
-def _exchange(
-    exchange: Exchange, place: Place, mine: Mapping[str, Any], address: str, token: Path, wait: float
-) -> None:
-    import torch.distributed as dist
-
-    host, port = place.address or ("", 0)
-    name, limit = str(place.node), timedelta(seconds=wait + ANSWER)
-    server = dist.TCPStore(host, port, None, place.node == 0, limit, False)  # type: ignore[attr-defined]
-    store = dist.PrefixStore(f"doctor/{place.key}", server)  # type: ignore[attr-defined]
+def _compared(meeting: Meeting, mine: Mapping[str, Any], address: str, token: Path, wait: float) -> Compared:
+    place, every = meeting.place, range(meeting.nodes)
     both = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if both else socket.AF_INET
     clock = socket.create_server(("", 0), family=family, dualstack_ipv6=both, backlog=4096)
     threading.Thread(target=_tell_time, args=(clock,), daemon=True).start()
-    store.set(f"at/{name}", json.dumps([address or host, clock.getsockname()[1], token.name]))
+    meeting.set("at", [address or meeting.master, clock.getsockname()[1], token.name])
     if place.node == 0:
-        store.set("came", json.dumps(_there(store, "at", range(place.nodes), wait)))
-    came = json.loads(store.get("came"))
-    exchange.until = time.monotonic() + 2 * ANSWER
-    peers = {node: json.loads(store.get(f"at/{node}")) for node in came}
+        meeting.set("came", _there(meeting, "at", every, wait))
+    if not _there(meeting, "came", [0], wait + ANSWER):
+        return Compared(meeting.error)
+    came = meeting.said(0, "came")
     others = [node for node in came if node != place.node]
     with ThreadPoolExecutor(32) as pool:
-        seen = pool.submit(_appears, token.with_name(peers[0][2]))
-        ways = pool.map(lambda node: probe(*peers[node][:2]), others)
+        seen = pool.submit(_appears, token.with_name(meeting.said(0, "at")[2]))
+        ways = pool.map(lambda node: probe(*meeting.said(node, "at")[:2]), others)
         report = {**mine, "reached": dict(zip(others, ways, strict=True)), "shared": seen.result()}
-    store.set(f"report/{name}", json.dumps(report))
-    if place.node == 0:
-        told = _there(store, "report", came, ANSWER)
-        reports = {node: json.loads(store.get(f"report/{node}")) for node in told}
-        exchange.facts, exchange.findings = judge(place, reports, came)
-        store.set("bad", json.dumps(bool(exchange.findings)))
-        _there(store, "left", told[1:], REACH)  # the store ends with this process
-    exchange.bad = bool(json.loads(store.get("bad")))
-    store.set(f"left/{name}", "")
+    meeting.set("report", report)
+    if place.node:
+        _there(meeting, "bad", [0], 2 * ANSWER)
+        return Compared(meeting.error, bad=meeting.said(0, "bad"))
+    told = _there(meeting, "report", came, ANSWER)
+    facts, findings = judge(place, {node: meeting.said(node, "report") for node in told}, came)
+    meeting.set("bad", bool(findings))
+    return Compared("", facts, findings, bool(findings))
 
 
-def _there(store: Any, what: str, nodes: Iterable[int], limit: float) -> list[int]:
-    """Return the nodes that set a key within `limit` seconds."""
-    missing, there, until = {*nodes}, set[int](), time.monotonic() + limit
-    while missing and time.monotonic() < until:
-        there |= {node for node in missing if store.check([f"{what}/{node}"])}
-        missing -= there
-        time.sleep(0.02)
-    return sorted(there)
+def _there(meeting: Meeting, what: str, nodes: Iterable[int], limit: float) -> list[int]:
+    """Return the nodes that set a value within `limit` seconds."""
+    until = time.monotonic() + limit
+    with meeting.quick():
+        while True:
+            there = [node for node in nodes if meeting.said(node, what) is not None]
+            if len(there) == len([*nodes]) or meeting.error or time.monotonic() > until:
+                return there
+            time.sleep(0.02)
 
 
 def _own_address(gloo: str, place: Place) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -48,18 +49,24 @@ def start(make: Callable[[World], LaunchedProgram], options: RunOptions, began: 
     folder."""
     slots = worker_slots(options)
     meeting = met(options, len(slots))
-    program = make(World(size=meeting.size if meeting else len(slots), device=slots[0].device))
-    if meeting is not None:
-        facts = {name: value for name, value in options.record().items() if name not in OWN_OPTIONS}
-        facts |= {name: value for name, value in program.record.get("request", {}).items() if name not in OWN_OPTIONS}
-        if options.folder is not None:
-            facts["saved state"] = names.saved_step(Path(options.folder))
-        facts |= {"job": Path(program.name).name, "plan": str(program.plan or ""), "versions": names.versions()}
-        meeting.compare(facts | {"arguments": program.record.get("arguments", [])})
-    if program.sees_all:
-        every = tuple(slot.index for slot in slots if slot.index is not None)
-        slots = [replace(slot, sees=every) for slot in slots]
-    return opened(program, options, slots, meeting, began)
+    with nullcontext() if meeting is None else meeting.shared_errors():
+        program = make(World(size=meeting.size if meeting else len(slots), device=slots[0].device))
+        if meeting is not None:
+            meeting.compare(_compared(program, options))
+        if program.sees_all:
+            every = tuple(slot.index for slot in slots if slot.index is not None)
+            slots = [replace(slot, sees=every) for slot in slots]
+        return opened(program, options, slots, meeting, began)
+
+
+def _compared(program: LaunchedProgram, options: RunOptions) -> dict[str, Any]:
+    """Return what must be alike on all machines."""
+    facts = {**options.record(), **program.record.get("request", {})}
+    if options.folder is not None:
+        facts["saved state"] = names.saved_step(Path(options.folder))
+    facts |= {"plan": str(program.plan or ""), "arguments": program.record.get("arguments", [])}
+    alike = {name: value for name, value in facts.items() if name not in OWN_OPTIONS}
+    return alike | {"job": Path(program.name).name, "versions": names.versions()}
 
 
 def met(options: RunOptions, local_size: int) -> Meeting | None:

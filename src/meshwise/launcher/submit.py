@@ -73,6 +73,11 @@ def prepare(
             "meshwise submit needs a job such as train.py:job, or the folder of a run that was submitted before."
         )
     _refuse_decided(sbatch)
+    if run.restarts and nodes_of(options.nodes)[1] > 1:
+        raise UsageError(
+            f"--restarts {run.restarts}: on several nodes, the cluster starts a run again, whenever it ends with exit "
+            "code 85. Remove this option."
+        )
     word = str(run.job)
     file = Path(word if word.endswith(".py") else word.rpartition(":")[0])
     site = find_site(options.site, beside=file.parent)

@@ -147,7 +147,7 @@ class LauncherChannel:
 
     def _serve(self, line: Line) -> None:
         rank: int | None = None
-        with contextlib.suppress(OSError, ValueError, KeyError):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # it is lost, or no worker
             while message := line.receive():
                 if rank is None:
                     rank = int(message["rank"])

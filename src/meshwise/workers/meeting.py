@@ -20,9 +20,11 @@ set, each value has a code of this key, and a value without one ends the attempt
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import json
 import os
+import sys
 import threading
 import time
 import uuid
@@ -32,11 +34,11 @@ from typing import Any
 
 from meshwise.spec.errors import MeshwiseError, UsageError, WorkerFailed
 from meshwise.spec.exit_codes import AGAIN, OF_SCHEDULERS
-from meshwise.spec.words import ranks_text
+from meshwise.spec.words import ranks_text, some
 from meshwise.workers.failure import Failure
 from meshwise.workers.places.place import Place
 from meshwise.workers.ports import is_loopback, listening
-from meshwise.workers.rendezvous import COME, reached, served
+from meshwise.workers.rendezvous import COME, PATIENCE, reached, served
 
 KEY = "MESHWISE_KEY"
 """Environment variable: a text that only the launchers of this run know."""
@@ -100,13 +102,22 @@ class Meeting:
         self.port = int(self._machines[0].said["port"])
 
     def _wait_for_all(self, look: Callable[[], object]) -> None:
-        until = time.monotonic() + COME
-        while not all("size" in machine.said for machine in self._machines):
+        began, told = time.monotonic(), False
+        while missing := [str(node) for node in range(self.nodes) if self.said(node, "size") is None]:
             look()
+            who = f"machine {some(missing)} of {self.nodes}"
+            waited = time.monotonic() - began
+            if waited > PATIENCE and not told and self.node == 0:
+                print(
+                    f"machine 0 of {self.nodes} waits for machine {some([*map(str, missing)])}",
+                    file=sys.stderr,
+                    flush=True,
+                )
+                told = True
             if self._error is not None:
                 raise self._refused(self._error)
-            if time.monotonic() > until:
-                raise WorkerFailed(f"not all {self.nodes} machines came in 10 min.", exit_code=AGAIN)
+            if waited > COME:
+                raise WorkerFailed(f"{who} did not come in 10 min.", exit_code=AGAIN)
             time.sleep(0.02)
 
     def _refused(self, error: Exception) -> MeshwiseError:
@@ -121,7 +132,6 @@ class Meeting:
         for node, other in enumerate(others, 1):
             for name in first:
                 if other.get(name) != first[name]:
-                    self.leave()
                     raise UsageError(
                         f"machines 0 and {node} differ in their {name}: {first[name]} and {other.get(name)}. Start "
                         "every machine with the same command, except for --node-rank and --devices."
@@ -149,13 +159,26 @@ class Meeting:
     def get(self, node: int, name: str) -> Any:
         """Wait for the value that a machine sets under `name`, and return it. Raises WorkerFailed if the attempt ends
         before."""
+        with self.quick():
+            while (told := self.said(node, name)) is None:
+                self.look()
+                time.sleep(0.02)
+        return told
+
+    @contextlib.contextmanager
+    def quick(self) -> Iterator[None]:
+        """Exchange values more often inside the `with` block."""
         self._waits = True
         self._wake.set()
-        while (told := self.said(node, name)) is None:
-            self.look()
-            time.sleep(0.02)
-        self._waits = False
-        return told
+        try:
+            yield
+        finally:
+            self._waits = False
+
+    @property
+    def error(self) -> str:
+        """Why the store cannot be reached, or is lost. Empty as long as it is not."""
+        return "" if self._error is None else str(self._error).splitlines()[0]
 
     def look(self) -> None:
         """Raise WorkerFailed if another machine has failed or is lost."""
@@ -205,6 +228,16 @@ class Meeting:
         while self._verdict is None and self._error is None and time.monotonic() < until:
             time.sleep(0.01)
         return self.failed_elsewhere() or WorkerFailed(text, exit_code=exit_code, failure=failure)
+
+    @contextlib.contextmanager
+    def shared_errors(self) -> Iterator[None]:
+        """Tell the other machines about an error that is raised inside the `with` block, and leave the attempt."""
+        try:
+            yield
+        except MeshwiseError as error:
+            self.fail(str(error), None, error.exit_code)
+            self.leave()
+            raise
 
     def failed_elsewhere(self) -> WorkerFailed | None:
         """Return the error of the machine that failed first. None if none has failed, or if it is this machine."""
@@ -261,18 +294,15 @@ class Meeting:
             board.first("failed", self._failed)
         if self._verdict is None and board.has("failed"):
             self._verdict = board.get("failed")[0]
-        keys = [f"beat/{node}" for node in range(self.nodes)]
-        self._met = self._met or board.has(*keys)
-        if not self._met:
-            return
-        beats = board.get(*keys)
-        others = [(node, machine) for node, machine in enumerate(self._machines) if node != self.node]
-        changed = [node for node, machine in others if beats[node][1] != machine.version]
+        come = [node for node, machine in enumerate(self._machines) if machine.beats or board.has(f"beat/{node}")]
+        beats = dict(zip(come, board.get(*[f"beat/{node}" for node in come]), strict=True))
+        changed = [node for node in come if node != self.node and beats[node][1] != self._machines[node].version]
         told = dict(zip(changed, board.get(*[f"said/{node}" for node in changed]), strict=True)) if changed else {}
         now = time.monotonic()
-        for node, machine in others:
-            count, version = beats[node]
-            if count > machine.beats:
+        self._met = len(come) == self.nodes
+        for node in come:
+            machine, (count, version) = self._machines[node], beats[node]
+            if node != self.node and count > machine.beats:
                 machine.beats, machine.at, machine.version = count, now, version
                 machine.said = told.get(node, machine.said)
 
@@ -318,12 +348,15 @@ class _Board:
 
     def _opened(self, name: str, told: bytes) -> Any:
         text = told.decode()
-        code, text = text[:_CODE], text[_CODE:]
+        length = _CODE if self._key else 0
+        code, text = text[:length], text[length:]
         if not hmac.compare_digest(code, self._code(name, text)):
             raise WorkerFailed(f"a value of another process, which does not know {KEY}.", exit_code=AGAIN)
         return json.loads(text)
 
     def _code(self, name: str, text: str) -> str:
+        if not self._key:
+            return ""
         return hmac.digest(self._key, f"{name} {text}".encode(), "sha256").hex()
 
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 from meshwise.spec.errors import UsageError
 from meshwise.workers.places.kubernetes import of_kubernetes
 from meshwise.workers.places.mpi import of_mpi
-from meshwise.workers.places.place import ALONE, Place
+from meshwise.workers.places.place import ALONE, Place, number
 from meshwise.workers.places.slurm import of_slurm
 from meshwise.workers.places.torchrun import of_torchrun
 from meshwise.workers.ports import port_of
@@ -30,7 +30,7 @@ def place_in(environment: Mapping[str, str]) -> Place:
         inner = of_mpi(environment)  # before Slurm's: mpirun's ranks inherit the variables of its daemons' Slurm step
     found = inner or of_kubernetes(environment) or of_slurm(environment) or of_mpi(environment) or ALONE
     if found.size > 1 and {"MASTER_ADDR", "MASTER_PORT"} <= environment.keys() and found.address is None:
-        return replace(found, address=(environment["MASTER_ADDR"], int(environment["MASTER_PORT"])))
+        return replace(found, address=(environment["MASTER_ADDR"], number(environment, "MASTER_PORT")))
     return found
 
 

@@ -55,17 +55,17 @@ def reached(address: tuple[str, int], start: str, who: str) -> Any:
             break
         except Exception as error:  # torch raises several kinds, also while the host has no name yet
             waited = time.monotonic() - began
-            if waited > COME:
-                raise OSError(str(error).splitlines()[0]) from None
             if waited > PATIENCE and not told:
                 print(f"{who} waits for the first machine at {host}:{port}", file=sys.stderr, flush=True)
                 told = True
+            if waited > COME:
+                raise OSError(str(error).splitlines()[0]) from None
             time.sleep(0.1)
     store.set_timeout(timedelta(seconds=COME))
-    until = time.monotonic() + TRY
+    until = time.monotonic() + PATIENCE
     while not store.check([START]) and time.monotonic() < until:
         time.sleep(0.02)
-    there = store.compare_set(START, "", start).decode()
+    there = store.get(START).decode() if store.check([START]) else "one without a name"
     if there != start:
         raise UsageError(f"{host}:{port} is the meeting point of another start: {there}, not {start}. {OTHER_PORT}")
     return store

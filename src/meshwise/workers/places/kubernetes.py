@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from meshwise.spec.errors import UsageError
 from meshwise.workers.places.place import Place, number
 
 INDEX, NODES, NODE = "JOB_COMPLETION_INDEX", "NNODES", "PET_NODE_RANK"
@@ -23,6 +24,8 @@ def of_kubernetes(environment: Mapping[str, str]) -> Place | None:
         return None
     host, port = environment.get(f"{pet}MASTER_ADDR"), number(environment, f"{pet}MASTER_PORT", 0)
     node = number(environment, index)
+    if not 0 <= node < nodes:
+        raise UsageError(f"{index}={node}, but {pet}{NODES}={nodes}. Nodes are counted from 0.")
     return Place(
         "Kubernetes",
         rank=node,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Iterator
 from functools import partial
@@ -11,28 +12,30 @@ from typing import Any
 
 import pytest
 
-from meshwise.workers import hang, nodes
+from meshwise.workers import hang, heartbeat, remote_beats
 from meshwise.workers.hang import HangWatch
 from meshwise.workers.heartbeat import Heartbeat, beat_path
-from meshwise.workers.nodes import FarBeats
+from meshwise.workers.remote_beats import RemoteBeats
 
 ALL = "0,1,2/"
 
 
 class Machine:
-    """A launcher with one rank; `kept` is what launchers know of each other."""
+    """A launcher with one rank; `said` is what launchers have said to each other."""
 
-    def __init__(self, rank: int, count: int, folder: Path, kept: dict[str, str]) -> None:
+    def __init__(self, rank: int, folder: Path, said: list[dict[str, str]]) -> None:
         self.rank = rank
-        others = [SimpleNamespace(node=node) for node in range(count) if node != rank]
 
-        def tell(key: str, value: Any) -> None:
-            kept[key] = json.dumps(value)
+        def tell(name: str, value: Any) -> None:
+            said[rank][name] = json.dumps(value)
 
-        def known(key: str) -> Any:
-            return json.loads(kept[key]) if key in kept else None
+        def of_others(name: str) -> Iterator[tuple[int, Any]]:
+            for node, values in enumerate(said):
+                if node != rank and name in values:
+                    yield node, json.loads(values[name])
 
-        self.far = FarBeats(SimpleNamespace(node_rank=rank, others=others, set=tell, try_get=known))  # type: ignore[arg-type]
+        meeting = SimpleNamespace(set=tell, of_others=of_others, ranks_of=lambda node: range(node, node + 1))
+        self.remote = RemoteBeats(meeting)  # type: ignore[arg-type]
         self.watch = HangWatch(folder, 60.0)
         self.beat = Heartbeat(beat_path(folder, rank))
         self.beat.loop(ours=False, compiles=False)
@@ -43,24 +46,22 @@ class Machine:
         self.beat.leave(self.beat.enter("all-reduce of gradients", ALL))
 
     def look(self) -> Iterator[str]:
-        found = self.watch.look({self.rank: None}, self.far.heard())
-        self.far.tell(partial(self.watch.here, {self.rank: None}))
+        found = self.watch.look({self.rank: None}, self.remote.heard())
+        self.remote.tell(partial(self.watch.here, {self.rank: None}))
         if found:
-            self.far.say(found.text)
+            self.remote.say(found.text)
             yield found.text
-        yield from self.far.news()
+        yield from self.remote.news()
 
 
 class Cluster:
     def __init__(self, count: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 1.0
         clock = SimpleNamespace(monotonic=lambda: self.now, perf_counter_ns=lambda: round(self.now * 1e9))
-        for module in (hang, nodes):
+        for module in (hang, remote_beats, heartbeat):
             monkeypatch.setattr(module, "time", clock)
-        monkeypatch.setattr("meshwise.workers.heartbeat.time", clock)
-        kept: dict[str, str] = {}
-        self.machines = [Machine(rank, count, folder, kept) for rank in range(count)]
-        self.kept = kept
+        self.said: list[dict[str, str]] = [{} for _ in range(count)]
+        self.machines = [Machine(rank, folder, self.said) for rank in range(count)]
         for step in range(1, 10):
             self.now += 0.01
             for machine in self.machines:
@@ -126,17 +127,17 @@ def test_silence_of_all_is_no_hang_in_a_loop_of_ones_own(cluster: Cluster) -> No
 
 def test_machines_tell_nothing_new_while_all_beat(cluster: Cluster) -> None:
     cluster.told(1.5)
-    before = dict(cluster.kept)
-    assert json.loads(before["beats/0"]) == {"0": {}}
+    before = copy.deepcopy(cluster.said)
+    assert before == [{"silent": "{}"}] * 3
     for _ in range(10):
         for machine in cluster.machines:
             machine.beat.phase("forward")
         cluster.told(0.5)
-    assert cluster.kept == before
+    assert cluster.said == before
 
 
 def test_on_one_machine_there_is_nobody_to_tell() -> None:
-    alone = FarBeats(None)
+    alone = RemoteBeats(None)
     alone.tell(dict)
     alone.say("rank 1 hangs")
     assert alone.heard() == {} and list(alone.news()) == []
