@@ -201,7 +201,7 @@ def test_the_same_objects_come_back_and_keep_class_hooks_and_keys(pool: Any) -> 
             seen[:2] == ["forward", "backward"] and len(got[3]) == len(loader),
         )
 
-    for plan in PLANS.values():
+    for plan in (mw.Plan(data=2), *PLANS.values()):
         assert pool(2).run(case, plan) == [(True,) * 5] * 2, plan
 
 
@@ -287,15 +287,17 @@ def test_parameters_of_no_distributed_model_are_refused(pool: Any) -> None:
 
 
 def test_plain_backward_is_refused_under_every_plan_and_for_an_optimizer_never_given(pool: Any) -> None:
-    def case(plan: mw.Plan) -> Any:
+    def case(plan: mw.Plan, given: bool) -> Any:
         model, loader = mw.distribute(net(), DataLoader(data(), batch_size=5), plan=plan, view="rank")
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        optimizer = mw.distribute(optimizer, view="rank") if given else optimizer
         for x, y in loader:
             nn.functional.cross_entropy(model(x), y).backward()
             optimizer.step()
 
     for plan in (mw.Plan(data=2), PLANS["shard"], PLANS["zero1"]):
-        assert "mw.backward(loss) instead of loss.backward()" in refused(pool, case, plan)
+        for given in (True, False):
+            assert "mw.backward(loss) instead of loss.backward()" in refused(pool, case, plan, given)
 
 
 def averaged(plan: mw.Plan | None, how: str) -> Any:
@@ -418,7 +420,7 @@ def test_gradients_kept_by_accumulate_are_reduced_once(pool: Any) -> None:
         optimizer.step()  # of the fifth batch, which was kept back
         return wholes(model.named_parameters())
 
-    for plan in (PLANS["shard"], PLANS["zero1"]):
+    for plan in (mw.Plan(data=2), PLANS["shard"], PLANS["zero1"]):
         want, results = both(case, pool, plan)
         for got in results:
             same(got, want)
@@ -577,8 +579,8 @@ def gan(plan: mw.Plan | None, calls: int) -> Any:
     return wholes([*maker.named_parameters(), *judge.named_parameters()])
 
 
-IN_TURNS = [(PLANS["shard"], 1), (PLANS["zero1"], 1), (mw.Plan(data=2), 2)]
-MORE_IN_TURNS = [(mw.Plan(data=2), 1), (PLANS["offload"], 1), (PLANS["zero1"], 2), (PLANS["offload"], 2)]
+IN_TURNS = [(PLANS["shard"], 1), (PLANS["zero1"], 1), (mw.Plan(data=2), 1)]
+MORE_IN_TURNS = [(mw.Plan(data=2), 2), (PLANS["offload"], 1), (PLANS["zero1"], 2), (PLANS["offload"], 2)]
 
 
 @pytest.mark.parametrize(
