@@ -239,7 +239,6 @@ def test_ready_batches_are_split_by_rows(size: int, pool: Any) -> None:
 
 
 def test_a_loader_keeps_the_attributes_of_the_users() -> None:
-    end_sessions()
     given = DataLoader(data(), batch_size=4, shuffle=True, drop_last=True, generator=torch.Generator(), timeout=0)
     loader = mw.distribute(given, view="rank")
     names = ["num_workers", "sampler", "batch_sampler", "drop_last", "collate_fn", "generator", "pin_memory", "timeout"]
