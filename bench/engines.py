@@ -2,6 +2,7 @@
 
     python bench/engines.py                     each case once with each, in turn; goes on where the last time ended
     python bench/engines.py --tries 3 --only frozen --anew
+    python bench/engines.py --slurm             a Slurm that notices a lost node after 300 s, in results/slurm.json
 
 Needs root, `ip`, `tc`, and ray[train] in the Python that runs it. The same loop (tests/programs/ray_loop.py), saved and
 reported every six steps, runs as "ours", with Ray's own time-outs, and as "alone": without heartbeats, and with a gloo
@@ -9,7 +10,8 @@ time-out of 10 s. Two workers and a spare node; to be resized, two or three work
 and comes again. Seconds are from the fault to the first step that another attempt logs.
 
 Claim: training goes on after each, with losses within 1e-9 of one device in float64, and what is repeated is said; a
-frozen node is named within 10 s, and training goes on no later than Ray alone; after a killed worker, no slower.
+frozen node is named within 10 s, and training goes on no later than Ray alone; after a killed worker, no slower. On
+Slurm, a range of nodes goes on without a lost one by a second srun within 60 s, and no step is lost or done twice.
 """
 
 from __future__ import annotations
@@ -234,6 +236,26 @@ def summary(tries: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
+def on_slurm() -> None:
+    """Lose a node of three while `meshwise submit --nodes 2-3` trains there. Keep the times beside those of another
+    Slurm (MESHWISE_SLURM_ROOT: tests/slurm.py)."""
+    from tests.launcher.engines.test_submit_slurm import STEPS, lose_a_node, prepare
+    from tests.launcher.engines.test_submit_slurm import steps_of as steps_in
+    from tests.slurm import slurm
+
+    rows = (kept("slurm") or {"rows": {}})["rows"]
+    for lost in ("killed", "cut off"):
+        with tempfile.TemporaryDirectory() as name, slurm(3, timeout=300) as cluster:
+            version = cluster.call("sinfo", "--version").stdout.split()[-1]
+            prepare(Path(name))
+            run, _, seconds = lose_a_node(cluster, Path(name), lost)
+            whole = steps_in(run) == list(range(1, STEPS + 1))
+        rows.setdefault(version, {})[lost] = {**seconds, "whole": whole}
+        print(version, lost, rows[version][lost])
+    held = all(row["whole"] and row["second srun"] < 60 for found in rows.values() for row in found.values())
+    keep("slurm", {"held": held, "rows": rows})
+
+
 def main() -> None:
     """Try what was not tried, keep after each, print."""
     parser = argparse.ArgumentParser()
@@ -242,7 +264,11 @@ def main() -> None:
     parser.add_argument("--only", default="", help="cases with this in their name")
     parser.add_argument("--show", action="store_true", help="what Ray prints, with the time")
     parser.add_argument("--anew", action="store_true", help="forget what was measured before")
+    parser.add_argument("--slurm", action="store_true", help="lose a node of a Slurm instead")
     given = parser.parse_args()
+    if given.slurm:
+        on_slurm()
+        return
     if given.drive:
         drive(*given.drive)
         return
