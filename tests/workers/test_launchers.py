@@ -76,10 +76,24 @@ def finished(command: list[str], here: Path, **environment: str) -> subprocess.C
     return subprocess.run(command, cwd=here, env=os.environ | environment, capture_output=True, text=True, timeout=120)
 
 
+ENDING = "from meshwise.workers.join import join\njoin()\n"
+
+
 def test_ranks_of_another_launcher_end_well(here: Path) -> None:
     """A thread that waits in the store while Python ends would take the process with it, by SIGABRT."""
-    (here / "ends.py").write_text("from meshwise.workers.join import join\njoin()\n")
+    (here / "ends.py").write_text(ENDING)
     assert ranks_by_hand(["ends.py"], here, 3) == [0, 0, 0]
+
+
+def test_ranks_of_mpirun_meet_though_nothing_says_where(here: Path) -> None:
+    (here / "ends.py").write_text(ENDING)
+    where = {"OMPI_COMM_WORLD_SIZE": "3", "OMPI_COMM_WORLD_LOCAL_SIZE": "3", "PMIX_NAMESPACE": str(here)}
+    where |= {"MESHWISE_DEVICE": "cpu"}
+    ranks = []
+    for rank in map(str, range(3)):
+        environment = os.environ | where | {"OMPI_COMM_WORLD_RANK": rank, "OMPI_COMM_WORLD_LOCAL_RANK": rank}
+        ranks.append(subprocess.Popen([sys.executable, "ends.py"], cwd=here, env=environment))
+    assert [process.wait(timeout=120) for process in ranks] == [0, 0, 0]
 
 
 def ranks_by_hand(words: list[str], here: Path, size: int, **environment: str) -> list[int]:

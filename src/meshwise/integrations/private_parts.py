@@ -1,14 +1,16 @@
-"""Reach private parts of accelerate and of Lightning's Trainer.
+"""Reach private parts of accelerate, of Lightning's Trainer and of Ray Train.
 
 In accelerate, these are processes, the seeded sampler and ends of loops; in Lightning, signals, logging, the closure of
-a step and the end of an epoch. None has a public interface. Checked against accelerate 1.15 and Lightning 2.6. Neither
-is imported before a Trainer exists. Tested in tests/training/script/test_trainer.py,
-tests/training/script/test_lightning.py and tests/training/process/test_same_work.py.
+a step and the end of an epoch; in Ray, the context of a worker and the queue of its errors. None has a public
+interface. Checked against accelerate 1.15, Lightning 2.6 and Ray 2.60. None is imported before it is used. Tested in
+tests/training/script/test_trainer.py, tests/training/script/test_lightning.py,
+tests/training/process/test_same_work.py and tests/launcher/engines/test_ray.py.
 """
 
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from importlib import import_module
 from typing import Any
@@ -97,3 +99,50 @@ def end_epoch(loop: Any) -> None:
         loop.trainer.validating = True
         loop.val_loop.run()
         loop.trainer.training = True
+
+
+def ray_context() -> Any:
+    """Return what Ray Train knows of the worker that this process is. None outside of its workers."""
+    module: Any = sys.modules.get("ray.train.v2._internal.execution.context")
+    return None if module is None else module._train_context
+
+
+def tell_ray(context: Any, error: Exception) -> None:
+    """Let a worker of Ray Train fail with this error, although its training thread is busy."""
+    module = import_module("ray.train.v2._internal.exceptions")
+    wrapped = module.UserExceptionWithTraceback(error, str(error))
+    context.execution_context.training_thread_runner.get_exception_queue().put(wrapped)
+
+
+def share_ray_worker(key: str) -> None:
+    """Let other workers of Ray kill this one. The handle lies in Ray's own store, which believes its cluster alone."""
+    ray, kept = import_module("ray"), import_module("ray.experimental.internal_kv")
+    kept._internal_kv_put(key, ray.cloudpickle.dumps(ray.get_runtime_context().current_actor), overwrite=True)
+
+
+def kill_ray_worker(key: str) -> None:
+    """Kill a worker of Ray. Those who wait for its answer learn at once that there is none."""
+    ray, kept = import_module("ray"), import_module("ray.experimental.internal_kv")
+    ray.kill(ray.cloudpickle.loads(kept._internal_kv_get(key)))
+
+
+def as_ray_ends(context: Any, work: Callable[[], object]) -> bool:
+    """Call `work` in the training thread when the train function has returned. An error of it is the function's. Return
+    False if this version of Ray has no such place."""
+    runner = context.execution_context.training_thread_runner
+    queue = vars(runner).get("_exc_queue")
+    if queue is not None:
+        runner._exc_queue = _Ending(queue, work)
+    return queue is not None
+
+
+class _Ending:
+    """Ray's queue for the error of a train function, to which None is added when the function has returned."""
+
+    def __init__(self, queue: Any, work: Callable[[], object]) -> None:
+        self._queue, self._work = queue, work
+
+    def put(self, error: object) -> None:
+        if error is None:
+            self._work()
+        self._queue.put(error)

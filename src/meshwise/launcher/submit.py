@@ -46,6 +46,7 @@ class SubmitOptions:
             metavar="FILE",
         ),
     ] = None
+    ray: Annotated[str | None, Option("send it to Ray, not to Slurm: http://head:8265", metavar="ADDRESS")] = None
     dry_run: Annotated[bool, Option("print the script, and send nothing", name="--dry-run")] = False
     kubernetes: Annotated[bool, Option("send it to Kubernetes: a JobSet, or a Job where there are none")] = False
     trainjob: Annotated[bool, Option("send it to Kubernetes as a TrainJob of Kubeflow Trainer")] = False

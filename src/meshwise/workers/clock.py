@@ -7,10 +7,12 @@ the most exact (Cristian, 1989). The clocks' offsets are computed later, where t
 from __future__ import annotations
 
 import contextlib
+import resource
 import selectors
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable
 
 ROUND = b"?"
@@ -38,6 +40,8 @@ class ClockServer:
 
     def _run(self) -> None:
         clients: dict[socket.socket, None] = {}
+        files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        most = min(MOST, files // 4) if files > 0 else MOST
         with self._server, selectors.DefaultSelector() as ready:
             ready.register(self._server, selectors.EVENT_READ)
 
@@ -48,17 +52,19 @@ class ClockServer:
 
             while not self._over:
                 for key, _ in ready.select():
-                    with contextlib.suppress(OSError):  # a client has gone, or too many files are open
+                    try:
                         if key.fileobj is self._server:
                             client, _ = self._server.accept()
                             client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                             client.settimeout(0)
                             clients[client] = None
                             ready.register(client, selectors.EVENT_READ)
-                            if len(clients) > MOST:
+                            if len(clients) > most:
                                 forget(next(iter(clients)))
                         elif key.fileobj in clients and not self._answered(client := key.fileobj):
                             forget(client)
+                    except OSError:  # a client has gone, or too many files are open
+                        time.sleep(0.01)
             for client in clients:
                 client.close()
 
@@ -93,7 +99,7 @@ class ClockProbe:
                 reply = self._connection.recv(REPLY.size, socket.MSG_WAITALL)
                 received = self._clock()
                 if len(reply) < REPLY.size:
-                    break
+                    raise ConnectionResetError
                 samples.append((sent, REPLY.unpack(reply)[0], received))
         except OSError:
             self.close()

@@ -10,7 +10,7 @@ from pathlib import Path
 import typer
 
 from meshwise import hardware, launcher, planner
-from meshwise.launcher.engines import kubectl
+from meshwise.launcher.engines import kubectl, ray
 from meshwise.launcher.engines.batch_script import batch_script, nodes_of
 from meshwise.launcher.engines.kubernetes import INSTANCE
 from meshwise.launcher.engines.manifest import manifest
@@ -39,7 +39,7 @@ app = typer.Typer(add_completion=False)
 @app.command(cls=ScriptCommand, context_settings={"obj": RunOptions, "allow_extra_args": True})
 @partial(from_dataclass, without=launcher.submit.NOT_SENT)
 def submit(context: typer.Context, cluster: SubmitOptions, options: RunOptions) -> None:
-    """Estimate a job or a script, and send it to Slurm or Kubernetes. A run that reaches its time limit starts again.
+    """Estimate a job or a script, and send it to Slurm, Kubernetes or Ray. A run that is cut short starts again.
 
     What is sent is a short batch script around `meshwise run`, or a manifest;
     --dry-run prints it. Options of sbatch follow the last --. A site's
@@ -54,6 +54,7 @@ def submit(context: typer.Context, cluster: SubmitOptions, options: RunOptions) 
     meshwise submit train.py:job --nodes 2-8 --dry-run -- --partition gpu
     meshwise submit --nodes 2 train.py --lr 0.1 -- --account physics
     meshwise submit train.py --kubernetes --dry-run --nodes 4
+    meshwise submit --ray http://head:8265 train.py  by ray job submit
     meshwise submit runs/20261121-140502-gpt         send a run again
     """
     own, sbatch = _parts(context, options)
@@ -80,10 +81,13 @@ def submit(context: typer.Context, cluster: SubmitOptions, options: RunOptions) 
     if told := launcher.submit.without_gpus(job):
         _say(told)
     if cluster.dry_run:
-        print(manifest(pods) if pods else batch_script(job), end="")
+        print(manifest(pods) if pods else ray.driver_text(job) if cluster.ray else batch_script(job), end="")
         return
     if pods is not None:
         _say_applied(*launcher.pods.send(pods, word, own))
+        return
+    if cluster.ray:
+        print(f"driver      {ray.send(job, cluster.ray)}")
         return
     _say_sent(*launcher.submit.send(job, word, own))
 

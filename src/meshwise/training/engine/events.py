@@ -10,7 +10,7 @@
 
 `send` sends events outside of steps: data_given(data, samples, samplers), joined(value) for a value that was
 reduced over the ranks, shown(place, text), in_stage(stage, microbatch), forward_ends(), program_begins(),
-evaluations_end(), program_ends().
+evaluations_end(), program_ends(), state_saved(saver, facts).
 
 Listeners only observe. An event without listeners costs nothing. A listener may leave after its
 probation: a number of backwards, which all ranks count alike, or in each loop a number of batches.

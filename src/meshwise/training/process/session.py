@@ -10,6 +10,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Iterator
+from importlib import import_module
 
 from meshwise import parallel
 from meshwise.reports.recorder import current
@@ -25,6 +26,8 @@ from meshwise.workers import hints
 from meshwise.workers.environment import EXACT_RANDOM, RUN_FOLDER
 from meshwise.workers.join import join, rank_context
 
+RAY = "ray.train", "meshwise.integrations.ray"
+"""A module of Ray, and the module that is told of a loop in its workers."""
 engines: list[Engine] = []
 """The engine of the process, followed by the engines of the open sessions. The last one is the default engine."""
 
@@ -55,6 +58,8 @@ def _begin() -> None:
         engines[0].ends.callback(begun.close)
     engines[0].phases.steps = current().step
     atexit.register(_process_ends)
+    if RAY[0] in sys.modules:
+        import_module(RAY[1]).begin(engines[0])
 
 
 def show(text: str) -> None:

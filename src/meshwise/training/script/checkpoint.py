@@ -31,7 +31,7 @@ from meshwise.training.recovery.saving import BACKGROUND, Saver
 from meshwise.training.script import saved_loop
 from meshwise.training.script.distributed_loader import DistributedLoader
 from meshwise.training.script.saved_loop import Loaders, LoopParts, Things
-from meshwise.training.script.state_folder import HeldFolder, hold
+from meshwise.training.script.state_folder import HeldFolder, hold, home_of
 from meshwise.training.slips.in_a_run import says_unread
 from meshwise.workers.environment import SAVES
 from meshwise.workers.join import rank_context
@@ -82,7 +82,7 @@ def checkpoint(
     asked = json.loads(os.environ.get(SAVES, "{}"))
     saves = read_saves(asked.get("every") or every, asked.get("keep") or keep)
     things = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
-    state = LoopState(saved_loop.parts_of(engine, things, loader, extra), Path(folder), saves)
+    state = LoopState(saved_loop.parts_of(engine, things, loader, extra), home_of(Path(folder)), saves)
     if engine.watcher is None and not rehearsing():
         state.begin()
     return state
@@ -181,6 +181,7 @@ class LoopState:
         if self._saver.save(self._tree, facts | {BACKGROUND: background}, began=began):
             self._last = self._step
             self._engine.notify(saved_loop.says_beside(self._parts))
+            self._engine.events.send("state_saved", self._saver, facts)
 
     def _tree(self) -> dict[str, Any]:
         return saved_loop.tree_of(self._parts, self._step, self._drawn or saved_loop.random_of(self._engine))

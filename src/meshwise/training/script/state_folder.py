@@ -24,6 +24,25 @@ from meshwise.workers.place import place_in
 
 
 @dataclass(frozen=True)
+class Home:
+    """Where an engine such as Ray keeps the states of a program that it has started.
+
+    find: returns the path of the folder that the program names. work: as for a `FolderLock`."""
+
+    find: Callable[[Path], Path]
+    work: Work
+
+
+homes: list[Home] = []
+"""The home of this program's states, if an engine has one for them."""
+
+
+def home_of(folder: Path) -> Path:
+    """Return the path of a folder that the program names in `mw.checkpoint`."""
+    return homes[-1].find(folder) if homes else folder
+
+
+@dataclass(frozen=True)
 class HeldFolder:
     """A folder that this program has locked, to save states in it."""
 
@@ -72,6 +91,8 @@ def _held(folder: Path) -> tuple[FolderLock | None, int | None, str]:
 def _work() -> Work:
     """Return what the program's processes have in common over restarts: the run of meshwise's launcher, or the job of a
     scheduler. A later attempt of the same run or job may take over `state.lock`."""
+    if homes:
+        return homes[-1].work
     return Work(_run(), attempt()) if _run() and ATTEMPT in os.environ else place_in(os.environ).work()
 
 
