@@ -101,7 +101,7 @@ class Pod:
     def _processes(self) -> list[psutil.Process]:
         while not (found := psutil.Process(self.process.pid).children(recursive=True)):
             time.sleep(0.01)
-        return found
+        return list[psutil.Process](found)
 
     def _send(self, number: int, found: list[psutil.Process]) -> None:
         for each in found:
@@ -144,7 +144,7 @@ class Job:
 
     def _is_due(self, pod: Pod) -> bool:
         wait = min(BACKOFF * 2 ** (self.failures[pod.index] - 1), LONGEST)
-        return time.monotonic() > (pod.ended or 0.0) + wait
+        return bool(time.monotonic() > (pod.ended or 0.0) + wait)
 
     def _judge(self, pod: Pod) -> None:
         self.failures[pod.index] += 1
