@@ -106,9 +106,9 @@ def test_the_time_limit_of_the_run_is_one(monkeypatch: pytest.MonkeyPatch, capsy
 
 def test_the_time_limit_is_known_to_what_is_started_inside(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(gates.LIMIT, raising=False)
-    with gates.time_limit(90.0):
+    with gates.Halt().after(90.0):
         assert float(gates.os.environ[gates.LIMIT]) == pytest.approx(time.time() + 90, abs=5)
-    with gates.time_limit(None):
+    with gates.Halt().after(None):
         assert gates.LIMIT not in gates.os.environ
 
 

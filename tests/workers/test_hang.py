@@ -233,9 +233,7 @@ def test_a_stopped_process_is_told_as_such(tmp_path: Path) -> None:
     with subprocess.Popen(["sleep", "60"]) as process:
         process.send_signal(signal.SIGSTOP)
         os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
-        assert (
-            standing(process.pid, tmp_path / "stack").told() == f"is stopped (kill -CONT {process.pid} lets it go on)"
-        )
+        assert standing(process.pid, tmp_path / "stack").told == f"is stopped (kill -CONT {process.pid} lets it go on)"
         process.kill()
 
 
@@ -259,7 +257,7 @@ def test_a_stopped_process_has_no_patience_for_its_first_steps(tmp_path: Path, m
 
 def test_a_process_that_does_not_handle_the_signal_is_not_sent_it(tmp_path: Path) -> None:
     with subprocess.Popen(["sleep", "60"]) as process:
-        assert "does not report" in standing(process.pid, tmp_path / "stack").told()
+        assert "does not report" in standing(process.pid, tmp_path / "stack").told
         assert process.poll() is None
         process.kill()
 
@@ -280,5 +278,5 @@ def test_where_python_stands_is_asked_of_a_process_and_of_what_it_started(tmp_pa
     for each in filter(None, (child, here)):
         os.kill(each.pid, signal.SIGKILL)
     os.waitpid(pid, 0)
-    assert here.users and "test_hang.py:" in here.place and "in test_where_python_stands" in here.place
-    assert child is not None and child.pid != pid and "in test_where_python_stands" in child.place
+    assert here.users and "test_hang.py:" in here.told and "in test_where_python_stands" in here.told
+    assert child is not None and child.pid != pid and "in test_where_python_stands" in child.told

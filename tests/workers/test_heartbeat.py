@@ -10,7 +10,7 @@ import pytest
 from meshwise.reports import recorder as recorder_of
 from meshwise.reports.recorder import Recorder
 from meshwise.workers import heartbeat
-from meshwise.workers.heartbeat import MOST_STEPS, Beat, Heartbeat, beat_path, read_beat, read_beats
+from meshwise.workers.heartbeat import MOST_STEPS, Beat, Heartbeat, beat_path, read_beat
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def test_a_recorder_that_turns_beats_as_a_phase_does(path: Path) -> None:
     recorder.pulse = beat
     for number, phase in enumerate(("data", "forward", "data"), 1):
         recorder.turn(phase)
-        assert (read_beat(path).phase, read_beats(path)) == (phase, number)
+        assert (read_beat(path).phase, read_beat(path).beats) == (phase, number)
     assert (recorder_of.BEATS, recorder_of.PHASE) == (heartbeat.BEATS, heartbeat.PHASE)
 
 
@@ -42,9 +42,9 @@ def test_every_beat_is_another_number(path: Path) -> None:
     beat, seen = Heartbeat(path), set()
     for tell in (lambda: beat.step(1), lambda: beat.phase("data"), lambda: beat.enter("barrier", "0,1/"),
                  lambda: beat.leave(beat.enter("barrier", "0,1/"))):  # fmt: skip
-        seen.add(read_beats(path))
+        seen.add(read_beat(path).beats)
         tell()
-    assert len(seen | {read_beats(path)}) == 5
+    assert len(seen | {read_beat(path).beats}) == 5
 
 
 def test_what_lies_between_two_steps_is_no_step(path: Path) -> None:
@@ -101,4 +101,4 @@ def test_nothing_is_told_where_no_launcher_looks_and_nothing_read_where_nobody_t
     heartbeat.leave(heartbeat.enter("barrier", "0,1/"))
     with heartbeat.watched_loop(compiles=False):
         pass
-    assert read_beat(tmp_path / "none") == Beat() and read_beats(tmp_path / "none") == 0
+    assert read_beat(tmp_path / "none") == Beat()

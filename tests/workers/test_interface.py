@@ -29,7 +29,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     monkeypatch.setattr(join.psutil, "net_if_addrs", lambda: cards)
     monkeypatch.setattr(join.psutil, "net_if_stats", lambda: {n: SimpleNamespace(isup=n != "docker0") for n in CARDS})
     monkeypatch.setattr(join.socket, "gethostname", lambda: "here")
-    monkeypatch.setattr(join, "_addresses_of", lambda host: [names[host]] if host in names else [])
+    monkeypatch.setattr(join, "_address_of", lambda host: names.get(host, ""))
     monkeypatch.setattr(join, "_source_of", lambda host: routes.get(names.get(host, host), ""))
     return names
 

@@ -127,7 +127,7 @@ def check_options(options: CheckOptions, forks: Forks | None = None) -> Proof | 
     specs = [CheckSpec(plan or Plan(data=len(slots)), options.steps, perturb=options.perturb)]
     if options.rounding and (plan is None or plan.precision != "fp64"):
         specs.append(replace(specs[0], in_float64=False))
-    with scratch_folder("check") as folder, closing(forks or Forks(PRELOAD_OF_CHECK, stays=True)) as forks:
+    with scratch_folder("check") as folder, closing(forks or Forks(PRELOAD_OF_CHECK)) as forks:
         program = _script(Path(script), options, plan, slots, folder) if script else _job(options, slots, folder)
         passes = Passes(_passes(specs, plan, devices), options.steps, options.notify, options.progress)
         traces = partial(_traces, program, forks)
@@ -158,7 +158,7 @@ def _plain(
     says = partial(Passes, steps=options.steps, notify=options.notify, progress=options.progress)
     passes = says([f"the script on {devices}: {each}", "one process, on the samples that the ranks read"])
     run, by_accelerate = partial(run_script_file, script.resolve(), list(options.arguments)), names_accelerate(script)
-    with scratch_folder("check") as folder, closing(forks or Forks(PRELOAD_OF_CHECK, stays=True)) as forks:
+    with scratch_folder("check") as folder, closing(forks or Forks(PRELOAD_OF_CHECK)) as forks:
         forks.server(os.environ)
 
         def launched(follow: Follow | None, side: str, passes: Passes) -> list[Record | None]:

@@ -107,7 +107,7 @@ def start_job(
     if joined:
         return _run_joined(options, console, began)
     starts(options)
-    with contextlib.closing(Forks(PRELOAD, stays=True)) as forks:
+    with contextlib.closing(Forks(PRELOAD)) as forks:
         job = _read(options, forks)  # errors are reported before any worker starts
         started = start(partial(_job_program, job, options), options, began)
         results, code = supervised(started, console, options.seconds_left(began), forks)

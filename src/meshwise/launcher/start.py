@@ -36,7 +36,6 @@ from meshwise.training import recording
 from meshwise.training.job.options import RESTARTS, RunOptions
 from meshwise.workers.environment import ATTEMPT, read_world
 from meshwise.workers.fork_server import Forks
-from meshwise.workers.gate import time_limit
 from meshwise.workers.meeting import Meeting
 from meshwise.workers.place import place_in
 
@@ -197,8 +196,7 @@ def supervised(
         text = f"{told}\n{line}" if told and started.first_rank == 0 else line
         console.print(text, soft_wrap=not console.is_terminal, markup=False, highlight=False)
     try:
-        with time_limit(limit):
-            return supervise(started, partial(_task, started), console, limit, forks)
+        return supervise(started, partial(_task, started), console, limit, forks)
     except WorkerFailed as error:
         refused = error.exit_code == UsageError.exit_code and started.restarts.attempt == 1
         if refused and started.keeps_record:

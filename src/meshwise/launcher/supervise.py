@@ -199,7 +199,7 @@ def supervise(
     """Launch workers, show the run, and restart it while `restarts` allows.
     Return the results and the exit code."""
     restarts, meeting, slots = started.restarts, started.meeting, started.slots
-    halt, forks = Halt(), forks or Forks(PRELOAD, stays=True)
+    halt, forks = Halt(), forks or Forks(PRELOAD)
     with LiveView(console) as view, forwarded_signals(halt, view), halt.after(limit):
         named, devices = [f"rank {rank} {slot.name}" for rank, slot in enumerate(slots)], DevicesLeft(slots)
         viewer = Viewer(view, named, live=view.draws, restarts=restarts, halt=halt, started=started)

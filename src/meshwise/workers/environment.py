@@ -9,18 +9,14 @@ variables of these launchers (place.py). Without any of these, the run has one d
 from __future__ import annotations
 
 import os
-import resource
 from collections.abc import Mapping
 from pathlib import Path
 
 from meshwise.spec.devices import WorkerSlot
-from meshwise.spec.errors import UsageError, WorkerFailed
-from meshwise.spec.units import plural
+from meshwise.spec.errors import UsageError
 from meshwise.spec.world import World
 from meshwise.workers.place import place_in
 
-FILES, FILES_OF_WORKER = 44, 2
-"""How many open files a small job was measured to need, and how many more per worker. User libraries open more."""
 DEVICE_KIND = "MESHWISE_DEVICE"
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 RUN_FOLDER = "MESHWISE_RUN"
@@ -48,16 +44,6 @@ def attempt() -> int:
 def result_path(task: Path, rank: int) -> Path:
     """Return the path of the file to which the worker of `rank` writes the result of `task`."""
     return task.with_name(f"result-{rank}.pickle")
-
-
-def refuse_few_files(workers: int) -> None:
-    """Raise WorkerFailed if this process, and therefore each worker, may open too few files."""
-    least = FILES + FILES_OF_WORKER * workers
-    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    if 0 <= limit < least:
-        opens = f"{plural(workers, 'worker')} and their launcher open at least {least} files"
-        text = f"{opens}, but the limit is {limit}. Raise the limit with ulimit -n 4096."
-        raise WorkerFailed(text, exit_code=UsageError.exit_code)
 
 
 def visible(index: int) -> str:

@@ -54,7 +54,6 @@ class Failure:
         `victim`: a collective failed because another rank was gone.
         `hung`: the worker made no progress.
         `lost`: the machine of the worker is gone.
-        `server`: the fork server that started the worker died.
         `link`: all ranks live, but lost their connections to each other.
         `corrupt`: values of the worker differ from those of its replicas.
         `spoiled`: parameters became infinite or NaN, so the run must go back to a saved state.
@@ -85,7 +84,7 @@ class Failure:
     def of_machine(self) -> bool:
         """Whether the failure was caused by the machine and not by the user's program. The run may then be
         restarted."""
-        return self.kind in ("killed", "loader", "left", "hung", "lost", "server", "link", "corrupt", "spoiled")
+        return self.kind in ("killed", "loader", "left", "hung", "lost", "link", "corrupt", "spoiled")
 
 
 def is_gloo_abort(line: str) -> bool:
@@ -219,13 +218,6 @@ def by_exit_status(rank: int, status: int, out_of_memory: Callable[[], str | Non
         hint = " (often the system's out-of-memory killer)" if why is None else ""
         return Failure(rank, "killed", f"was killed by {name}{hint}", time=time.time())
     return Failure(rank, "left", f"left with exit code {status} without saying that its work is done", time=time.time())
-
-
-def with_server(died: Failure, server: int | None) -> Failure:
-    """Turn the failure of a rank into the failure of the fork server that started the rank."""
-    how = died.message.removesuffix(" without saying that its work is done")
-    text = f"process {server}, which starts the ranks of this machine, {how}, which ended the ranks too."
-    return replace(died, kind="server", message=" ".join([text, *died.notes]), plain=True)
 
 
 def culprit(failures: Sequence[Failure], ranks: int = 0) -> Failure:

@@ -35,7 +35,6 @@ from meshwise.spec import errors
 from meshwise.spec.errors import MeshwiseError, WorkerFailed
 from meshwise.spec.exit_codes import WARNINGS
 from meshwise.workers.environment import LISTENER
-from meshwise.workers.stuck import stat_of
 
 PACKET = 1 << 16
 KILL_TIMEOUT = 2.0  # seconds for killed workers to end
@@ -45,12 +44,12 @@ LISTENS = "MESHWISE_FORK_SERVER"
 
 
 class Forks:
-    """The launcher's side of the fork server, which starts when a launch of workers first needs it. It can stay for
-    later launches, so that only the first launch waits until torch is imported."""
+    """The launcher's side of the fork server, which starts when a launch of workers first needs it. It stays for later
+    launches, until `close`, so that only the first launch waits until torch is imported."""
 
-    def __init__(self, preload: Sequence[str], *, stays: bool = False) -> None:
-        """preload: modules that the server imports first. stays: whether the server serves several launches."""
-        self._preload, self._stays, self._lock = preload, stays, threading.Lock()
+    def __init__(self, preload: Sequence[str]) -> None:
+        """preload: modules that the server imports first."""
+        self._preload, self._lock = preload, threading.Lock()
         self._known: list[dict[str, int]] = []
         self._line: socket.socket | None = None
         self.process: subprocess.Popen[bytes] | None = None
@@ -141,16 +140,15 @@ class Forks:
         return facts
 
     def end_launch(self, workers: Sequence[ForkedWorker]) -> None:
-        """Clean up after a launch whose workers were killed. Close the server unless it can serve another launch."""
+        """Clean up after a launch whose workers were killed. Close the server if it cannot serve another launch."""
         until = time.monotonic() + KILL_TIMEOUT
-        alive = [w for w in workers if w.told() is None] if self._stays else list(workers)
-        while self._stays and alive and all(w.pid is not None for w in alive) and time.monotonic() < until:
-            for worker in alive:  # kill again: a newly forked worker may have become a group leader only now
-                kill_group(worker.pid or 0)
+        while (self.process is None or self.process.poll() is None) and time.monotonic() < until:
+            if all(worker.poll() is not None for worker in workers):
+                return
+            for worker in workers:  # kill again: a newly forked worker may have become a group leader only now
+                kill_group(worker.pid)
             time.sleep(0.01)
-            alive = [w for w in alive if w.told() is None]
-        if alive or (self.process is not None and self.process.poll() is not None):
-            self.close()
+        self.close()
 
     def close(self) -> None:
         """Kill the server and all processes that it forked. Wait a limited time for them to end."""
@@ -160,7 +158,7 @@ class Forks:
         self._line.close()
         if self.process is not None and (None in workers or _waited(self.process) is None):
             self.process.kill()  # a server that still imports, or is stopped, does not notice the closed connection
-            for pid in filter(None, workers):
+            for pid in workers:
                 kill_group(pid)
             _waited(self.process)
         self._line, self.process, self._known = None, None, []
@@ -180,17 +178,11 @@ class ForkedWorker:
     def poll(self) -> int | None:
         """Return the worker's exit code, or minus the number of the signal that killed it.
         None while it runs."""
-        status = self.told()
-        return _status_of_ended(self.pid) if status is None and self.pid is not None else status
-
-    def told(self) -> int | None:
-        """Return the worker's exit status, as the server reported it, or None."""
         return self.server.hear(self._facts).get("status")
 
     def wait(self) -> int:
         """Wait until the worker has ended. Return its exit status."""
-        status = self.poll()
-        return self.server.hear(self._facts, wait=True)["status"] if status is None else status
+        return self.server.hear(self._facts, wait=True)["status"]
 
 
 def serve(line: socket.socket, work: Callable[[], int], interrupted: Any = signal.default_int_handler) -> int:
@@ -242,10 +234,11 @@ def answer_of(task: Path) -> Path:
     return task.with_suffix(".json")
 
 
-def kill_group(pid: int) -> None:
-    """Kill a process that leads a process group, and everything that it started in this group."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(pid, signal.SIGKILL)
+def kill_group(pid: int | None) -> None:
+    """Kill a process that leads a process group, and everything that it started in this group. None: no process."""
+    if pid is not None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(pid, signal.SIGKILL)
 
 
 def _waited(process: subprocess.Popen[bytes]) -> int | None:
@@ -253,13 +246,6 @@ def _waited(process: subprocess.Popen[bytes]) -> int | None:
     with contextlib.suppress(subprocess.TimeoutExpired):
         return process.wait(KILL_TIMEOUT)
     return None
-
-
-def _status_of_ended(pid: int) -> int | None:
-    """Return the exit status of a zombie, a process that has ended but for which nobody has waited.
-    None for others."""
-    fields = stat_of(pid)
-    return os.waitstatus_to_exitcode(int(fields[-1])) if fields[:1] == ["Z"] else None
 
 
 def _tell_ended(line: socket.socket, children: dict[int, int]) -> None:

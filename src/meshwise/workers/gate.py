@@ -159,27 +159,18 @@ class Halt:
 
     @contextlib.contextmanager
     def after(self, seconds: float | None) -> Iterator[None]:
-        """Ask all ranks to stop after the same step if the `with` block takes longer than `seconds`. None sets no
-        limit."""
+        """Tell the workers started inside the `with` block that the run must end after `seconds`. Then ask all ranks to
+        stop after the same step. None sets no limit."""
         timer = threading.Timer(seconds or 0.0, self.ask, (TIME_LIMIT,))
         timer.daemon = True
         if seconds is not None:
+            set_time_limit(seconds)
             timer.start()
         try:
             yield
         finally:
             timer.cancel()
-
-
-@contextlib.contextmanager
-def time_limit(seconds: float | None) -> Iterator[None]:
-    """Tell the workers started inside the `with` block that the run must end after `seconds`. None sets no limit."""
-    if seconds is not None:
-        set_time_limit(seconds)
-    try:
-        yield
-    finally:
-        os.environ.pop(LIMIT, None)
+            os.environ.pop(LIMIT, None)
 
 
 def set_time_limit(seconds: float) -> None:
@@ -212,9 +203,10 @@ def watch_time(
         limits = [("the time limit", float(environment.get(LIMIT, "inf")), 0.0)]
         limits += [(f"job {job}", end - leaves, guess)] if gate.saves else []  # without saves, run until the job's end
         for of, at, unknown in limits:
-            left, need = at - time.time(), seconds_needed(gate, unknown)
-            if left < need + LOOK:
-                _say(left, of, gate, need - gate.longest_step)
+            left = at - time.time()
+            saves = SAVES * (gate.longest_save or unknown) if gate.saves else 0.0
+            if left < gate.longest_step + saves + LOOK:
+                _say(left, of, gate, saves)
                 ask()
                 return
 
@@ -243,11 +235,6 @@ def _say(left: float, of: str, gate: StepGate, saves: float) -> None:
     step = f"a step ({seconds_text(gate.longest_step)})"
     reckoned = f"{step} and {SAVES} saves ({seconds_text(saves)})" if saves else step
     print(f"{seconds_text(max(left, 0.0))} left of {of}, {reckoned} to come: stopping", file=sys.stderr, flush=True)
-
-
-def seconds_needed(gate: StepGate, guess: float) -> float:
-    """Return how many seconds a run needs to finish its current step and to stop."""
-    return gate.longest_step + SAVES * ((gate.longest_save or guess) if gate.saves else 0.0)
 
 
 def left_by_squeue(job: str) -> float | None:

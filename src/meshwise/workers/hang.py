@@ -14,15 +14,14 @@ nothing.
 
 from __future__ import annotations
 
-import subprocess
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from meshwise.spec.words import ranks_text
-from meshwise.workers.heartbeat import PEERS, PLAIN, Beat, CollectiveCall, beat_path, read_beat, read_beats, stack_path
+from meshwise.workers.heartbeat import PEERS, PLAIN, Beat, CollectiveCall, beat_path, read_beat, stack_path
 from meshwise.workers.remote_beats import RemoteBeat
 from meshwise.workers.stuck import STATES, Idleness, standing, state_of, stuck_child
 
@@ -144,17 +143,12 @@ class HangWatch:
         self._folder, self._limit = folder, limit
         self._idleness = Idleness() if idle else None
         self._looked = time.monotonic()
-        self._beats: dict[int, int] = {}
+        self._heard: dict[int, Beat] = {}
         self._silence: defaultdict[int, float] = defaultdict(float)
         self._longest: defaultdict[str, float] = defaultdict(float)
         self._said: set[int] = set()
 
-    def look(
-        self,
-        pids: Mapping[int, int | None],
-        far: Mapping[int, RemoteBeat] = NOBODY,
-        server: subprocess.Popen[bytes] | None = None,
-    ) -> Hang | None:
+    def look(self, pids: Mapping[int, int | None], far: Mapping[int, RemoteBeat] = NOBODY) -> Hang | None:
         """Return the next message about a hang, or None if there is nothing new to say."""
         now = time.monotonic()
         if now - self._looked < INTERVAL:
@@ -165,12 +159,7 @@ class HangWatch:
         limit = self._limit or HANG_LIMIT
         if went_on or not silent:
             return went_on
-        if server is not None and (unborn := [rank for rank in silent if pids[rank] is None]):
-            stopped = state_of(server.pid) == "T"
-            ask, end = (OF_STOPPED, max(limit, OF_STOPPED)) if stopped else (60.0, max(limit, 600.0))
-            return self._judged(unborn[0], ask, end, None, lambda seconds: _not_started(unborn, seconds, server.pid))
-        beats = {rank: each.beat for rank, each in far.items()}
-        beats |= {rank: read_beat(beat_path(self._folder, rank)) for rank in pids}
+        beats = {rank: each.beat for rank, each in far.items()} | {rank: self._heard[rank] for rank in pids}
         stall = find_stall(beats, [*silent, *(rank for rank, each in far.items() if each.silence)])
         if stall is None and self._idleness is not None and len(silent) == len(beats):
             stall = Stall(silent, {})
@@ -184,43 +173,35 @@ class HangWatch:
             end = max(end, OF_PLAIN)
         if self._idleness is not None:
             ask, end = limit / 4, limit
-        step = beats[first].step or None
-        return self._judged(first, ask, end, step, lambda seconds: self._explain(stall, beats, pids, seconds))
-
-    def _judged(
-        self, first: int, ask: float, end: float, step: int | None, explain: Callable[[float], str]
-    ) -> Hang | None:
-        seconds = self._silence[first]
+        seconds, step = self._silence[first], beats[first].step or None
         over = self._limit is not None and seconds >= end
         if seconds < ask or (first in self._said and not over):
             return None
         self._said.add(first)
+        text = self._explain(stall, beats, pids, seconds)
         if not over:
-            return Hang(first, explain(seconds), step)
+            return Hang(first, text, step)
         longer = "" if end != self._limit else " To wait longer, use --hang-limit 10min."
         if self._idleness is not None:
             longer = " Every rank must make the same calls in the same order. Look for code that depends on the rank."
-        return Hang(first, f"{explain(seconds)} Ended after {end:.0f} s without progress.{longer}", step, over)
+        return Hang(first, f"{text} Ended after {end:.0f} s without progress.{longer}", step, over)
 
     def _listen(self, pids: Mapping[int, int | None], passed: float) -> Hang | None:
         """Add `passed` seconds to the silence of each silent rank. Return a message if a reported rank goes on."""
         went_on = None
         for rank in pids:
-            count = read_beats(beat_path(self._folder, rank))
-            if count == self._beats.get(rank) and not self._computes(pids[rank]):
+            beat, before = read_beat(beat_path(self._folder, rank)), self._heard.get(rank)
+            self._heard[rank] = beat
+            if before and beat.beats == before.beats and not self._computes(pids[rank]):
                 self._silence[rank] += passed
                 continue
-            self._beats[rank], seconds = count, self._silence.pop(rank, 0.0)
+            seconds = self._silence.pop(rank, 0.0)
             if seconds >= LEAST:
-                phase = read_beat(beat_path(self._folder, rank)).phase
-                self._longest[phase] = max(self._longest[phase], seconds)
+                self._longest[beat.phase] = max(self._longest[beat.phase], seconds)
             if rank in self._said:
                 self._said.remove(rank)
                 went_on = Hang(rank, f"rank {rank} goes on after {seconds:.1f} s.", stalls=False)
         return went_on
-
-    def _stands(self, rank: int, pid: int | None) -> str:
-        return "" if pid is None else standing(pid, stack_path(self._folder, rank)).told()
 
     def _computes(self, pid: int | None) -> bool:
         return self._idleness is not None and self._idleness.computes(pid, self._looked)
@@ -236,29 +217,26 @@ class HangWatch:
         if stall.inside and stall.collective is not None:
             verb = "is" if len(stall.ranks) == 1 else "are"
             inside = f"{ranks_text(stall.ranks)} {verb} in {_named(stall.collective)}"
-            away = sorted(_members(stall.collective) - beats.keys())
-            why = f"for which {ranks_text(away)} of another machine may be missing" if away else "and it does not end"
             look = "check the network between the ranks"
-            if not (away or beats[stall.ranks[0]].ours):
+            if not beats[stall.ranks[0]].ours:
                 look += f", and whether a rank makes a call that others do not. {'; '.join(what).capitalize()}"
-            return f"No progress for {seconds:.1f} s{step}: {inside}, {why}: {look}."
+            return f"No progress for {seconds:.1f} s{step}: {inside}, and it does not end: {look}."
         told = f"No progress for {seconds:.1f} s{step}: {'; '.join(what)}"
         if stall.waiting:
             first = min(stall.waiting.values(), key=lambda wait: wait.at)
             ago = (time.perf_counter_ns() - first.at) / 1e9
             verb = "waits" if len(stall.waiting) == 1 else "wait"
             told += f"; {ranks_text(sorted(stall.waiting))} {verb} for it in {_named(first)} since {ago:.1f} s"
-            here = [rank for rank in sorted(stall.waiting) if pids.get(rank) is not None][:3]
-            told += "".join(f"; rank {rank} {self._stands(rank, pids[rank])}" for rank in here)
+            for rank in sorted(stall.waiting)[:3]:
+                if (pid := pids.get(rank)) is not None:
+                    told += f"; rank {rank} {standing(pid, stack_path(self._folder, rank)).told}"
         return f"{told}."
 
     def here(self, pids: Mapping[int, int | None]) -> dict[int, RemoteBeat]:
-        """Return the state of each rank of this machine, to be sent to other machines."""
+        """Return the state of each silent rank of this machine, to be sent to other machines."""
         silent = {rank: pid for rank, pid in pids.items() if self._silence[rank] >= LEAST}
-        stopped, found = set(self._stopped(silent, {})), dict.fromkeys(pids, RemoteBeat())
-        for rank in silent:
-            found[rank] = RemoteBeat(read_beat(beat_path(self._folder, rank)), self._silence[rank], rank in stopped)
-        return found
+        stopped = set(self._stopped(silent, {}))
+        return {rank: RemoteBeat(self._heard[rank], self._silence[rank], rank in stopped) for rank in silent}
 
     def _stopped(self, pids: Mapping[int, int | None], far: Mapping[int, RemoteBeat]) -> Iterator[int]:
         """Yield the ranks whose process is stopped, or is in uninterruptible sleep."""
@@ -270,24 +248,22 @@ class HangWatch:
         phase = f"is in its phase {beat.phase}" if beat.phase else "has begun no step"
         if pid is None:
             return phase
+        own = standing(pid, stack_path(self._folder, rank))
         if self._idleness is not None:
-            return self._stands(rank, pid)
-        stack = stack_path(self._folder, rank)
-        own = standing(pid, stack)
-        child = stuck_child(pid, stack) if beat.phase == "data" and not own.state else None
-        beside = "" if child is None else f" (its loader worker, process {child.pid}, {child.told()})"
-        return f"{phase} and {own.told()}{beside}"
+            return own.told
+        child = (
+            stuck_child(pid, stack_path(self._folder, rank))
+            if beat.phase == "data" and state_of(pid) not in STATES
+            else None
+        )
+        beside = "" if child is None else f" (its loader worker, process {child.pid}, {child.told})"
+        return f"{phase} and {own.told}{beside}"
 
 
 def _of_stopped(stall: Stall, stopped: Sequence[int]) -> Stall:
     """Return a stall that blames stopped processes if they hold up a collective that they entered, else `stall`."""
     which = sorted(stall.waiting.keys() & set(stopped)) if stall.inside or stall.crossed else []
     return Stall(which, {rank: at for rank, at in stall.waiting.items() if rank not in which}) if which else stall
-
-
-def _not_started(ranks: Sequence[int], seconds: float, server: int) -> str:
-    does = STATES.get(state_of(server), "still imports the modules that they need").replace("PID", str(server))
-    return f"{ranks_text(ranks)} did not start within {seconds:.1f} s: process {server}, which starts them, {does}."
 
 
 def _named(collective: CollectiveCall) -> str:

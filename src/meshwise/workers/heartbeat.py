@@ -83,15 +83,6 @@ def stack_path(folder: Path, rank: int) -> Path:
     return folder / f"stack-{rank}"
 
 
-def read_beats(path: Path) -> int:
-    """Return a number that changes with each report of a rank. It is 0 before the first report."""
-    try:
-        with path.open("rb") as file:
-            return int.from_bytes(file.read(8), "little")
-    except OSError:
-        return 0
-
-
 def read_beat(path: Path) -> Beat:
     """Return the last report of a rank. Without a report, return an empty `Beat`."""
     try:

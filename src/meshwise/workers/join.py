@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import ipaddress
 import os
 import socket
 import sys
@@ -238,13 +237,11 @@ def leave() -> None:
 def interface_towards(host: str) -> str | None:
     """Return the network interface that gloo must use to reach `host`, such as `eth0`.
     None if gloo needs no hint."""
-    own: dict[str, str] = {
-        address.address: name
-        for name, addresses in psutil.net_if_addrs().items()
-        for address in addresses
-        if address.family in (socket.AF_INET, socket.AF_INET6) and not _is_loopback(address.address)
-    }
-    if any(address in own for address in _addresses_of(socket.gethostname())):
+    own = dict[str, str]()
+    for name, addresses in psutil.net_if_addrs().items():
+        if name != "lo":
+            own |= {each.address: name for each in addresses if each.family in (socket.AF_INET, socket.AF_INET6)}
+    if _address_of(socket.gethostname()) in own:
         return None
     for target in (host, ANYWHERE):
         if (found := own.get(_source_of(target))) is not None:
@@ -253,23 +250,18 @@ def interface_towards(host: str) -> str | None:
     return next((name for name in own.values() if name in up and up[name].isup), None)
 
 
-def _addresses_of(host: str) -> list[str]:
+def _address_of(host: str) -> str:
     with contextlib.suppress(OSError):
-        return [str(found[4][0]) for found in socket.getaddrinfo(host, None)]
-    return []
+        return str(socket.getaddrinfo(host, None)[0][4][0])
+    return ""
 
 
 def _source_of(host: str) -> str:
     """Return the address from which this machine would send a packet to `host`, or "".
     No packet is sent."""
-    for address in _addresses_of(host)[:1]:
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect((address, 9))
+    with contextlib.suppress(OSError):
+        family, *_, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(address)
             return str(probe.getsockname()[0])
     return ""
-
-
-def _is_loopback(address: str) -> bool:
-    found = ipaddress.ip_address(address.partition("%")[0])
-    return found.is_loopback or found.is_link_local

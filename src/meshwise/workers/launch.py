@@ -17,7 +17,7 @@ import queue
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -40,7 +40,6 @@ from meshwise.workers.ports import listening
 from meshwise.workers.remote_beats import RemoteBeats
 from meshwise.workers.scratch import scratch_folder
 from meshwise.workers.watched import Listeners, State, WatchedWorker, shown
-from meshwise.workers.written_files import WrittenFiles
 
 FOLLOW_TIMEOUT = 3.0  # seconds for the other ranks to leave after one has left in the middle of an epoch
 END_TIMEOUT = 10.0  # seconds for a finished worker to exit
@@ -67,9 +66,8 @@ def launch(
 
     Raises WorkerFailed if a worker fails, with the rank and the traceback of the worker that caused the failure.
     """
-    environment.refuse_few_files(len(slots))
     with scratch_folder() as scratch, ExitStack() as stack:
-        forks = preload if isinstance(preload, Forks) else Forks(preload)
+        forks = preload if isinstance(preload, Forks) else stack.enter_context(closing(Forks(preload)))
         launcher = _Launcher(
             scratch, folder or scratch, listeners or Listeners(), meeting, halt or Halt(), len(slots), forks
         )
@@ -106,7 +104,6 @@ class _Launcher:
         self._channel = LauncherChannel(scratch, lambda rank, message: self._inbox.put((rank, message)))
         self._divergence = DivergenceWatch(scratch, range(self.first_rank, self.first_rank + local_size))
         self._hangs, self._remote = HangWatch(scratch, listeners.hang_limit, idle=listeners.idle), RemoteBeats(meeting)
-        self._written = WrittenFiles()
         self._halting: dict[int, int] = {}
         self._last: int | None = None
         self._halted_at, self._asked, self._saves = 0.0, 0.0, False
@@ -181,10 +178,10 @@ class _Launcher:
 
     def _look_at_beats(self) -> None:
         """Tell the user about a hanging rank, or raise WorkerFailed at its limit."""
-        if self.halt.wanted:
-            return
         pids = {w.rank: w.process.pid for w in self.workers if w.state is State.RUNNING}
-        hang = self._hangs.look(pids, self._remote.heard(), self.forks.process)
+        if self.halt.wanted or None in pids.values():  # a worker may not be forked yet
+            return
+        hang = self._hangs.look(pids, self._remote.heard())
         self._remote.tell(partial(self._hangs.here, pids))
         if hang and hang.over:
             self._fail(Failure(hang.rank, "hung", hang.text, plain=True, step=hang.step))
@@ -202,8 +199,7 @@ class _Launcher:
     def _fail(self, chosen: Failure) -> None:
         ranks = [w.rank for w in self.workers]
         step, done = steps_of(self.scratch, ranks, chosen.rank if chosen.rank in ranks else self.first_rank)
-        known = chosen.rank in ranks and chosen.kind != "server"
-        chosen = replace(chosen, step=chosen.step or (step if known else None), done=done)
+        chosen = replace(chosen, step=chosen.step or (step if chosen.rank in ranks else None), done=done)
         text = failure.sentence(chosen, self.size, [w.failure for w in self.workers if w.failure])
         if chosen.kind in ("killed", "left", "victim"):
             trails = self._divergence.trails()
@@ -246,9 +242,6 @@ class _Launcher:
             self._saves = True
         elif kind == "halting":
             self._halting[rank] = int(message["begun"])
-        elif kind == "writes":
-            if text := self._written.add(rank, **{name: value for name, value in message.items() if name != "kind"}):
-                self.listeners.message(rank, {"kind": "note", "text": text})
         elif kind not in ("hello", "closed"):
             self._saves = self._saves or kind == "stopping"
             self.listeners.message(rank, message)

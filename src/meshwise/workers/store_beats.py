@@ -13,7 +13,8 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Callable
 from typing import Any
 
 from meshwise.spec.durations import seconds_of
@@ -64,8 +65,8 @@ class StoreBeats:
         self._world, self._store, self._place = world, store, place
         self._lost, self._limit = lost, limit
         self._count, self._over = 0, threading.Event()
-        self._silences: dict[int, Silence] = {}
-        self._server = b""  # where rank 0 is
+        self._silences = defaultdict[int, Silence](Silence)
+        self._beats = dict[int, bytes]()  # what this rank has read of each rank
 
     def begin(self) -> None:
         """Start the threads."""
@@ -82,45 +83,35 @@ class StoreBeats:
         with contextlib.suppress(RuntimeError):  # the process that served the store has ended: everybody sees that
             while not self._over.wait(ROUND):
                 self._store.set(key, f"{self._count} {self._place}")
-                lost = self._look() if self._world.rank == 0 else {}
+                ranks = range(1, self._world.size) if self._world.rank == 0 else [0]
+                lost = [rank for rank in ranks if self._read(rank) and rank != 0]
                 if lost:
                     self._store.set(LOST, self._says(lost))
-                found = self._read()
                 self._count += 1
-                if found:
-                    self._give_up(found, lost)
+                if self._store.check([LOST]):
+                    self._give_up(self._store.get(LOST).decode(), lost)
             self._store.set(key, DONE)
 
-    def _look(self) -> dict[int, bytes]:
-        """Look at all counters, as rank 0. Return the ranks that are lost."""
-        for rank in range(1, self._world.size):
-            if rank not in self._silences and self._store.check([f"{BEATS}/{rank}"]):
-                self._silences[rank] = Silence()
-        keys = [f"{BEATS}/{rank}" for rank in self._silences]
-        beats = dict(zip(self._silences, self._store.multi_get(keys) if keys else (), strict=True))
-        for rank, beat in beats.items():
-            self._silences[rank].look(object() if beat == DONE else beat)
-        return {rank: beat for rank, beat in beats.items() if self._silences[rank].seconds > self._limit()}
-
-    def _read(self) -> str:
-        """Read what rank 0 has found. Return "" if nothing is lost."""
-        if not self._server and self._store.check([f"{BEATS}/0"]):
-            self._server = self._store.get(f"{BEATS}/0")
-        return self._store.get(LOST).decode() if self._store.check([LOST]) else ""
+    def _read(self, rank: int) -> bool:
+        """Read a rank's counter. Return whether it has stood still for too long."""
+        if not self._store.check([f"{BEATS}/{rank}"]):
+            return False
+        beat = self._beats[rank] = self._store.get(f"{BEATS}/{rank}")
+        return self._silences[rank].look(beat) > self._limit() and beat != DONE
 
     def _watch(self) -> None:
         silence = Silence()
         while not self._over.wait(ROUND):
             if silence.look(self._count) > self._limit():
-                self._give_up(self._says({0: self._server}), [0])
+                self._give_up(self._says([0]), [0])
 
-    def _says(self, lost: Mapping[int, bytes]) -> str:
-        hosts = dict.fromkeys(bytes(beat).decode().partition(" ")[2] for beat in lost.values())
-        who, where = ranks_text(list(lost)), "; ".join(filter(None, hosts))
+    def _says(self, lost: list[int]) -> str:
+        hosts = dict.fromkeys(self._beats.get(rank, b"").decode().partition(" ")[2] for rank in lost)
+        who, where = ranks_text(lost), "; ".join(filter(None, hosts))
         silent = f"silent for {seconds_text(self._limit())}"
         return f"{who} ({where or 'host unknown'}): {silent}, frozen or cut off. This attempt ends."
 
-    def _give_up(self, found: str, lost: Iterable[int]) -> None:
+    def _give_up(self, found: str, lost: list[int]) -> None:
         if not self._over.is_set():
             self._over.set()
-            self._lost(found, list(lost))
+            self._lost(found, lost)

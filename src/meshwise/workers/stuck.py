@@ -37,31 +37,27 @@ STATES = {
 
 @dataclass(frozen=True)
 class ProcessState:
-    """Where a process stands in its Python code, or why the process does not run."""
+    """Where a process stands in its Python code, or why the process does not run.
+
+    told: the text that follows the name of the process in a sentence, such as `stands at train.py:31 in load`.
+    users: whether it stands in the user's code.
+    """
 
     pid: int
-    state: str = ""
-    place: str = ""
+    told: str
     users: bool = False
-
-    def told(self) -> str:
-        """Return the text that follows the name of the process in a sentence, such as
-        `stands at train.py:31 in load`."""
-        if self.state:
-            return self.state.replace("PID", str(self.pid))
-        return f"stands at {self.place}" if self.place else "does not report where its Python code is"
 
 
 def standing(pid: int, stack: Path) -> ProcessState:
     """Find out where in its code a process is. stack: the file to which the process writes its Python stack."""
     state = STATES.get(state_of(pid), "")
     if state:
-        return ProcessState(pid, state)
+        return ProcessState(pid, state.replace("PID", str(pid)))
     frames = _FRAME.findall(_asked(pid, stack))
-    users = next((frame for frame in frames if is_users(frame[0])), None)
-    chosen = users or next(iter(frames), None)
-    where = "" if chosen is None else f"{place(chosen[0], int(chosen[1]))} in {chosen[2]}"
-    return ProcessState(pid, "", where, users is not None)
+    users = [frame for frame in frames if is_users(frame[0])]
+    for file, line, function in (users or frames)[:1]:
+        return ProcessState(pid, f"stands at {place(file, int(line))} in {function}", bool(users))
+    return ProcessState(pid, "does not report where its Python code is")
 
 
 def stuck_child(pid: int, stack: Path) -> ProcessState | None:
@@ -104,11 +100,10 @@ def _asked(pid: int, stack: Path) -> str:
         os.kill(pid, SIGNAL)
     except OSError:
         return ""
-    end, size, since = time.monotonic() + ANSWER, before, time.monotonic()
-    while (now := time.monotonic()) < end and (size == before or now - since < SETTLED):
-        time.sleep(0.005)
-        if (found := _size(stack)) != size:
-            size, since = found, time.monotonic()
+    end, last, size = time.monotonic() + ANSWER, before, before
+    while time.monotonic() < end and (size == before or size > last):
+        time.sleep(SETTLED)
+        last, size = size, _size(stack)
     with stack.open("rb") as file:
         file.seek(before)
         return file.read().decode(errors="replace")

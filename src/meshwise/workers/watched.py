@@ -69,11 +69,8 @@ class WatchedWorker:
 
     def died(self, status: int) -> None:
         """Record that the worker ended without a report. status: its exit status."""
-        server = self.process.server.process
-        with_server = server is not None and server.poll() is not None
-        culprit = server if server is not None and with_server else self.process
         died = failure.by_exit_status(self.rank, status, lambda: evidence(self.killed_before, kills()))
-        self.turn(State.FAILED, failure.with_server(died, culprit.pid) if with_server else died)
+        self.turn(State.FAILED, died)
 
     @property
     def seconds(self) -> float:
@@ -82,9 +79,7 @@ class WatchedWorker:
 
     def kill(self) -> None:
         """Kill the worker and the processes that it has started in its process group."""
-        pid = self.process.pid
-        if pid is not None:
-            kill_group(pid)
+        kill_group(self.process.pid)
 
 
 def shown(pipe: BinaryIO | Any, stream: str, log: BinaryIO, show: Callable[[str, str], None]) -> threading.Thread:

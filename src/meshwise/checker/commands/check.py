@@ -46,7 +46,7 @@ def check(
     """
     if is_script(options.job):
         check_script(str(options.job), options)
-    with _progress_shown(str(options.job)) as (notify, progress), closing(Forks(PRELOAD_OF_CHECK, stays=True)) as forks:
+    with _progress_shown(str(options.job)) as (notify, progress), closing(Forks(PRELOAD_OF_CHECK)) as forks:
         notify(f"a check of {plural(options.steps, 'step')}")  # printed first, since importing torch takes time
         if "torch" not in sys.modules:
             forks.server(os.environ)  # started now, so that the server imports torch while this process does
