@@ -2,6 +2,7 @@
 
     python bench/engines.py                     each case once with each, in turn; goes on where the last time ended
     python bench/engines.py --tries 3 --only frozen --anew
+    python bench/engines.py --slurm             a Slurm that notices a lost node after 300 s, in results/slurm.json
 
 Needs root, `ip`, `tc`, and ray[train] in the Python that runs it. The same loop (tests/programs/ray_loop.py), saved and
 reported every six steps, runs as "ours", with Ray's own time-outs, and as "alone": without heartbeats, and with a gloo
@@ -9,7 +10,8 @@ time-out of 10 s. Two workers and a spare node; to be resized, two or three work
 and comes again. Seconds are from the fault to the first step that another attempt logs.
 
 Claim: training goes on after each, with losses within 1e-9 of one device in float64, and what is repeated is said; a
-frozen node is named within 10 s, and training goes on no later than Ray alone; after a killed worker, no slower.
+frozen node is named within 10 s, and training goes on no later than Ray alone; after a killed worker, no slower. On
+Slurm, a range of nodes goes on without a lost one by a second srun within 60 s, and no step is lost or done twice.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -44,6 +46,7 @@ SIDES = ("ours", "alone")
 EPOCHS, PAUSE = 400, 0.2
 LIMIT = 240.0  # seconds of waiting for one thing
 PORT = 6379
+SAID = {"named": "silent for", "noticed": "[FailurePolicy]", "begun again": "Attempting to start training"}
 TIMEOUT = 10  # seconds, of gloo, in Ray alone
 VARIABLES = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -133,8 +136,16 @@ def lose(case: str, host: Host) -> float:
     return at
 
 
-def tried(case: str, side: str, one: list[float]) -> dict[str, Any]:
-    """One fault, and what came of it."""
+def listen(stream: Iterable[str], lines: list[tuple[float, str]], show: bool) -> None:
+    """Note what Ray prints, and when."""
+    for line in stream:
+        lines.append((time.time(), line))
+        if show:
+            print(f"{time.time():.1f} {line}", end="", flush=True)
+
+
+def tried(case: str, side: str, one: list[float], show: bool) -> dict[str, Any]:
+    """One fault, and what came of it. Raises TimeoutError if Ray does not come up."""
     lines: list[tuple[float, str]] = []
     with tempfile.TemporaryDirectory() as folder, hosts(4, None) as (head, *nodes):
         words = ["--head", "--port", str(PORT), "--num-cpus", "0", "--include-dashboard", "false"]
@@ -145,8 +156,7 @@ def tried(case: str, side: str, one: list[float]) -> dict[str, Any]:
         words = [sys.executable, __file__, "--drive", head.address, folder, case, side]
         driver = head.popen(words, VARIABLES, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         assert driver.stdout is not None
-        listen = lambda: [lines.append((time.time(), line)) for line in driver.stdout]  # noqa: E731
-        threading.Thread(target=listen, daemon=True).start()
+        threading.Thread(target=listen, args=(driver.stdout, lines, show), daemon=True).start()
         log, found = Path(folder) / "log", {"case": case, "side": side}
 
         def goes_on(size: int, after: float) -> float:
@@ -156,17 +166,19 @@ def tried(case: str, side: str, one: list[float]) -> dict[str, Any]:
             return float(awaited(lambda: len(new()) > 2 * EPOCH and new())[0])
 
         size = 3 if "resized" in case else 2
+        goes_on(size, 0.0)
+        first = steps_of(log)[-1][4]
+        victim = next(host for host in nodes if workers(host) and first not in workers(host))
+        at = lose(case, victim)
+        if show:
+            print(f"the fault: {time.time():.1f}")
         try:
-            goes_on(size, 0.0)
-            first = steps_of(log)[-1][4]
-            victim = next(host for host in nodes if workers(host) and first not in workers(host))
-            at = lose(case, victim)
             found["seconds"] = round(goes_on(2, at) - at, 1)
             if size == 3:
                 came = time.time()
                 joins(victim, head)
                 found["seconds to grow"] = round(goes_on(3, came) - came, 1)
-            for name, text in (("named", "silent for"), ("noticed", "[FailurePolicy]")):
+            for name, text in SAID.items():
                 when = next((stamp for stamp, line in lines if stamp > at and text in line), None)
                 found[f"seconds until {name}"] = None if when is None else round(when - at, 1)
         except TimeoutError:
@@ -224,14 +236,39 @@ def summary(tries: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
+def on_slurm() -> None:
+    """Lose a node of three while `meshwise submit --nodes 2-3` trains there. Keep the times beside those of another
+    Slurm (MESHWISE_SLURM_ROOT: tests/slurm.py)."""
+    from tests.launcher.engines.test_submit_slurm import STEPS, lose_a_node, prepare
+    from tests.launcher.engines.test_submit_slurm import steps_of as steps_in
+    from tests.slurm import slurm
+
+    rows = (kept("slurm") or {"rows": {}})["rows"]
+    for lost in ("killed", "cut off"):
+        with tempfile.TemporaryDirectory() as name, slurm(3, timeout=300) as cluster:
+            version = cluster.call("sinfo", "--version").stdout.split()[-1]
+            prepare(Path(name))
+            run, _, seconds = lose_a_node(cluster, Path(name), lost)
+            whole = steps_in(run) == list(range(1, STEPS + 1))
+        rows.setdefault(version, {})[lost] = {**seconds, "whole": whole}
+        print(version, lost, rows[version][lost])
+    held = all(row["whole"] and row["second srun"] < 60 for found in rows.values() for row in found.values())
+    keep("slurm", {"held": held, "rows": rows})
+
+
 def main() -> None:
     """Try what was not tried, keep after each, print."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--drive", nargs=4, help=argparse.SUPPRESS)
     parser.add_argument("--tries", type=int, default=1, help="of each case, with each")
     parser.add_argument("--only", default="", help="cases with this in their name")
+    parser.add_argument("--show", action="store_true", help="what Ray prints, with the time")
     parser.add_argument("--anew", action="store_true", help="forget what was measured before")
+    parser.add_argument("--slurm", action="store_true", help="lose a node of a Slurm instead")
     given = parser.parse_args()
+    if given.slurm:
+        on_slurm()
+        return
     if given.drive:
         drive(*given.drive)
         return
@@ -244,10 +281,15 @@ def main() -> None:
     for number in range(given.tries):
         for case in [case for case in CASES if given.only in case]:
             for side in SIDES:
-                if sum((each["case"], each["side"]) == (case, side) for each in whole["tries"]) <= number:
-                    whole["tries"].append(tried(case, side, one))
-                    print(json.dumps(whole["tries"][-1]), flush=True)
-                    keep("engines", {"ray": ray.__version__, **summary(whole["tries"])}, whole)
+                if sum((each["case"], each["side"]) == (case, side) for each in whole["tries"]) > number:
+                    continue
+                try:
+                    whole["tries"].append(tried(case, side, one, given.show))
+                except TimeoutError:
+                    print(f"{case}, {side}: Ray did not come up. Start this again.")
+                    continue
+                print(json.dumps(whole["tries"][-1]), flush=True)
+                keep("engines", {"ray": ray.__version__, **summary(whole["tries"])}, whole)
 
 
 if __name__ == "__main__":

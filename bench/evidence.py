@@ -24,6 +24,12 @@ NONE = {
     "`compile` and graphs; on one GPU they were run (R5 above)",
     "access between devices (`peer`), memory that processes share": "refused by the fake; copies go by the host",
 }
+PODS = (
+    "what `meshwise submit --kubernetes` prints starts again, bit for bit, after pods are killed, drained or silent",
+    "rules as documented, controllers not run",
+    "three pods in network namespaces, under a stand-in that follows the documented rules of Job, JobSet and Trainer",
+    "[test_several_pods.py](../../tests/launcher/engines/test_several_pods.py)",
+)
 HEAD = """# What is known of devices, and how
 
 <!-- made by bench/evidence.py -->
@@ -102,6 +108,7 @@ def page() -> str:
         rows += [
             (name, rung, str(value)[:120], "[gpu.py](../../bench/gpu.py)") for name, value in parts["claims"].items()
         ]
+    rows.append(PODS)
     lines = ["| claim | rung | shown by | command |", "|---|---|---|---|"]
     lines += [f"| {' | '.join(row)} |" for row in rows]
     lines += [f"| {claim} | none | {why} | |" for claim, why in NONE.items()]

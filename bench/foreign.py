@@ -52,7 +52,6 @@ PAIRS: dict[str, list[str]] = {
 }
 WHOLE = {f"whole, {n}": ["--devices", f"{n}xcpu"] for n in (1, 2, 3)}
 KEYED = "draws in a loop, or in its model, are keyed by the batch (docs/loops.md): another stream than plain python's"
-HELD = ("equal", "within its bound", "other draws")
 VERSIONS = ("torch", "torchvision", "numpy")
 NOT_OURS = {("train.py", "int(os.environ.get('RANK', -1)) != -1")}  # nanoGPT's own DDP
 

@@ -28,6 +28,7 @@ import psutil
 import pytest
 import torch
 
+from meshwise import cli
 from meshwise.reports.recorder import current, make_current
 from meshwise.training.process.session import end_sessions
 from meshwise.workers.fork_server import LISTENS
@@ -153,6 +154,26 @@ def pool(processes: None) -> Iterator[Callable[[int], Pool]]:
     yield of
     for made in pools.values():
         made.close()
+
+
+@pytest.fixture
+def command(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, str, str]]:
+    """`command("checkpoints", "RUN")`: its exit code, and what it prints on stdout and beside it.
+
+    What its processes print counts where the test asks for `capfd`.
+    """
+    captured = request.getfixturevalue("capfd" if "capfd" in request.fixturenames else "capsys")
+    monkeypatch.setenv("COLUMNS", "80")
+
+    def call(*words: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["meshwise", *map(str, words)])
+        captured.readouterr()
+        with pytest.raises(SystemExit) as end:
+            cli.main()
+        shown = captured.readouterr()
+        return int(end.value.code or 0), shown.out, shown.err
+
+    return call
 
 
 @pytest.fixture(autouse=True)

@@ -6,20 +6,7 @@
 
 Each field of a template that is executed has its own flag of podman, since `podman kube play` makes a folder of a
 memory volume. The image is this machine's files, with what is written to them thrown away; the claim is a folder. What
-controllers do is not here. Needs root on Linux, podman and crun: see `why_not`.
-
-Rules for a stand-in for the controllers, to run several pods by, as they are documented:
-- Indexed Job: a pod for each index without one that runs or succeeded, only once the index's last pod is Failed or
-  Succeeded (podReplacementPolicy Failed), 10 s, 20 s, 40 s … after its last failure (backoffLimitPerIndex: by the
-  failures of the index, also those that are ignored). The first rule of podFailurePolicy that matches decides: FailJob
-  ends the Job and deletes its pods (TERM, grace); Ignore is not counted. An index with more counted failures than the
-  limit fails, and with maxFailedIndexes 0 the Job with it.
-- JobSet: a Job that failed has its pods deleted first (TERM, grace), and only then the condition Failed, with reason
-  and message of the rule. failurePolicy's first rule that matches decides, else RestartJobSet, which counts. All Jobs
-  are deleted in the foreground; new ones with the label restart-attempt + 1 when all pods are gone.
-- A pod on a silent machine: a condition DisruptionTarget after the toleration, but Failed only when its machine is back
-  or removed.
-- Names resolve from the start of a pod, ready or not, and change their address with a new pod.
+controllers do is in tests/controllers.py. Needs root on Linux, podman and crun: see `why_not`.
 """
 
 from __future__ import annotations

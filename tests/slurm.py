@@ -6,6 +6,13 @@
 
 It is up in about a second and ends with the with-statement, and so does all that runs on it. Several may run side by
 side. Needs root on Linux, and the packages of `PACKAGES`: see `why_not`.
+
+Another Slurm than this machine's: MESHWISE_SLURM_ROOT is the folder of a Debian with these packages,
+
+    debootstrap --variant=minbase trixie DIR
+    chroot DIR apt-get install --no-install-recommends slurmctld slurmd slurm-client munge iproute2 libffi8
+
+in which daemons and commands then run, with all that is not the system's (/root, /tmp, /dev …) as it is here.
 """
 
 from __future__ import annotations
@@ -29,6 +36,7 @@ from meshwise.workers.fork_server import LISTENS
 
 PACKAGES = "slurmctld slurmd slurm-client munge iproute2"
 ROOT = Path(__file__).parents[1]
+NEWER = os.environ.get("MESHWISE_SLURM_ROOT", "")
 CONFIGURATION = """\
 ClusterName={name}
 SlurmctldHost=head(10.77.0.254)
@@ -94,11 +102,11 @@ class Slurm:
         self, *command: str, folder: Path | None = None, user: str = "root", **variables: str
     ) -> subprocess.Popen[str]:
         """Start a command on the head."""
-        inside = ["nsenter", "--target", str(self.process), "--mount", "--pid", "--net", "--uts"]
+        inside = ["nsenter", "--target", str(self.process), "--mount", "--pid", "--net", "--uts", "--root"]
         known = pwd.getpwnam(user)
         inside += [] if user == "root" else ["--setuid", str(known.pw_uid), "--setgid", str(known.pw_gid)]
         return subprocess.Popen(
-            [*inside, f"--wd={folder or self.folder}", "--", *command],
+            [*inside, f"--wdns={folder or self.folder}", "--", *command],
             env=environment_of_user() | {"SLURM_CONF": str(self.folder / "slurm.conf")} | variables,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -147,12 +155,17 @@ def _closed() -> dict[str, str]:
     return {}
 
 
+def which(tool: str) -> str | None:
+    """Where a command is that the cluster runs."""
+    return shutil.which(tool, path=f"{NEWER}/usr/sbin:{NEWER}/usr/bin" if NEWER else None)
+
+
 def why_not() -> str | None:
     """Why there can be no Slurm here; None where there can."""
     if sys.platform != "linux" or os.geteuid() != 0:
         return "a Slurm of tests needs root on Linux"
     tools = ("slurmctld", "slurmd", "srun", "munged", "ip", "nsenter", "unshare")
-    if missing := [tool for tool in tools if shutil.which(tool) is None]:
+    if missing := [tool for tool in tools if which(tool) is None]:
         return f"`{missing[0]}` is not installed: apt-get install --no-install-recommends {PACKAGES}"
     return None
 

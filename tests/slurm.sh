@@ -9,6 +9,17 @@ set -euo pipefail
 if [ "$1" != inside ]; then
     exec unshare --mount --pid --fork --kill-child --mount-proc --net --uts --propagation private "$0" inside "$@"
 fi
+root=${MESHWISE_SLURM_ROOT:-}
+if [ -n "$root" ]; then # the rest happens in that Debian, with the folders of this machine that are not the system's
+    mount --bind "$root" "$root"
+    touch "$root/etc/hosts" # a small Debian has none
+    for there in /*/; do
+        case $there in /bin/ | /boot/ | /etc/ | /lib* | /run/ | /sbin/ | /usr/ | /var/) continue ;; esac
+        mkdir -p "$root$there"
+        mount --rbind "$there" "$root$there"
+    done
+    MESHWISE_SLURM_ROOT="" exec chroot "$root" "$0" "$@"
+fi
 folder=$2 nodes=$3
 export SLURM_CONF=$folder/slurm.conf
 

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -13,7 +14,6 @@ from types import ModuleType
 import pytest
 
 import meshwise
-from meshwise import cli
 
 OF_0_1 = [
     "CheckpointError",
@@ -116,14 +116,11 @@ def test_return_types_of_verbs_are_public() -> None:
     assert either == meshwise.Proof | meshwise.PlainProof
 
 
-def test_the_version_is_in_one_place(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_version_is_in_one_place(command: Callable[..., tuple[int, str, str]]) -> None:
     project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())
     assert project["project"]["dynamic"] == ["version"] and "version" not in project["project"]
     assert Path(project["tool"]["hatch"]["version"]["path"]).name == "__init__.py"
-    monkeypatch.setattr(sys, "argv", ["meshwise", "--version"])
-    with pytest.raises(SystemExit) as ended:
-        cli.main()
-    assert not ended.value.code and capsys.readouterr().out == f"meshwise {meshwise.__version__}\n"
+    assert command("--version")[:2] == (0, f"meshwise {meshwise.__version__}\n")
 
 
 @pytest.mark.usefixtures("processes")

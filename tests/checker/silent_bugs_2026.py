@@ -978,9 +978,3 @@ OTHER_PLANS = (
     Plan(data=2, precision="bf16"), Plan(shard=2, precision="bf16"), Plan(data=2, zero1=True),
     Plan(shard=2, recompute="full"),
 )  # fmt: skip
-FP16 = [
-    (job, plan)
-    for job in ("plain", "normed", "tied", "counting", "weighed", "decoder, clipped")
-    for plan in (Plan(data=2, precision="fp16"), Plan(shard=2, accumulate=2, precision="fp16"))
-]
-"""Jobs under plans in fp16, which belongs to the loop in a script."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -41,7 +40,6 @@ from tests.checker.test_planted_by_others import (
     DATA,
     GRADIENTS,
     SHARD,
-    ZERO1,
     Bug,
     every_rank_reads_the_same,
     once_sharded,
@@ -159,11 +157,6 @@ def average_of_rank_averages(patch: Any) -> None:
     replaced(patch, "metrics over ranks", over_ranks)
 
 
-def own_share_is_evaluated(patch: Any) -> None:
-    own = lambda engine, sums: {name: float(total / weight) for name, (total, weight) in sums.items()}  # noqa: E731
-    replaced(patch, "metrics over ranks", own)
-
-
 def batch_norms_stay_in_training(patch: Any) -> None:
     patch.setattr(nn.BatchNorm1d, "train", lambda self, mode=True: self)
 
@@ -219,10 +212,6 @@ def lost_on_rank_1(named: Any) -> None:
 
 def zero_instead(named: Any) -> None:
     named["net.2.weight"].grad.zero_()
-
-
-def three_times_one(named: Any) -> None:
-    named["net.2.weight"].grad.mul_(3)
 
 
 def reduced_in_half(named: Any) -> None:
@@ -309,13 +298,6 @@ def rounded(dtype: torch.dtype, what: str) -> Callable[[Any], None]:
     return lambda patch: after_update(patch, round_down)
 
 
-def rank_1_sends_bfloat16(patch: Any) -> None:
-    def broadcast(flat: Tensor, owner: int, **of: Any) -> Tensor:
-        return collectives.broadcast(flat.copy_(flat.bfloat16()) if owner == 1 else flat, owner)
-
-    replaced(patch, "collectives of zero1", SimpleNamespace(broadcast=broadcast))
-
-
 def parameters_are_moved(patch: Any) -> None:
     def move(training: Training) -> None:
         with torch.no_grad():
@@ -399,7 +381,6 @@ BUGS = [
     bug("last_batch_is_not_counted", measured(last_batch_is_not_counted), "plain", DATA, EVALUATED, "evaluation"),
     bug("ranks_add_means_up", measured(ranks_add_means_up), "plain", DATA, EVALUATED, "evaluation"),
     bug("average_of_rank_averages", average_of_rank_averages, "plain", DATA, EVALUATED, "evaluation"),
-    bug("own_share_is_evaluated", own_share_is_evaluated, "plain", DATA, EVALUATED, "evaluation"),
     bug("padding_of_three", padding_counts_in_evaluation, "plain", Plan(data=3), EVALUATED, "evaluation"),
     bug("evaluated_with_old_parameters", evaluated_with_old_parameters, "plain", DATA, EVALUATED, "evaluation"),
     # lacking, wrong in one place
@@ -410,7 +391,6 @@ BUGS = [
         "users.layers.1"),
     bug("lost_on_rank_1", after_backward(lost_on_rank_1), "counting", DATA, GRADIENTS, "missing reduction", "net.2"),
     bug("zero_instead", after_backward(zero_instead), "counting", DATA, GRADIENTS, "backward", "net.2"),
-    bug("three_times_one", after_backward(three_times_one), "counting", DATA, GRADIENTS, "backward", "net.2"),
     bug("noise_is_added", after_backward(noise_is_added), "counting", Plan(data=4), GRADIENTS, "backward"),
     bug("reduced_in_half", after_backward(reduced_in_half), "counting", DATA, GRADIENTS, "lower precision"),
     # factors and microbatches
@@ -444,14 +424,11 @@ BUGS = [
     bug("weights_in_half", rounded(torch.float16, "parameters"), "counting", DATA, "parameters", "master weights"),
     bug("weights_in_float32", rounded(torch.float32, "parameters"), "counting", DATA, "parameters", "master weights"),
     bug("moments_in_bfloat16", rounded(torch.bfloat16, "exp_avg"), "counting", DATA, STATE, "master weights"),
-    bug("rank_1_sends_bfloat16", rank_1_sends_bfloat16, "counting", ZERO1, "parameters", "master weights"),
     bug("parameters_are_moved", parameters_are_moved, "counting", DATA, "parameters", "optimizer step"),
     # learning rates
     bug("ticks_before_the_step", ticks_before_the_step, "plain", DATA, RATE, RATES),
     bug("never_ticks", never_ticks, "plain", DATA, ("scheduler", RATE), "scheduler"),
     bug("rate_over_ranks", rate(lambda lr, size: lr / size), "counting", DATA, RATE, "learning rate times devices"),
-    bug("rate_times_the_root", rate(lambda lr, size: lr * size**0.5), "counting", DATA, RATE,
-        "learning rate times devices"),
     bug("rate_of_the_default", rate(lambda lr, size: 0.001), "counting", DATA, RATE, "learning rate"),
     bug("ticks_each_of_three", ticks_each_microbatch_of_three, "plain", THRICE, RATE, "scheduler ticks twice"),
 ]  # fmt: skip

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from meshwise import cli
 from meshwise.checker.trace import trace_to_compare
 from meshwise.spec.errors import UsageError
 from meshwise.spec.plan import Plan
@@ -259,16 +258,12 @@ def test_floats_of_any_kind_become_float64() -> None:
 
 
 @pytest.mark.slow
-def test_the_command_says_it_with_its_exit_code(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], processes: None
-) -> None:
+@pytest.mark.usefixtures("capfd", "processes")
+def test_the_command_says_it_with_its_exit_code(command: Callable[..., tuple[int, str, str]]) -> None:
     def run(text: str, *words: str) -> tuple[int, str]:
         Path("train.py").write_text(text)
-        monkeypatch.setattr(sys, "argv", ["meshwise", "check", *words])
-        with pytest.raises(SystemExit) as end:
-            cli.main()
-        out, err = capfd.readouterr()
-        return int(end.value.code or 0), out + err
+        code, out, err = command("check", *words)
+        return code, out + err
 
     code, said = run(SCRIPT, "--set", "shard=2", "train.py", "--epochs", "1")
     assert code == 0 and "equal: Plan(shard=2)" in said and "in fp32" in said

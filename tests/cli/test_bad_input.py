@@ -6,18 +6,19 @@ import gzip
 import shlex
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from meshwise import cli
 from meshwise.launcher.start import refuse_restarts
 from meshwise.spec.errors import UsageError
 from meshwise.training.job.options import RunOptions
 from meshwise.training.jobs.mnist import MNIST
 
+Typed = Callable[[str], tuple[int, str]]
 NEEDED = ("model", "loss", "optimizer", "data")
 JOB_FILE = """
 import torch
@@ -40,16 +41,19 @@ number = 7
 """
 
 
-def command(words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
-    """Exit code and what is on stderr, but for the lines that workers are started, and where docs/ says more."""
-    monkeypatch.setattr(sys, "argv", ["meshwise", *words])
-    with pytest.raises(SystemExit) as ended:
-        cli.main()
-    shown = capsys.readouterr()
-    assert "Traceback" not in shown.out + shown.err
-    assert ended.value.code or "more with   meshwise report runs/" in shown.out  # a run that is fine says where to look
-    lines = [line for line in shown.err.strip().splitlines() if not line.startswith(("starting    ", "more      "))]
-    return int(ended.value.code or 0), "\n".join(lines)
+@pytest.fixture
+def typed(here: Path, command: Callable[..., tuple[int, str, str]]) -> Typed:
+    """`typed("run mine.py:job")` in a folder with these files: the exit code and what is on stderr, but for the lines
+    that workers are started, and where docs/ says more."""
+
+    def call(words: str) -> tuple[int, str]:
+        code, out, err = command(*shlex.split(words))
+        assert "Traceback" not in out + err
+        assert code or "more with   meshwise report runs/" in out  # a run that is fine says where to look
+        lines = [line for line in err.strip().splitlines() if not line.startswith(("starting    ", "more      "))]
+        return code, "\n".join(lines)
+
+    return call
 
 
 @pytest.fixture
@@ -105,32 +109,26 @@ SENTENCES = {
 
 
 @pytest.mark.parametrize("words", sorted(SENTENCES))
-def test_a_wrong_word_is_answered_before_any_worker_starts(
-    words: str, here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    code, shown = command(["run", *shlex.split(words)], monkeypatch, capsys)
+def test_a_wrong_word_is_answered_before_any_worker_starts(words: str, here: Path, typed: Typed) -> None:
+    code, shown = typed(f"run {words}")
     assert code == 2
     assert SENTENCES[words] in shown and len(shown.splitlines()) == 1, shown
     assert not (here / "runs").exists()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has CUDA devices")
-def test_cuda_without_a_gpu_says_so(
-    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    code, shown = command(["run", "mine.py:job", "--devices", "2xcuda"], monkeypatch, capsys)
+def test_cuda_without_a_gpu_says_so(typed: Typed) -> None:
+    code, shown = typed("run mine.py:job --devices 2xcuda")
     assert code == 2 and "finds no cuda device here. Use 2xcpu, or all." in shown
 
 
 @pytest.mark.usefixtures("processes")
-def test_a_truncated_data_file_is_told_with_its_bytes(
-    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_truncated_data_file_is_told_with_its_bytes(here: Path, typed: Typed) -> None:
     shutil.copytree(MNIST, here / "cut")
     images = here / "cut" / "train-images-idx3-ubyte.gz"
     (here / "cut" / "train-images-idx3-ubyte").write_bytes(gzip.decompress(images.read_bytes())[:-1000])
     images.unlink()
-    code, shown = command(["run", "mnist-mlp", "--arg", "data=cut", "--devices", "1xcpu"], monkeypatch, capsys)
+    code, shown = typed("run mnist-mlp --arg data=cut --devices 1xcpu")
     assert code == 2 and "DataError" in shown and "train-images-idx3-ubyte" in shown
 
 
@@ -143,99 +141,63 @@ def test_a_truncated_data_file_is_told_with_its_bytes(
         ("not_a_tensor", "returned a int, not one number"),
     ],
 )
-def test_what_only_a_worker_sees_is_one_sentence_too(
-    job: str, sentence: str, here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    code, shown = command(["run", f"mine.py:{job}", "--devices", "1xcpu"], monkeypatch, capsys)
+def test_what_only_a_worker_sees_is_one_sentence_too(job: str, sentence: str, typed: Typed) -> None:
+    code, shown = typed(f"run mine.py:{job} --devices 1xcpu")
     assert code == 2 and sentence in shown and len(shown.splitlines()) == 1
 
 
 @pytest.mark.usefixtures("processes")
-def test_a_checkpoint_of_another_model_is_refused(
-    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert command(["run", "mine.py:job", "--devices", "1xcpu"], monkeypatch, capsys)[0] == 0
+def test_a_checkpoint_of_another_model_is_refused(here: Path, typed: Typed) -> None:
+    assert typed("run mine.py:job --devices 1xcpu")[0] == 0
     (folder,) = (here / "runs").iterdir()
     other = JOB_FILE.replace("nn.Linear(4, 1)", "nn.Linear(4, 13)")  # bytecode is kept by size and second
     (here / "mine.py").write_text(other)
     sys.modules.pop("mine")
     before = {name: (folder / name).read_bytes() for name in ("run.json", "plan.toml")}
-    code, shown = command(["run", "--resume", str(folder), "--epochs", "2"], monkeypatch, capsys)
+    code, shown = typed(f"run --resume {folder} --epochs 2")
     assert {name: (folder / name).read_bytes() for name in before} == before  # the run is still finished
-    assert (
-        code == 2
-        and "the checkpoint belongs to another model: weight has shape (1, 4) in it and (13, 4) in this" in shown
-    )
-
-
-@pytest.mark.usefixtures("processes")
-def test_a_run_of_another_job_is_not_resumed(
-    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert command(["run", "mine.py:job", "--devices", "1xcpu"], monkeypatch, capsys)[0] == 0
-    (folder,) = (here / "runs").iterdir()
-    code, shown = command(["run", "mnist-mlp", "--resume", str(folder)], monkeypatch, capsys)
-    assert code == 2 and "--resume continues a run of 'mine.py:job', not of 'mnist-mlp'" in shown
+    assert code == 2
+    assert "the checkpoint belongs to another model: weight has shape (1, 4) in it and (13, 4) in this" in shown
 
 
 @pytest.mark.usefixtures("processes")
 @pytest.mark.parametrize("job", ["job = mw.Job(**fields)", "def job() -> mw.Job:\n    return mw.Job(**fields)"])
 def test_a_script_that_defines_a_job_and_trains_nothing_is_told_how_to_train_it(
-    job: str, here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    job: str, here: Path, typed: Typed
 ) -> None:
     (here / "net.py").write_text(f"import meshwise as mw\nfields = dict.fromkeys({NEEDED}, len)\n{job}\n")
-    code, shown = command(["run", "--devices", "1xcpu", "net.py"], monkeypatch, capsys)
+    code, shown = typed("run --devices 1xcpu net.py")
     assert code == 2
     assert shown == "UsageError: net.py defines the job 'job' but trains nothing. Run net.py:job to train it."
 
 
-@pytest.mark.parametrize(
-    ("words", "sentence"),
-    [
-        ("bench --devices ''", "--devices : this does not name a device"),
-        ("check mine.py:job --devices ''", "--devices is empty. Use 2xcpu"),
-    ],
-)
-def test_options_without_effect_are_refused(
-    words: str, sentence: str, here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    code, shown = command(shlex.split(words), monkeypatch, capsys)
-    assert code == 2 and sentence in shown and len(shown.splitlines()) == 1
+def test_options_without_effect_are_refused(typed: Typed) -> None:
+    for words, sentence in {
+        "bench": "--devices : this does not name a",
+        "check mine.py:job": "--devices is empty.",
+    }.items():
+        code, shown = typed(f"{words} --devices ''")
+        assert code == 2 and sentence in shown and len(shown.splitlines()) == 1
 
 
-@pytest.mark.parametrize("word", ["reads.py:job", "reads.py:"])
-def test_a_file_that_exits_when_it_is_imported_is_one_sentence(
-    word: str, here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (here / "reads.py").write_text("import argparse\nargparse.ArgumentParser().parse_args()\n")
-    code, shown = command(["run", word], monkeypatch, capsys)
-    assert code == 2 and "reads.py exits while it is imported (exit code 2)" in " ".join(shown.split())
-
-
-def test_an_errors_text_has_no_control_characters(
-    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_errors_text_has_no_control_characters(here: Path, typed: Typed) -> None:
     (here / "loud.py").write_text("raise ValueError('\\x1b[31mred\\a' + 'x' * 9000)")
-    code, shown = command(["run", "loud.py:job"], monkeypatch, capsys)
+    code, shown = typed("run loud.py:job")
     assert code == 2 and "ValueError: redxxx" in shown and "more characters)" in shown and len(shown) < 2300
 
 
-@pytest.mark.parametrize("words", [["run", "X.py"], ["run", "X.py:job"], ["check", "X.py"], ["devices", "X"]])
-def test_a_name_that_no_file_can_have_is_one_sentence_that_fits(
-    words: list[str], here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    code, said = command([word.replace("X", "x" * 5000) for word in words], monkeypatch, capsys)
+@pytest.mark.parametrize("words", ["run X.py", "run X.py:job", "check X.py", "devices X"])
+def test_a_name_that_no_file_can_have_is_one_sentence_that_fits(words: str, typed: Typed) -> None:
+    code, said = typed(words.replace("X", "x" * 5000))
     assert code == 2 and "this file name is too long" in said.replace("\n", " ")
     assert "…" in said and len(said) < 400
 
 
 @pytest.mark.parametrize("text", ["x = " + "[" * 5000 + "]" * 5000, "x = " + "{a=" * 5000 + "1" + "}" * 5000])
 @pytest.mark.parametrize("verb", ["run", "check"])
-def test_a_plan_of_tables_within_tables_is_refused(
-    verb: str, text: str, here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_plan_of_tables_within_tables_is_refused(verb: str, text: str, typed: Typed) -> None:
     Path("deep.toml").write_text(text)
-    code, said = command([verb, "mine.py:job", "--plan", "deep.toml"], monkeypatch, capsys)
+    code, said = typed(f"{verb} mine.py:job --plan deep.toml")
     assert code == 2 and "nested too deep" in said
 
 

@@ -15,25 +15,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from meshwise import cli
 from meshwise.hardware.machines import find_machine, read_machine
 
 Command = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
-    """`command("bench", "--json")`: exit code, stdout, stderr."""
-
-    def call(*words: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["meshwise", *map(str, words)])
-        monkeypatch.setenv("COLUMNS", "100")
-        with pytest.raises(SystemExit) as exit:
-            cli.main()
-        shown = capsys.readouterr()
-        return int(exit.value.code or 0), shown.out, shown.err
-
-    return call
 
 
 @pytest.fixture(scope="module")
@@ -85,19 +69,22 @@ def test_a_saved_file_may_be_written_again_and_nothing_else(
     assert code == 0 and again.read_bytes() != saved[0].read_bytes()
 
 
+def ended_by(how: Callable[[subprocess.Popen[str]], object], **variables: str) -> tuple[int, str]:
+    """A bench to which this is done once it has measured something: its exit code, and what it prints."""
+    words = ["bench", "--links", "--collectives", "--devices", "2xcpu", "--sizes", "1K:16K", "--seconds", "60"]
+    command = [sys.executable, "-m", "meshwise", *words]
+    with subprocess.Popen(command, stdout=-1, stderr=-1, text=True, env=os.environ | variables) as process:
+        assert process.stderr is not None and process.stdout is not None
+        assert process.stderr.readline().startswith("measured    copy cpu:0 -> cpu:1, gloo:")
+        how(process)
+        out = process.stdout.read()
+        return process.wait(timeout=30), out
+
+
 @pytest.mark.usefixtures("processes")
 def test_ctrl_c_keeps_what_is_done() -> None:
-    words = ["bench", "--links", "--collectives", "--devices", "2xcpu", "--sizes", "1K:16K", "--seconds", "60"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "meshwise", *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    assert process.stderr is not None and process.stdout is not None
-    with process:
-        assert process.stderr.readline().startswith("measured    copy cpu:0 -> cpu:1, gloo:")
-        process.send_signal(signal.SIGINT)
-        out = process.stdout.read()
-        process.wait(timeout=30)
-    assert process.returncode == 130
+    code, out = ended_by(lambda process: process.send_signal(signal.SIGINT))
+    assert code == 130
     assert "cpu:0 → cpu:1" in out and "stopped     by Ctrl-C" in out and "Traceback" not in out
 
 
@@ -159,38 +146,16 @@ def test_devices_in_words_and_here(command: Command) -> None:
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 @pytest.mark.slow
 def test_other_signals_end_it_as_a_ctrl_c_does(number: signal.Signals, code: int, tmp_path: Path) -> None:
-    words = ["bench", "--links", "--devices", "2xcpu", "--sizes", "1K:16K", "--seconds", "60"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "meshwise", *words],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"TMPDIR": str(tmp_path)},
-    )
-    assert process.stderr is not None and process.stdout is not None
-    with process:
-        assert process.stderr.readline().startswith("measured    copy")
-        process.send_signal(number)
-        out = process.stdout.read()
-        process.wait(timeout=30)
-    assert process.returncode == code and f"stopped     by {number.name}" in out
+    ended, out = ended_by(lambda process: process.send_signal(number), TMPDIR=str(tmp_path))
+    assert ended == code and f"stopped     by {number.name}" in out
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("own_fork_server")
 def test_a_worker_that_dies_ends_it_with_1_and_what_was_measured() -> None:
-    words = ["bench", "--links", "--devices", "2xcpu", "--sizes", "1K:16K", "--seconds", "60"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "meshwise", *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    assert process.stderr is not None and process.stdout is not None
-    with process:
-        assert process.stderr.readline().startswith("measured    copy")
-        psutil.Process(process.pid).children(recursive=True)[-1].kill()
-        out = process.stdout.read()
-        process.wait(timeout=30)
-    assert process.returncode == 1 and "cpu:0 → cpu:1" in out and "killed by SIGKILL" in out
+    code, out = ended_by(lambda process: psutil.Process(process.pid).children(recursive=True)[-1].kill())
+    assert code == 1 and "cpu:0 → cpu:1" in out and "killed by SIGKILL" in out
 
 
 def test_what_is_no_file_is_not_read_for_ever(command: Command, tmp_path: Path) -> None:

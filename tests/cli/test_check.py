@@ -8,14 +8,14 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 
-from meshwise import cli
 from meshwise.checker.compare import KINDS, Comparison
 from meshwise.checker.proof import Proof
 from meshwise.checker.views.check_dict import check_dict
@@ -97,23 +97,14 @@ for epoch in range(2):
 
 
 @pytest.fixture
-def check(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Check:
+def check(command: Check, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Check]:
     """`check("train.py:job", "--json")`, in a folder with `train.py`: exit code, stdout, stderr."""
     (tmp_path / "train.py").write_text(JOBS)
-
-    def call(*words: object) -> tuple[int, str, str]:
-        monkeypatch.chdir(tmp_path)
-        monkeypatch.setattr(sys, "path", [*sys.path])
-        monkeypatch.delitem(sys.modules, "train", raising=False)
-        monkeypatch.setattr(sys, "argv", ["meshwise", "check", *map(str, words)])
-        monkeypatch.setenv("COLUMNS", "80")
-        with pytest.raises(SystemExit) as exit:
-            cli.main()
-        monkeypatch.delitem(sys.modules, "train", raising=False)
-        shown = capsys.readouterr()
-        return int(exit.value.code or 0), shown.out, shown.err
-
-    return call
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    sys.modules.pop("train", None)
+    yield partial(command, "check")
+    sys.modules.pop("train", None)
 
 
 def last_of(out: str) -> str:

@@ -2,37 +2,31 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from meshwise import cli
 from meshwise.terminal import completion
 from meshwise.training.jobs.registry import BUILT_IN
 from meshwise.training.tracking.trackers import TRACKERS
 
+Command = Callable[..., tuple[int, str, str]]
 Complete = Callable[[str], list[str]]
 
 
 @pytest.fixture
-def complete(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Complete:
+def complete(command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Complete:
     """The words that bash is given for a line, of which the last word is not finished."""
     monkeypatch.chdir(tmp_path)
 
     def words(line: str) -> list[str]:
-        monkeypatch.setattr(sys, "argv", ["meshwise"])
-        for name, value in {
-            "_MESHWISE_COMPLETE": "complete_bash",
-            "COMP_WORDS": line,
-            "COMP_CWORD": str(len(line.split(" ")) - 1),
-        }.items():
-            monkeypatch.setenv(name, value)
-        with pytest.raises(SystemExit) as end:
-            cli.main()
-        assert not end.value.code
-        return capsys.readouterr().out.split()
+        monkeypatch.setenv("_MESHWISE_COMPLETE", "complete_bash")
+        monkeypatch.setenv("COMP_WORDS", line)
+        monkeypatch.setenv("COMP_CWORD", str(len(line.split(" ")) - 1))
+        code, out, _ = command()
+        assert code == 0
+        return out.split()
 
     return words
 
@@ -79,10 +73,8 @@ def test_what_is_completed_is_what_there_is() -> None:
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_the_shell_is_given_a_script_that_asks_meshwise(
-    shell: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    shell: str, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("typer.completion._get_shell_name", lambda: shell)  # else it asks which shell runs the tests
-    monkeypatch.setattr(sys, "argv", ["meshwise", "--show-completion"])
-    with pytest.raises(SystemExit) as end:
-        cli.main()
-    assert not end.value.code and "_MESHWISE_COMPLETE" in capsys.readouterr().out
+    code, out, _ = command("--show-completion")
+    assert code == 0 and "_MESHWISE_COMPLETE" in out

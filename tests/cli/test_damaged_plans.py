@@ -4,7 +4,6 @@ answer in one sentence with exit code 2, or with what was asked. Never a traceba
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
@@ -13,7 +12,6 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from meshwise import cli
 from meshwise.launcher import start
 from meshwise.spec.errors import UsageError
 from meshwise.spec.plan import Plan
@@ -29,25 +27,15 @@ FUZZ = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @pytest.fixture
-def answers(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Answers:
+def answers(command: Answers, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Answers:
     """`answers("devices", "m.toml")`: exit code, stdout and stderr. A run whose plan can be is not started."""
 
     def refuse(*_: object) -> None:
         raise UsageError(NOT_STARTED.removeprefix("UsageError: "))
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setattr(start, "opened", refuse)
-
-    def call(*words: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["meshwise", *words])
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        shown = capsys.readouterr()
-        return int(ended.value.code or 0), shown.out, shown.err
-
-    return call
+    return command
 
 
 def is_answered(answer: tuple[int, str, str]) -> None:

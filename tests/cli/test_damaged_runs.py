@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,8 +14,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from meshwise import cli
-
 WHOLE = Path(__file__).parents[1] / "old/runs/finished"
 FILES = ("run.json", "metrics.jsonl", "spans/rank0.jsonl", "spans/rank1.jsonl", "summary.json", "plan.toml")
 COMMANDS = ("report RUN", "report RUN --json", "report RUN WHOLE", "runs", "report RUN --steps 1:2")
@@ -24,21 +21,11 @@ Answers = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
-def answers(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Answers:
+def answers(command: Answers, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Answers:
     """`answers("report RUN")`: exit code, stdout and stderr, in a folder with a run to damage and a whole one."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "80")
-
-    def call(words: str) -> tuple[int, str, str]:
-        named = {"RUN": "runs/run", "WHOLE": str(WHOLE)}
-        monkeypatch.setattr(sys, "argv", ["meshwise", *(named.get(word, word) for word in words.split())])
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        shown = capsys.readouterr()
-        return int(ended.value.code or 0), shown.out, shown.err
-
-    return call
+    named = {"RUN": "runs/run", "WHOLE": str(WHOLE)}
+    return lambda words: command(*(named.get(word, word) for word in words.split()))
 
 
 def fresh() -> Path:

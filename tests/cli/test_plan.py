@@ -6,13 +6,12 @@ Of planner/options.py too.
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from meshwise import cli
 from meshwise.hardware.machines import find_machine
 from meshwise.planner.estimator import rehearser
 from meshwise.planner.trace import trace
@@ -111,19 +110,11 @@ for (x,) in loader:
 
 
 @pytest.fixture
-def planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Planned:
+def planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: object, command: Planned) -> Planned:
     """`planned(words…)` runs the command in a folder with jobs.py: the exit code, stdout and stderr."""
     (tmp_path / "jobs.py").write_text(JOBS)
     monkeypatch.chdir(tmp_path)
-
-    def run(*words: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["meshwise", "plan", *map(str, words)])
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        told = capfd.readouterr()
-        return int(ended.value.code or 0), told.out, told.err
-
-    return run
+    return partial(command, "plan")
 
 
 @pytest.mark.parametrize("plan", [Plan(), Plan(data=2), Plan(shard=2)], ids=str)

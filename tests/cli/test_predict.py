@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
-from meshwise import cli
+Predict = Callable[[str], tuple[int, str]]
 
 JOB = """
 import time
@@ -55,11 +56,15 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def ended(words: str, monkeypatch: pytest.MonkeyPatch) -> object:
-    monkeypatch.setattr(sys, "argv", ["meshwise", *words.split()])
-    with pytest.raises(SystemExit) as end:
-        cli.main()
-    return end.value.code
+@pytest.fixture
+def predict(command: Callable[..., tuple[int, str, str]], here: Path, processes: None, capfd: object) -> Predict:
+    """`predict("train.py:job --out o")`: the exit code, and what was said."""
+
+    def call(words: str) -> tuple[int, str]:
+        code, out, err = command("predict", *words.split())
+        return code, out + err
+
+    return call
 
 
 def started(words: str) -> subprocess.Popen[str]:
@@ -85,9 +90,7 @@ def kept() -> int:
     return sum(lines_in(str(part)) for part in Path("out.jsonl.partial").glob("0*.jsonl"))
 
 
-def test_a_run_stopped_by_ctrl_c_goes_on(
-    here: Path, processes: None, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_stopped_by_ctrl_c_goes_on(predict: Predict) -> None:
     process = started("train.py:job --arg slow=0.2 --out out.jsonl")
     wait_for(lambda: kept() >= 32, process)
     process.send_signal(signal.SIGINT)
@@ -98,45 +101,37 @@ def test_a_run_stopped_by_ctrl_c_goes_on(
     done, computed = kept(), Path("computed.txt").read_text().split()
     assert 32 <= done < 200
     assert sum(map(int, computed)) >= done
-    assert ended("predict train.py:job --arg slow=0.0 --out out.jsonl", monkeypatch) == 2
-    assert "contains predictions with arguments " in capfd.readouterr().err
+    code, said = predict("train.py:job --arg slow=0.0 --out out.jsonl")
+    assert code == 2 and "contains predictions with arguments " in said
     Path("computed.txt").unlink()
-    assert not ended("predict train.py:job --arg slow=0.2 --out out.jsonl --devices 2xcpu", monkeypatch)
+    code, said = predict("train.py:job --arg slow=0.2 --out out.jsonl --devices 2xcpu")
+    assert code == 0 and f"({done} of them by an earlier call)" in said
     assert sum(map(int, Path("computed.txt").read_text().split())) == 200 - done
-    assert f"({done} of them by an earlier call)" in capfd.readouterr().out
     assert lines_in("out.jsonl") == 200
-    assert ended("predict train.py:job --arg slow=0.2 --out out.jsonl", monkeypatch) == 2
-    assert "out.jsonl: the file exists" in capfd.readouterr().err
+    code, said = predict("train.py:job --arg slow=0.2 --out out.jsonl")
+    assert code == 2 and "out.jsonl: the file exists" in said
 
 
-def test_the_data_set_may_be_named_in_a_file(
-    here: Path, processes: None, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    assert not ended("predict train.py:job --data train.py:few", monkeypatch)
-    shown = capfd.readouterr().out
-    assert "no weights are given" in shown
-    assert "7 samples in " in shown
+def test_the_data_set_may_be_named_in_a_file(predict: Predict) -> None:
+    code, said = predict("train.py:job --data train.py:few")
+    assert code == 0 and "no weights are given" in said and "7 samples in " in said
     assert lines_in("predictions.jsonl") == 7
-    assert ended("predict train.py:job --data train.py:fwe --out b.jsonl", monkeypatch) == 2
-    assert "train.py has no 'fwe'. Did you mean 'few'?" in capfd.readouterr().err
-    assert ended("predict train.py --out b.jsonl", monkeypatch) == 2
-    assert "meshwise predict needs a job" in capfd.readouterr().err
+    code, said = predict("train.py:job --data train.py:fwe --out b.jsonl")
+    assert code == 2 and "train.py has no 'fwe'. Did you mean 'few'?" in said
+    code, said = predict("train.py --out b.jsonl")
+    assert code == 2 and "meshwise predict needs a job" in said
 
 
 @pytest.mark.slow
-def test_10003_samples_under_every_plan_killed_half_way_too(
-    here: Path, processes: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_10003_samples_under_every_plan_killed_half_way_too(predict: Predict) -> None:
     words = "train.py:job --arg samples=10003 --batch-size 64"
-    assert not ended(f"predict {words} --out one.jsonl", monkeypatch)
+    assert predict(f"{words} --out one.jsonl")[0] == 0
     one = outputs("one.jsonl")
     assert one.shape == (10003, 5)
     plans = {"data=3": 3, "shard=2": 2, "tensor=2": 2, "shard=2 --set tensor=2": 4}
     for number, (setting, devices) in enumerate(plans.items()):
         under = f"{words} --devices {devices}xcpu --set {setting}"
-        assert not ended(f"predict {under} --out whole{number}.safetensors", monkeypatch)
-        from safetensors.torch import load_file
-
+        assert predict(f"{under} --out whole{number}.safetensors")[0] == 0
         whole = load_file(f"whole{number}.safetensors")["output"]
         torch.testing.assert_close(whole, one, rtol=0, atol=1e-9)
     slow = words.replace("10003", "10003 --arg slow=0.03")
@@ -149,7 +144,7 @@ def test_10003_samples_under_every_plan_killed_half_way_too(
     assert 5000 <= done < 10003
     assert not Path("out.jsonl").exists()
     Path("computed.txt").unlink()
-    assert not ended(f"predict {slow} --devices 4xcpu --set shard=2 --set tensor=2 --out out.jsonl", monkeypatch)
+    assert predict(f"{slow} --devices 4xcpu --set shard=2 --set tensor=2 --out out.jsonl")[0] == 0
     computed = sum(map(int, Path("computed.txt").read_text().split()))  # by both ranks of each tensor pair
     assert 2 * (10003 - done) <= computed <= 2 * (10003 - done + 64)
     torch.testing.assert_close(outputs("out.jsonl"), one, rtol=0, atol=1e-9)

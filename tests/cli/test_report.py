@@ -10,11 +10,11 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from meshwise import cli
 from meshwise.spec.units import seconds_text
 
 Report = Callable[..., tuple[int, str, str]]
@@ -26,18 +26,9 @@ def run(mnist_run: tuple[Path, str, str]) -> Path:
 
 
 @pytest.fixture
-def report(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Report:
+def report(command: Report) -> Report:
     """`report("RUN", "--json")`: exit code, stdout, stderr."""
-
-    def call(*words: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["meshwise", "report", *map(str, words)])
-        monkeypatch.setenv("COLUMNS", "80")
-        with pytest.raises(SystemExit) as exit:
-            cli.main()
-        shown = capsys.readouterr()
-        return int(exit.value.code or 0), shown.out, shown.err
-
-    return call
+    return partial(command, "report")
 
 
 def test_one_screen_has_the_verdict_every_device_and_a_step(run: Path, report: Report) -> None:
@@ -130,19 +121,8 @@ def test_a_run_that_was_killed_has_a_report_that_says_who_was_cut_off(report: Re
         "job = mw.Job(name='dies', model=lambda: torch.nn.Linear(8, 1), data=lambda: data, loss=loss, batch_size=20,\n"
         "             optimizer=lambda p: torch.optim.SGD(p, lr=0.1), epochs=1)\n"
     )
-    command = [
-        sys.executable,
-        "-m",
-        "meshwise",
-        "run",
-        f"{job}:job",
-        "--devices",
-        "2xcpu",
-        "--restarts",
-        "0",
-        "--out",
-        str(tmp_path / "runs"),
-    ]
+    words = ["--devices", "2xcpu", "--restarts", "0", "--out", str(tmp_path / "runs")]
+    command = [sys.executable, "-m", "meshwise", "run", f"{job}:job", *words]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=os.environ | {"COLUMNS": "200"})
     assert done.returncode == 1
     (folder,) = (tmp_path / "runs").iterdir()

@@ -4,34 +4,24 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
-
-from meshwise import cli
 
 OLD = Path(__file__).parents[1] / "old" / "runs"
 Typed = Callable[..., tuple[object, str, str]]
 
 
 @pytest.fixture
-def typed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Typed:
+def typed(command: Typed, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Typed:
     """Exit code, output and errors of `meshwise runs` in a folder with the runs of earlier releases."""
     shutil.copytree(OLD, tmp_path / "runs")
     (tmp_path / "runs" / "damaged").mkdir()
     (tmp_path / "runs" / "damaged" / "run.json").write_text("{")
     monkeypatch.chdir(tmp_path)
-
-    def command(*words: str) -> tuple[object, str, str]:
-        monkeypatch.setattr(sys, "argv", ["meshwise", "runs", *words])
-        with pytest.raises(SystemExit) as end:
-            cli.main()
-        shown = capsys.readouterr()
-        return end.value.code, shown.out, shown.err
-
-    return command
+    return partial(command, "runs")
 
 
 def test_the_table_has_every_run_and_what_it_did(typed: Typed) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,17 +11,21 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from meshwise import cli, launcher
+from meshwise import launcher
 from meshwise.training.job.options import RunOptions
 
-Typed = tuple[RunOptions, list[str] | None]
-"""The options that a command has, and the script's own arguments; None for a job."""
+Typed = tuple[RunOptions, list[str] | None, str]
+"""The options that a command has, the script's own arguments (None for a job), and what is said on stderr."""
+
+
+Command = Callable[..., tuple[int, str, str]]
+Types = Callable[[Sequence[str]], Typed]
 
 
 @pytest.fixture
-def typed(monkeypatch: pytest.MonkeyPatch) -> Callable[[Sequence[str]], Typed]:
-    """What `meshwise run` makes of words."""
-    seen: list[Typed] = []
+def typed(command: Command, monkeypatch: pytest.MonkeyPatch) -> Types:
+    """What `meshwise run` makes of words, and what it says."""
+    seen: list[tuple[RunOptions, list[str] | None]] = []
 
     def start_script(arguments: Sequence[str], options: RunOptions, *_: Any) -> int:
         seen.append((options, list(arguments)))
@@ -35,14 +38,19 @@ def typed(monkeypatch: pytest.MonkeyPatch) -> Callable[[Sequence[str]], Typed]:
     monkeypatch.setattr(launcher.script, "start_script", start_script)
     monkeypatch.setattr(launcher.run, "start_job", start_job)
 
-    def command(words: Sequence[str]) -> Typed:
-        monkeypatch.setattr(sys, "argv", ["meshwise", "run", *words])
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        assert not ended.value.code
-        return seen.pop()
+    def call(words: Sequence[str]) -> Typed:
+        code, _, said = command("run", *words)
+        assert code == 0
+        return *seen.pop(), said
 
-    return command
+    return call
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder with train.py."""
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").touch()
 
 
 TRAIN = RunOptions("train.py")
@@ -68,10 +76,8 @@ TRAIN = RunOptions("train.py")
         ("-- train.py --devices 4", TRAIN, "--devices 4"),
     ],
 )
-def test_what_follows_a_script_is_its_own(
-    words: str, options: RunOptions, own: str, typed: Callable[[Sequence[str]], Typed]
-) -> None:
-    assert typed(words.split()) == (options, own.split())
+def test_what_follows_a_script_is_its_own(words: str, options: RunOptions, own: str, typed: Types) -> None:
+    assert typed(words.split())[:2] == (options, own.split())
 
 
 @pytest.mark.parametrize(
@@ -84,10 +90,8 @@ def test_what_follows_a_script_is_its_own(
         ("--resume runs/a", RunOptions(resume="runs/a")),
     ],
 )
-def test_the_options_of_a_job_stand_on_both_sides_of_it(
-    words: str, options: RunOptions, typed: Callable[[Sequence[str]], Typed]
-) -> None:
-    assert typed(words.split()) == (options, None)
+def test_the_options_of_a_job_stand_on_both_sides_of_it(words: str, options: RunOptions, typed: Types) -> None:
+    assert typed(words.split())[:2] == (options, None)
 
 
 OPTIONS = ["--devices", "--out", "--master-addr"]
@@ -100,9 +104,9 @@ behind = st.lists(st.sampled_from(["--lr", "3", "--", "x", "--devices", "y.py", 
 @given(before, behind)
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_a_script_gets_all_its_words_in_their_order_and_none_of_ours(
-    typed: Callable[[Sequence[str]], Typed], before: list[tuple[str, str]], behind: list[str]
+    typed: Types, before: list[tuple[str, str]], behind: list[str]
 ) -> None:
-    options, own = typed([*(word for pair in before for word in pair), "train.py", *behind])
+    options, own, _ = typed([*(word for pair in before for word in pair), "train.py", *behind])
     assert own == (behind[1:] if behind[:1] == ["--"] else behind)
     assert options == RunOptions("train.py", **{name[2:].replace("-", "_"): value for name, value in before})  # type: ignore[arg-type]
 
@@ -110,14 +114,8 @@ def test_a_script_gets_all_its_words_in_their_order_and_none_of_ours(
 @pytest.mark.parametrize(
     ("words", "meant"),
     [
-        (
-            "train.py --devices 2xcpu --lr 1",
-            "--devices: options after train.py .*write them before train.py",
-        ),
-        (
-            "--log wandb train.py --lr 1 --out=x --set a",
-            "--out=x.* --set.*write train.py -- --out=x",
-        ),
+        ("train.py --devices 2xcpu --lr 1", "--devices: options after train.py .*write them before train.py"),
+        ("--log wandb train.py --lr 1 --out=x --set a", "--out=x.* --set.*write train.py -- --out=x"),
         ("train.py --json 1", "--json: options after train.py"),
         ("train.py --epochs 3", ""),  # an option of jobs, which nobody could mean for meshwise here
         ("train.py -- --devices 2xcpu", ""),
@@ -126,23 +124,13 @@ def test_a_script_gets_all_its_words_in_their_order_and_none_of_ours(
     ],
 )
 def test_an_option_of_meshwise_behind_a_script_that_has_none_such_is_refused(
-    words: str,
-    meant: str,
-    typed: Callable[[Sequence[str]], Typed],
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    words: str, meant: str, typed: Types, command: Command, here: None
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("train.py").touch()
     if not meant:
-        typed(words.split())
-        assert not capsys.readouterr().err
+        assert not typed(words.split())[2]
         return
-    monkeypatch.setattr(sys, "argv", ["meshwise", "run", *words.split()])
-    with pytest.raises(SystemExit) as ended:
-        cli.main()
-    assert ended.value.code == 2 and re.search(meant, capsys.readouterr().err)
+    code, _, said = command("run", *words.split())
+    assert code == 2 and re.search(meant, said)
 
 
 OWN = {
@@ -165,14 +153,7 @@ MAYBE = {"lightning": "Trainer.add_argparse_args(parser)", "words": "options = r
 
 
 @pytest.mark.parametrize("kind", [*OWN, *OTHERS, *MAYBE])
-def test_an_option_that_the_script_may_have_itself_is_not_refused(
-    kind: str,
-    typed: Callable[[Sequence[str]], Typed],
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_an_option_that_the_script_may_have_itself_is_not_refused(kind: str, typed: Types, here: None) -> None:
     Path("lib").mkdir()
     Path("lib/own_options.py").write_text("parser.add_argument('--devices')")
     Path("lib/__init__.py").touch()
@@ -181,17 +162,13 @@ def test_an_option_that_the_script_may_have_itself_is_not_refused(
         with pytest.raises(AssertionError):
             typed(["train.py", "--devices", "2"])
     else:
-        typed(["train.py", "--devices", "2"])
-        assert ("Note: --devices" in capsys.readouterr().err) == (kind in MAYBE)
+        assert ("Note: --devices" in typed(["train.py", "--devices", "2"])[2]) == (kind in MAYBE)
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (
-            "--resume {run} train.py --lr 1",
-            "loads its saved state itself (mw.load).*Leave --resume out",
-        ),
+        ("--resume {run} train.py --lr 1", "loads its saved state itself (mw.load).*Leave --resume out"),
         ("--epochs 3 train.py", "this option works only for jobs"),
         ("absent.py", "no such file"),
         ("--resume {run}", "is a script, and a script loads its state by itself"),
@@ -199,15 +176,10 @@ def test_an_option_that_the_script_may_have_itself_is_not_refused(
     ],
 )
 def test_what_cannot_start_is_refused_before_it_is_said_to_start(
-    words: str, said: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    words: str, said: str, command: Command, here: None
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("train.py").touch()
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run/run.json").write_text('{"job": "train.py"}')
-    monkeypatch.setattr(sys, "argv", ["meshwise", "run", *words.format(run="run").split()])
-    with pytest.raises(SystemExit) as ended:
-        cli.main()
-    shown = capsys.readouterr().err
-    assert ended.value.code == 2 and "starting" not in shown
+    Path("run").mkdir()
+    Path("run/run.json").write_text('{"job": "train.py"}')
+    code, _, shown = command("run", *words.format(run="run").split())
+    assert code == 2 and "starting" not in shown
     assert all(part in " ".join(shown.split()) for part in said.split(".*"))

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ from meshwise import checker, cli, launcher
 from meshwise.launcher.commands.run import typed
 from meshwise.reports.views.registry import VIEWS
 
+Command = Callable[..., tuple[int, str, str]]
 OLD = Path(__file__).parents[1] / "old" / "runs"
 WITHOUT_TORCH = """
 import sys
@@ -75,45 +77,30 @@ def test_the_launcher_of_a_job_imports_no_torch(processes: None, tmp_path: Path,
     )
 
 
-@pytest.mark.parametrize("command", cli.COMMANDS)
-def test_the_help_of_a_command_has_examples(
-    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["meshwise", command, "-h"])
-    with pytest.raises(SystemExit) as end:
-        cli.main()
-    assert not end.value.code
-    shown = capsys.readouterr().out.splitlines()
-    written = getattr(import_module(cli.COMMANDS[command]), command).__doc__ or ""
-    examples = [line.strip() for line in written.splitlines() if line.strip().startswith(f"meshwise {command}")]
-    assert len(examples) >= 3 and {f" {line}" for line in examples} <= {line.rstrip() for line in shown}
+@pytest.mark.parametrize("verb", cli.COMMANDS)
+def test_the_help_of_a_command_has_examples(verb: str, command: Command) -> None:
+    code, shown, _ = command(verb, "-h")
+    written = getattr(import_module(cli.COMMANDS[verb]), verb).__doc__ or ""
+    examples = [line.strip() for line in written.splitlines() if line.strip().startswith(f"meshwise {verb}")]
+    assert code == 0 and len(examples) >= 3
+    assert {f" {line}" for line in examples} <= {line.rstrip() for line in shown.splitlines()}
 
 
 def ends_with_7(*_: object) -> None:
     raise typer.Exit(7)
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ("--devices 2xcpu nothing.py", "starting    2xcpu"),
-        ("nothing.py", "starting    the workers"),
-    ],
-)
-def test_run_says_at_once_that_it_starts(
-    words: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_run_says_at_once_that_it_starts(command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     Path("nothing.py").touch()
     monkeypatch.setattr(launcher.script, "start", ends_with_7)
-    monkeypatch.setattr(sys, "argv", ["meshwise", "run", *words.split()])
-    with pytest.raises(SystemExit, match="7"):
-        cli.main()
-    assert capsys.readouterr().err.splitlines()[0] == said
+    for words, said in (("--devices 2xcpu", "starting    2xcpu"), ("", "starting    the workers")):
+        code, _, shown = command("run", *words.split(), "nothing.py")
+        assert code == 7 and shown.splitlines()[0] == said
 
 
 def test_a_check_imports_torch_in_its_fork_server_beside_its_own_process(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     begun: list[object] = []
     monkeypatch.chdir(tmp_path)
@@ -126,9 +113,7 @@ def test_a_check_imports_torch_in_its_fork_server_beside_its_own_process(
         raise typer.Exit(7)
 
     monkeypatch.setattr(checker.check, "check_options", ends)
-    monkeypatch.setattr(sys, "argv", ["meshwise", "check", "train.py"])
-    with pytest.raises(SystemExit, match="7"):
-        cli.main()
+    assert command("check", "train.py")[0] == 7
 
 
 def test_a_run_began_when_it_was_typed() -> None:

@@ -26,9 +26,8 @@ CLAIMS_NOTHING = (
     "| how a step is rehearsed",
     "| the catalog of GPUs",
     "Where a machine's own name has no address",
-    "| **gloo and NCCL**, on every rank",
-    "On one machine (a step on one node",
-    "**What is torch's stays open.**",
+    "| **torch's store**, gloo and NCCL |",
+    "On one machine everything listens",
     "Goals: none; 95 %; a third.",  # formulas beside ours
     "1. **Trace.**",
     "```toml\nmachine =",

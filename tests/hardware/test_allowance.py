@@ -40,13 +40,6 @@ def test_v2_goes_before_v1(tmp_path: Path) -> None:
     assert cpu_quota(tmp_path) is None
 
 
-@pytest.mark.parametrize("text", ["", "many 100000", "max"])
-def test_a_quota_that_cannot_be_read_is_no_limit(tmp_path: Path, text: str) -> None:
-    plant_v2(tmp_path, text)
-    assert cpu_quota(tmp_path) is None
-    assert cpu_quota(tmp_path / "nowhere") is None
-
-
 @pytest.mark.parametrize(("quota", "left"), [(None, 64), (2.0, 2), (2.5, 3), (0.1, 1), (1000.0, 64)])
 def test_a_container_gets_the_cores_that_its_quota_pays_for(
     monkeypatch: pytest.MonkeyPatch, quota: float | None, left: int

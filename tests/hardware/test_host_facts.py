@@ -76,7 +76,7 @@ def test_a_path_of_the_host_is_not_there_in_a_container(tmp_path: Path) -> None:
     assert memory_limit(tmp_path / "cgroup", tmp_path / "proc/self/cgroup") == GIB
 
 
-@pytest.mark.parametrize("text", ["", "max", "-1", "many", "1.5"])
+@pytest.mark.parametrize("text", ["", "max", "-1", "many", "1.5", "many 100000"])
 def test_a_limit_that_cannot_be_read_is_none(tmp_path: Path, text: str) -> None:
     write(tmp_path, "cgroup/memory.max", text)
     write(tmp_path, "cgroup/cpu.max", text)

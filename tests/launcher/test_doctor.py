@@ -5,7 +5,6 @@ Of launcher/doctor.py, launcher/node_verdict.py.
 
 from __future__ import annotations
 
-import errno
 from pathlib import Path
 from typing import Any
 
@@ -33,37 +32,14 @@ STEP = {
 # ---- This machine ----------------------------------------------------------------------------------------------------
 
 
-def test_a_disk_is_told_with_its_kind_and_rate(tmp_path: Path) -> None:
+def test_a_full_or_locked_disk_is_a_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     words, found = doctor.disk_of(tmp_path)
-    assert words.startswith(f"{tmp_path}: ") and " free, written at " in words
-    assert found == [] or found[0].why == "states take long to save"
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_slow_full_or_locked_disk_is_a_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuses(folder: Path) -> float:
-        raise OSError(errno.EROFS, "Read-only file system")
-
-    monkeypatch.setattr(doctor, "_write_rate", lambda folder: 5e6)
-    (slow,) = doctor.disk_of(tmp_path)[1]
-    monkeypatch.setattr(doctor, "_write_rate", refuses)
-    (locked,) = doctor.disk_of(tmp_path)[1]
+    assert words.startswith(f"{tmp_path}: ") and words.endswith(" free") and found == []
+    monkeypatch.setattr(doctor.os, "access", lambda folder, mode: False)
     monkeypatch.setattr(doctor, "LEAST_FREE", 2**80)
-    (full,) = doctor.disk_of(tmp_path)[1]
-    assert (slow.figure, full.why) == ("5.00 MB/s", "states of a run may not fit")
-    assert locked.figure == f"{tmp_path} (Read-only file system)"
-    assert all(each.what == "disk" and each.mend.startswith("--out FOLDER") for each in (slow, locked, full))
-
-
-@pytest.mark.parametrize(
-    ("kind", "words"), [("nfs4", "network disk (nfs4)"), ("tmpfs", "memory (tmpfs)"), ("ext4", "local disk (ext4)")]
-)
-def test_a_disk_of_the_network_is_told_from_a_local_one(
-    kind: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    mount = type("Mount", (), {"mountpoint": str(tmp_path.resolve()), "fstype": kind})
-    monkeypatch.setattr(doctor.psutil, "disk_partitions", lambda all: [mount])
-    assert f": {words}, " in doctor.disk_of(tmp_path / ".")[0]
+    full, locked = doctor.disk_of(tmp_path)[1]
+    assert (full.why, locked.figure) == ("states of a run may not fit", str(tmp_path))
+    assert all(each.what == "disk" and each.mend.startswith("--out FOLDER") for each in (full, locked))
 
 
 def test_torch_and_gloo_are_asked_where_they_listen() -> None:

@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 import math
 import shutil
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from meshwise import cli
 from meshwise.spec.plan_file import plan_from_toml
 
 OLD = Path(__file__).parent
@@ -39,16 +37,13 @@ def old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+def command(command: Callable[..., tuple[int, str, str]]) -> Command:
     """`command("report", "RUN", "--json")`: what it prints, after it ended with 0."""
 
     def call(*words: object) -> str:
-        monkeypatch.setattr(sys, "argv", ["meshwise", *map(str, words)])
-        with pytest.raises(SystemExit) as exit:
-            cli.main()
-        shown = capsys.readouterr()
-        assert not exit.value.code, shown.err
-        return shown.out
+        code, shown, said = command(*words)
+        assert code == 0, said
+        return shown
 
     return call
 

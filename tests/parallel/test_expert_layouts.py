@@ -13,28 +13,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from meshwise.checker.one_device import one_device
-from meshwise.checker.programs import watch_job
-from meshwise.checker.proof import prove
-from meshwise.checker.trace import CheckSpec
 from meshwise.parallel.balance import BALANCE
 from meshwise.parallel.expert import EXPERT
 from meshwise.parallel.technique import Setup
 from meshwise.spec.errors import PlanError
 from meshwise.spec.plan import Plan
 from meshwise.spec.world import World
-from meshwise.training.job.job import Job
-from tests.parallel.test_experts import moe
-
-
-def hold(job: Job, plan: Plan, pool: Any) -> None:
-    spec = CheckSpec(plan)
-    one = one_device(job, spec)
-    found = pool(plan.devices).run(watch_job, job, spec, one.draws)[0]
-    proof = prove(job.name, spec, f"{plan.devices}xcpu", one, found.trace)
-    assert proof.equal, (proof.comparison.first, proof.cause)
-    counts = {compared.kind: compared.count for compared in proof.comparison.kinds}
-    assert counts["gradients"] and counts["optimizer state"] and counts["gradient norm"]
+from tests.parallel.test_experts import hold, moe
 
 
 class Listed(nn.Module):

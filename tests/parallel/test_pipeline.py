@@ -46,6 +46,7 @@ from meshwise.training.job.loop import run_job
 from meshwise.training.job.options import RunOptions
 from meshwise.transfer import stages
 from meshwise.transfer.stages import Pipe
+from tests.parallel.test_experts import hold
 
 
 class Block(nn.Module):
@@ -119,17 +120,8 @@ def job(**more: Any) -> Job:
     return Job("net", **{**settings, **more})
 
 
-def followed(made: Job, spec: CheckSpec, draws: Any) -> Any:
-    return watch_job(made, spec, draws)
-
-
 def assert_equal(pool: Any, made: Job, plan: Plan) -> None:
-    spec = CheckSpec(plan)
-    one = one_device(made, spec)
-    found = pool(plan.devices).run(followed, made, spec, one.draws)[0]
-    proof = prove("net", spec, f"{plan.devices}xcpu", one, found.trace)
-    assert proof.equal, (proof.comparison.first, proof.cause)
-    counts = {compared.kind: compared.count for compared in proof.comparison.kinds}
+    counts = hold(made, plan, pool)
     assert counts["gradients"] == 3 * (2 + 6 * 5 - 1) and counts["evaluation"] and counts["module outputs"] > 100
 
 
@@ -177,7 +169,7 @@ def with_lost_gradients(made: Job, spec: CheckSpec, draws: Any) -> Any:
     reduced = Sharded.reduce_now
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Sharded, "reduce_now", reduce_now)
-        return followed(made, spec, draws)
+        return watch_job(made, spec, draws)
 
 
 @pytest.mark.slow
@@ -529,7 +521,7 @@ class Tapering(Net):
 def test_code_between_blocks_sees_the_shape_that_each_gives(pool: Any) -> None:
     spec, made = CheckSpec(Plan(pipeline=2, accumulate=4)), job(model=Tapering)
     one = one_device(made, spec)
-    found = pool(2).run(followed, made, spec, one.draws)[0]
+    found = pool(2).run(watch_job, made, spec, one.draws)[0]
     proof = prove("net", spec, "2xcpu", one, found.trace, (), lambda again: one_device(made, again))
     assert proof.equal, (proof.comparison.first, proof.cause)
 

@@ -18,15 +18,9 @@ from meshwise.planner.memory import memory_curve
 from meshwise.planner.trace import trace
 from meshwise.planner.work import Allocate, CollectiveOperation, Free, Launch, Operation
 from meshwise.spec.plan import Plan
-from meshwise.spec.world import World
-from meshwise.training.data.order import epoch_order, epoch_slices
-from meshwise.training.data.source import read_slices
-from meshwise.training.engine.engine import Engine
 from meshwise.training.job.job import Job
-from meshwise.training.job.run import begun, open_data
-from meshwise.training.job.step import train_step
 from meshwise.training.jobs.registry import find_job
-from meshwise.workers.gate import StepGate
+from tests.planner.profiled import steady_step
 
 OF_LISTS = {"aten::cat", "aten::stack", "aten::index"}
 """The profiler says no shapes of lists of tensors."""
@@ -35,15 +29,9 @@ OF_LISTS = {"aten::cat", "aten::stack", "aten::index"}
 def real_step(job, plan):
     """(name, shapes) of each outermost operator that a rehearsal may see, in the second step on this CPU; and how the
     bytes that were allocated rose above those at its begin."""
-    engine = Engine(World(), StepGate(), lambda text: None)
-    data = open_data(job, job.data(), "training set")
-    steps = epoch_slices(epoch_order(job.seed, 0, data.samples), job.batch_size, engine.world, plan.accumulate)
-    batches = [list(read_slices(data.read, step, 0)) for step in itertools.islice(steps, 2)]
-    state = begun(job, plan, engine)
-    train_step(engine, job, state, batches[0])
-    with profile(activities=[ProfilerActivity.CPU], record_shapes=True, profile_memory=True) as found:
-        train_step(engine, job, state, batches[1])
-    engine.close()
+    kept = {"record_shapes": True, "profile_memory": True}
+    with steady_step(job, plan) as step, profile(activities=[ProfilerActivity.CPU], **kept) as found:
+        step()
     return found
 
 

@@ -87,3 +87,12 @@ def test_a_folder_that_is_lost_is_not_made_anew(gone: str, tmp_path: Path) -> No
         with pytest.raises(FileNotFoundError, match="the run folder was removed or moved"):
             write(folder / "spans" / "new" / "rank0.jsonl")
     assert not (folder / "spans").exists()
+
+
+def test_processes_with_one_id_write_a_file_at_once(tmp_path: Path) -> None:
+    """Containers on several machines: each has a process 1."""
+    path = tmp_path / "plan.toml"
+    with atomic_file(path) as one, atomic_file(path) as other:
+        one.write(b"data = 2")
+        other.write(b"data = 2")
+    assert path.read_bytes() == b"data = 2" and list(tmp_path.iterdir()) == [path]

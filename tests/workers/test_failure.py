@@ -23,7 +23,6 @@ from meshwise.reports.spans import Timeline
 from meshwise.spec.errors import MeshwiseError, UsageError, WorkerFailed
 from meshwise.spec.user_code import user_place
 from meshwise.torch_compat.tree import map_tensors
-from meshwise.training.process.session import end_sessions
 from meshwise.workers.failure import (
     Failure,
     by_error,
@@ -98,7 +97,6 @@ def test_what_was_asked_wrongly_names_the_users_line_once() -> None:
     from_inside = by_error(0, caught(lambda: mw.backward(torch.ones(2, requires_grad=True), reduction="total")))  # type: ignore[arg-type]
     line = test_what_was_asked_wrongly_names_the_users_line_once.__code__.co_firstlineno + 8
     assert f"test_failure.py:{line}: reduction='total' is not known" in from_inside.message
-    end_sessions()
 
 
 def test_an_early_victim_does_not_hide_a_late_culprit() -> None:

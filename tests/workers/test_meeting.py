@@ -17,8 +17,9 @@ import pytest
 from meshwise.spec.errors import MeshwiseError, UsageError, WorkerFailed
 from meshwise.workers import meeting as module
 from meshwise.workers import rendezvous
+from meshwise.workers.board import KEY
 from meshwise.workers.failure import Failure
-from meshwise.workers.meeting import KEY, Meeting
+from meshwise.workers.meeting import Meeting
 from meshwise.workers.places.place import Place
 from meshwise.workers.ports import free_port
 

@@ -68,6 +68,15 @@ LEAKED = BATCH | {
     "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
     "SLURM_TASK_PID": "213",
 }
+# Recorded: what Slurm 24.11.5 (Debian 13) sets beside the variables above, whose values it leaves as they are.
+SLURM_24_11 = {
+    "SLURMD_DEBUG": "2",
+    "SLURM_JOB_END_TIME": "1796098551",
+    "SLURM_JOB_GROUP": "root",
+    "SLURM_JOB_START_TIME": "1796098371",
+    "SLURM_OOM_KILL_STEP": "0",
+    "SLURM_TRES_PER_TASK": "cpu=2",
+}
 # Recorded: task 0 of srun -n3 -m arbitrary with the hosts n2, n1, n2.
 ARBITRARY = SRUN | {
     "SLURM_GTIDS": "0,2",
@@ -155,6 +164,8 @@ def who(environment: dict[str, str]) -> tuple[str, int, int, int, int, int, int]
         (SRUN, ("Slurm", 2, 4, 1, 2, 0, 2)),
         (BATCH, ("Slurm", 0, 1, 0, 1, 0, 1)),
         (BATCH | {"SLURM_STEP_NUM_TASKS": "1"}, ("Slurm", 0, 1, 0, 1, 0, 1)),
+        (SRUN | SLURM_24_11, ("Slurm", 2, 4, 1, 2, 0, 2)),
+        (LEAKED | SLURM_24_11, ("Slurm", 0, 1, 0, 1, 0, 1)),
         (ARBITRARY, ("Slurm", 1, 3, 1, 2, 0, 2)),  # not rank 0, whatever its SLURM_PROCID: the first host is n1
         (MPIRUN_IN_SLURM, ("Open MPI", 3, 4, 1, 2, 1, 2)),
         (PMI2, ("Slurm", 1, 3, 0, 2, 1, 2)),

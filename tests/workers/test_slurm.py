@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import re
-import shutil
 import sys
 import time
 from collections.abc import Iterator
@@ -17,7 +16,7 @@ from meshwise.records.checkpoints import checkpoints_in
 from meshwise.records.folder import read_run
 from meshwise.spec.exit_codes import AGAIN
 from tests.faults.runs import JOBS, LOOP, LOOP_WITHOUT_STATE, as_at_a_limit
-from tests.slurm import Slurm, needs_slurm, slurm
+from tests.slurm import Slurm, needs_slurm, slurm, which
 
 pytestmark = pytest.mark.usefixtures("processes")
 
@@ -36,7 +35,7 @@ print(f"rank {mw.rank()} of {mw.world_size()} on {socket.gethostname()} task {ta
 @pytest.fixture(scope="module")
 def cluster(pytestconfig: pytest.Config) -> Iterator[Slurm]:
     needs_slurm(pytestconfig)
-    with slurm(2) as made:
+    with slurm(2, kill_wait=30) as made:  # Slurm's default
         yield made
 
 
@@ -103,7 +102,7 @@ def test_nodes_that_share_no_folder_meet_too(words: str, cluster: Slurm, program
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(shutil.which("mpirun") is None, reason="`mpirun` is not installed (package openmpi-bin)")
+@pytest.mark.skipif(which("mpirun") is None, reason="`mpirun` is not installed (package openmpi-bin)")
 @pytest.mark.parametrize("started", ["task", "node"])
 def test_mpirun_in_a_job_of_slurm_goes_by_mpirun(started: str, cluster: Slurm, programs: Path) -> None:
     words = f"mpirun --allow-run-as-root {'-N 1' if started == 'node' else ''}"

@@ -12,8 +12,6 @@ import json
 import os
 import platform
 import shutil
-import tempfile
-import time
 from collections.abc import Mapping
 from dataclasses import astuple, dataclass, replace
 from datetime import timedelta
@@ -23,12 +21,11 @@ from pathlib import Path
 import psutil
 
 from meshwise import hardware
-from meshwise.hardware.allowance import bound_cores, cpu_quota, memory_left
+from meshwise.hardware.allowance import bound_cores, cpu_quota
 from meshwise.hardware.discovery.limits import SHELL, Finding, limits_that_hurt, surroundings
 from meshwise.records.code_files import code_files
 from meshwise.spec.machine import Machine
-from meshwise.spec.units import bandwidth_text, bytes_text
-from meshwise.workers.control_groups import read_text
+from meshwise.spec.units import bytes_text
 from meshwise.workers.places.place import Place
 
 PACKAGE = Path(__file__).parents[1] / "__init__.py"
@@ -36,11 +33,7 @@ LIBRARIES = ("meshwise", "numpy", "transformers", "lightning", "ray")
 NO_MATTER = "is not in the catalog"  # a note on figures, not on health
 LEAST_FREE = 2 * 2**30
 """Bytes that should be free for the states of a run."""
-LEAST_RATE = 20e6
-"""Bytes/s. Below, a state of 1 GB takes a minute to save."""
-NETWORKED = ("nfs", "lustre", "gpfs", "beegfs", "ceph", "gluster", "cifs", "smb", "9p", "virtiofs", "fuse", "afs")
-PIECE, PIECES, SECONDS = 4 * 2**20, 16, 2.0  # a write is measured over 64 MiB, for at most this long
-SYS_PTRACE = 19  # the number of the capability
+MEND = "--out FOLDER, on another disk"
 
 
 @dataclass(frozen=True)
@@ -74,7 +67,7 @@ class Health:
 
 
 def examine(out: Path, place: Place) -> Health:
-    """Examine this machine. This takes a few seconds, and writes and removes a file of at most 64 MiB.
+    """Examine this machine. This takes a few seconds.
 
     out: the folder in which run folders are made. It need not exist.
     """
@@ -82,17 +75,13 @@ def examine(out: Path, place: Place) -> Health:
     host, limits = machine.hosts[0], machine.hosts[0].limits
     folder = next(each for each in (out.absolute(), *out.absolute().parents) if each.is_dir())
     (store, gloo), (disk, findings) = listening(), disk_of(folder)
-    left, free, quota = memory_left(), psutil.virtual_memory().available, cpu_quota()
     told = place.told(len(machine.devices) * place.nodes if place.one_a_node else place.size) or "none"
     facts = {
         "launcher": told + f" ({inside})" * (inside != SHELL and inside not in told),
-        "cores": f"{host.cores} of {host.cores_present}, bound to {len(bound_cores())}, quota {quota or 'none'}",
-        "memory": f"{bytes_text(free if left is None else min(free, left))} free of {bytes_text(host.memory or 0)}"
-        + (f", limited from {bytes_text(host.memory_present or 0)}" if left is not None else ""),
+        "cores": f"{host.cores} of {host.cores_present}, bound to {len(bound_cores())}, quota {cpu_quota() or 'none'}",
         "/dev/shm": bytes_text(limits["shared memory"]) if "shared memory" in limits else "unknown",
         "nofile": f"{limits['open files']:,.0f}" if "open files" in limits else "unlimited",
         "memlock": bytes_text(limits["locked memory"]) if "locked memory" in limits else "unlimited",
-        "ptrace": _ptrace(),
         "listens": f"torch's store at {store}, gloo at {gloo}",
         "disk": disk,
     }
@@ -130,40 +119,11 @@ def _listeners() -> set[tuple[str, int]]:
 
 
 def disk_of(folder: Path) -> tuple[str, list[Finding]]:
-    """Measure the disk of a folder. Return it in words, and what would stop or slow a run."""
-    mounts = {Path(each.mountpoint): each.fstype for each in psutil.disk_partitions(all=True)}
-    resolved = folder.resolve()
-    kind = next((mounts[each] for each in (resolved, *resolved.parents) if each in mounts), "unknown")
-    sort = "network disk" if kind.startswith(NETWORKED) else "memory" if kind == "tmpfs" else "local disk"
-    free = shutil.disk_usage(folder).free
-    words = f"{folder}: {sort} ({kind}), {bytes_text(free)} free"
-    if free < LEAST_FREE:
-        return words, [_of_disk(f"{bytes_text(free)} free", "states of a run may not fit")]
-    try:
-        rate = _write_rate(folder)
-    except OSError as error:
-        return words, [_of_disk(f"{folder} ({error.strerror})", "a run cannot write there")]
-    slow = [_of_disk(bandwidth_text(rate), "states take long to save")]
-    return f"{words}, written at {bandwidth_text(rate)}", slow if rate < LEAST_RATE else []
-
-
-def _of_disk(figure: str, why: str) -> Finding:
-    return Finding("disk", figure, why, "--out FOLDER, on another disk")
-
-
-def _write_rate(folder: Path) -> float:
-    """Return the bytes/s of a write that ends on the disk. Raises OSError if nothing can be written."""
-    piece, began, written = os.urandom(PIECE), time.monotonic(), 0
-    with tempfile.NamedTemporaryFile(prefix=".meshwise-doctor-", dir=folder) as file:
-        while written < PIECE * PIECES and time.monotonic() - began < SECONDS:
-            written += file.write(piece)
-            os.fsync(file.fileno())
-    return written / (time.monotonic() - began)
-
-
-def _ptrace() -> str:
-    """Return whether py-spy and gdb may attach. It is no finding: meshwise needs neither to name a line that hangs."""
-    scope = read_text(Path("/proc/sys/kernel/yama/ptrace_scope"))
-    status = dict(line.partition(":\t")[::2] for line in read_text(Path("/proc/self/status")).splitlines())
-    may = int(status.get("CapEff", "0"), 16) >> SYS_PTRACE & 1 or scope in ("", "0")
-    return "allowed" if may else f"children only (yama {scope}): py-spy and gdb do not attach"
+    """Return the free space of a folder's disk in words, and what would stop a run."""
+    free = bytes_text(shutil.disk_usage(folder).free)
+    words, found = f"{folder}: {free} free", []
+    if shutil.disk_usage(folder).free < LEAST_FREE:
+        found.append(Finding("disk", f"{free} free", "states of a run may not fit", MEND))
+    if not os.access(folder, os.W_OK):
+        found.append(Finding("disk", str(folder), "a run cannot write there", MEND))
+    return words, found

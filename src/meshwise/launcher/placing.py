@@ -26,6 +26,8 @@ from meshwise.records.code_files import refuse_changed_code
 from meshwise.records.lock import refuse_held
 from meshwise.spec.devices import parse_devices
 from meshwise.spec.errors import MeshwiseError, UsageError
+from meshwise.spec.exit_codes import OF_SCHEDULERS
+from meshwise.spec.json_values import json_value
 from meshwise.spec.options import options_of
 from meshwise.spec.units import plural
 from meshwise.spec.world import World
@@ -141,6 +143,16 @@ def refuse_running(options: RunOptions) -> None:
     several = options.nnodes != 1 or place_in(os.environ).launcher
     if given is not None and not several:
         refuse_held(run_and_checkpoint(Path(given))[0])
+
+
+def is_done(options: RunOptions, environment: Mapping[str, str] = os.environ) -> bool:
+    """Return whether a scheduler starts a run again that has finished with the same options. It does so if one machine
+    was lost after the last step: those that ended with 0 do not come back to meet it."""
+    if options.folder is None or not any(name in environment for name in OF_SCHEDULERS):
+        return False
+    folder = Path(options.folder)
+    facts = names.read_run(folder) if (folder / names.RUN).exists() else {}
+    return facts.get("status") == "finished" and facts.get(ASKED) == json_value(options.record())
 
 
 def run_in(folder: Path, program: object) -> dict[str, Any]:

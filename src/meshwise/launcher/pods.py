@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import re
 import shutil
 import time
 from collections.abc import Sequence
@@ -32,7 +31,6 @@ SAVES, UNKNOWN, STEP = 3, 20.0, 60.0
 """How many saves to leave time for after SIGTERM, as workers/gate.py does; the seconds of a save that was not measured;
 the seconds for the step and all the rest."""
 NEEDED = {"image": '"registry.example.org/me/train:1"', "claim": '"team-data"', "mount": '"/shared"'}
-GRACE = re.compile(r"(?m)^( *)# .*\n *terminationGracePeriodSeconds: .*$")
 Sent = tuple[Path, kubectl.Workload | None]
 
 
@@ -108,7 +106,7 @@ def send(pods: PodJob, word: str, arguments: Sequence[str]) -> Sent:
 
 
 def send_again(run: Path, cluster: SubmitOptions, sbatch: Sequence[str]) -> Sent:
-    """Apply a run's manifest again, with the grace period for which its saves now ask. Returns what `send` returns."""
+    """Apply a run's manifest again. Returns what `send` returns."""
     given = [option_name(name, option) for name, _, option in given_options(replace(cluster, kubernetes=False))]
     if given := [*given, *sbatch]:
         raise UsageError(
@@ -122,10 +120,6 @@ def send_again(run: Path, cluster: SubmitOptions, sbatch: Sequence[str]) -> Sent
     if "finished" in (facts.get("status"), state and state.status):
         raise UsageError(f"{run} is finished, so nothing is left to do. Submit a new run.")
     (run / names.STOP).unlink(missing_ok=True)
-    if _measured(run) is not None:
-        seconds, why = grace_of([run])
-        lines = f"\\1# to save after SIGTERM: {why}\n\\1terminationGracePeriodSeconds: {seconds}"
-        write_text(run / MANIFEST, GRACE.sub(lines, (run / MANIFEST).read_text(encoding="utf-8")))
     if facts["submission"]["folder"] == str(run.absolute()):
         code_files.write_code(run, facts["submission"]["job"])
     if not kubectl.is_here():

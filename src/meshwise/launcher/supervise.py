@@ -219,21 +219,31 @@ def supervise(
                     results = launches(*task(), devices.used, meeting=meeting)
                 except WorkerFailed as error:
                     _answer(error, started, view, halt, devices)
+            code = _record_end(started, viewer, halt)
         finally:
             if meeting is not None:
                 meeting.leave()
             forks.close()
             restarts.close(view.print)
-        if stopped := halt.wanted:
-            viewer.stops()
-    if is_lost(restarts.folder):
-        raise WorkerFailed(
-            WITHOUT_RECORDS.format(folder=restarts.folder, ended="was stopped" if stopped else "finished")
-        )
+    return results, code
+
+
+def _record_end(started: Started, viewer: Viewer, halt: Halt) -> int:
+    """Record how the run has ended. Return the exit code, which is that of machine 0 on every machine: an engine starts
+    only those again that do not end with 0, and they would wait for the others."""
+    folder, meeting, stopped = started.folder, started.meeting, halt.wanted
+    if stopped:
+        viewer.stops()
+    if is_lost(folder):
+        raise WorkerFailed(WITHOUT_RECORDS.format(folder=folder, ended="was stopped" if stopped else "finished"))
     if started.keeps_record:
         facts = {"reason": viewer.stopped.removeprefix("stopped by ")} if stopped else {}
-        names.end_session(restarts.folder, "stopped" if stopped else "finished", **facts)
-    return results, halt.exit_code if stopped else DONE
+        names.end_session(folder, "stopped" if stopped else "finished", **facts)
+    code = halt.exit_code if stopped else DONE
+    if meeting is not None:
+        meeting.set("ended", code)
+        code = int(meeting.get(0, "ended"))
+    return code
 
 
 def _answer(error: WorkerFailed, started: Started, view: LiveView, halt: Halt, devices: DevicesLeft) -> None:

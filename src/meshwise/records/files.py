@@ -11,6 +11,7 @@ import errno
 import itertools
 import json
 import os
+import uuid
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -56,7 +57,8 @@ def atomic_file(path: Path, room: Path | None = None) -> Iterator[BinaryIO]:
     at the end.
     """
     make_folder(path.parent)
-    beside = (room or path.parent) / f".{path.name}.{os.getpid()}.part"
+    own = uuid.uuid4().hex[:12]  # containers on several machines have the same process ids
+    beside = (room or path.parent) / f".{path.name}.{own}.part"
     try:
         with beside.open("wb") as file:
             yield file

@@ -21,27 +21,23 @@ set, each value has a code of this key, and a value without one ends the attempt
 from __future__ import annotations
 
 import contextlib
-import hmac
 import json
-import os
 import sys
 import threading
 import time
-import uuid
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from meshwise.spec.errors import MeshwiseError, UsageError, WorkerFailed
-from meshwise.spec.exit_codes import AGAIN, OF_SCHEDULERS
+from meshwise.spec.exit_codes import AGAIN
 from meshwise.spec.words import ranks_text, some
+from meshwise.workers.board import Board
 from meshwise.workers.failure import Failure
 from meshwise.workers.places.place import Place
 from meshwise.workers.ports import is_loopback, listening
-from meshwise.workers.rendezvous import COME, PATIENCE, reached, served
+from meshwise.workers.rendezvous import COME, PATIENCE
 
-KEY = "MESHWISE_KEY"
-"""Environment variable: a text that only the launchers of this run know."""
 EVERY, QUICK = 0.5, 0.05  # seconds between exchanges: in a run, and while this machine waits for an answer
 SILENCE = 10.0  # seconds without a beat after which a machine is lost
 TELL_TIMEOUT = 3.0  # seconds for the others to learn how this machine ends
@@ -272,7 +268,7 @@ class Meeting:
 
     def _run(self) -> None:
         try:
-            board = _Board(self.place)
+            board = Board(self.place)
             board.claim(self.node)
             while not self._over.is_set():
                 self._wake.clear()
@@ -282,7 +278,7 @@ class Meeting:
         except Exception as error:  # torch raises many kinds; every one means that the store is gone, or not ours
             self._error = error
 
-    def _exchange(self, board: _Board) -> None:
+    def _exchange(self, board: Board) -> None:
         """Send this machine's beat and news, and fetch those of the others."""
         me = self._machines[self.node]
         version, said = self._version, self._said
@@ -307,60 +303,6 @@ class Meeting:
                 machine.said = told.get(node, machine.said)
 
 
-class _Board:
-    """The store in which the launchers meet. Only one thread may use it."""
-
-    def __init__(self, place: Place) -> None:
-        assert place.address is not None
-        self._key = os.environ.get(KEY, "").encode()
-        start = f"{place.key or 'a run'} on {place.nodes} machines"
-        if place.node == 0:
-            self._store = served(place.address, start)
-        else:
-            self._store = reached(place.address, start, f"machine {place.node} of {place.nodes}")
-
-    def claim(self, node: int) -> None:
-        """Take the place of machine `node` in this attempt.
-        Raises WorkerFailed if another launcher has taken it."""
-        mine = uuid.uuid4().hex
-        if self.first(f"who/{node}", mine) != mine:
-            code = AGAIN if any(name in os.environ for name in OF_SCHEDULERS) else UsageError.exit_code
-            raise WorkerFailed(f"machine {node} is there already: an earlier start has not ended.", exit_code=code)
-
-    def set(self, name: str, value: object) -> None:
-        self._store.set(_PREFIX + name, self._sealed(name, value))
-
-    def first(self, name: str, value: object) -> Any:
-        """Set a value unless there is one. Return the value that is there."""
-        return self._opened(name, self._store.compare_set(_PREFIX + name, "", self._sealed(name, value)))
-
-    def has(self, *names: str) -> bool:
-        return bool(self._store.check([_PREFIX + name for name in names]))
-
-    def get(self, *names: str) -> list[Any]:
-        """Return values that are there."""
-        told = self._store.multi_get([_PREFIX + name for name in names])
-        return [self._opened(name, text) for name, text in zip(names, told, strict=True)]
-
-    def _sealed(self, name: str, value: object) -> str:
-        text = json.dumps(value)
-        return self._code(name, text) + text
-
-    def _opened(self, name: str, told: bytes) -> Any:
-        text = told.decode()
-        length = _CODE if self._key else 0
-        code, text = text[:length], text[length:]
-        if not hmac.compare_digest(code, self._code(name, text)):
-            raise WorkerFailed(f"a value of another process, which does not know {KEY}.", exit_code=AGAIN)
-        return json.loads(text)
-
-    def _code(self, name: str, text: str) -> str:
-        if not self._key:
-            return ""
-        return hmac.digest(self._key, f"{name} {text}".encode(), "sha256").hex()
-
-
-_PREFIX, _CODE = "meshwise/", 64
 _threads: list[threading.Thread] = []
 
 

@@ -149,7 +149,6 @@ def test_words_reach_the_program_as_they_were_written() -> None:
     [
         ("Job", ["4", "$(JOB_COMPLETION_INDEX)", f"{RUN.name}-0.{RUN.name}", "29500"]),
         ("JobSet", ["4", "$(JOB_COMPLETION_INDEX)", f"{RUN.name}-node-0-0.{RUN.name}", "29500"]),
-        ("TrainJob", [f"$(PET_{name})" for name in ("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")]),
     ],
 )
 def test_each_launcher_is_told_its_place(kind: str, where: list[str]) -> None:
@@ -396,4 +395,5 @@ def test_a_train_job_keeps_to_itself_what_trainer_writes() -> None:
     assert {"image", "command", "args", "resources"} & {*pod_of([runtime])["containers"][0]} == set()
     assert job["spec"]["trainer"]["numNodes"] == runtime["spec"]["mlPolicy"]["numNodes"] == 4
     assert yaml.safe_dump(runtime).count("PET_") == 0
+    assert job["spec"]["trainer"]["args"] == [f"--folder={RUN.folder}", *RUN.words]  # Trainer's variables say the place
     assert job["kind"] == kubernetes.TRAIN_JOB

@@ -91,7 +91,6 @@ def epochs(make: Callable[[], DataLoader[Any]], distribute: Callable[..., Any]) 
 
 @pytest.mark.parametrize("name", sorted(LOADERS))
 def test_one_device_visits_samples_in_the_order_of_plain_torch(name: str) -> None:
-    end_sessions()
     assert epochs(LOADERS[name], mw.distribute) == epochs(LOADERS[name], lambda loader: loader)
 
 
@@ -185,7 +184,6 @@ def resumed(name: str, stop: int | None, state: Any) -> Any:
 @pytest.mark.parametrize("stop", [1, 2, 4, 6])
 @pytest.mark.parametrize("name", ["shuffled", "own generator", "replacement", "by hand", "stream"])
 def test_a_loop_goes_on_as_if_it_had_not_been_left(name: str, stop: int) -> None:
-    end_sessions()
     all_of_it, _ = resumed(name, None, None)
     first, state = resumed(name, stop, None)
     rest, _ = resumed(name, None, state)
@@ -193,7 +191,6 @@ def test_a_loop_goes_on_as_if_it_had_not_been_left(name: str, stop: int) -> None
 
 
 def test_what_two_devices_have_left_goes_on_on_three(pool: Any) -> None:
-    end_sessions()
     all_of_it, _ = resumed("shuffled", None, None)
     first, state = pool(2).run(resumed, "shuffled", 6, None)[0]
     assert [first + rest for rest, _ in pool(3).run(resumed, "shuffled", None, state)] == [all_of_it] * 3

@@ -68,7 +68,6 @@ def train() -> list[float]:
 
 
 def test_batches_that_are_read_ahead_are_one_device(pool: Any) -> None:
-    end_sessions()
     want = train()
     for got in pool(2).run(train):
         assert got == pytest.approx(want, rel=1e-12)
@@ -85,7 +84,6 @@ def test_on_one_device_a_wrapped_loader_gives_what_it_gave() -> None:
 
 
 def test_a_loader_that_drops_batches_is_refused() -> None:
-    end_sessions()
     with pytest.raises(UsageError, match="DropsOne yields more or fewer batches than it reads"):
         list(mw.distribute(wrapped(DropsOne, 21), view="rank"))
 

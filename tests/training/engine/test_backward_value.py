@@ -14,7 +14,6 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import meshwise as mw
-from meshwise.training.process.session import end_sessions
 
 STEPS = 2  # of accumulation
 
@@ -76,9 +75,7 @@ FORMS = [
 
 @pytest.mark.parametrize("form", FORMS)
 def test_the_loss_that_comes_back_is_that_of_plain_torch(form: str) -> None:
-    end_sessions()
     assert losses_of(form) == pytest.approx(plain(), rel=1e-12)
-    end_sessions()
 
 
 @pytest.mark.parametrize("plan", [mw.Plan(data=2), mw.Plan(shard=2)], ids=str)

@@ -201,7 +201,7 @@ def test_the_same_objects_come_back_and_keep_class_hooks_and_keys(pool: Any) -> 
             seen[:2] == ["forward", "backward"] and len(got[3]) == len(loader),
         )
 
-    for plan in PLANS.values():
+    for plan in (mw.Plan(data=2), *PLANS.values()):
         assert pool(2).run(case, plan) == [(True,) * 5] * 2, plan
 
 
@@ -287,15 +287,17 @@ def test_parameters_of_no_distributed_model_are_refused(pool: Any) -> None:
 
 
 def test_plain_backward_is_refused_under_every_plan_and_for_an_optimizer_never_given(pool: Any) -> None:
-    def case(plan: mw.Plan) -> Any:
+    def case(plan: mw.Plan, given: bool) -> Any:
         model, loader = mw.distribute(net(), DataLoader(data(), batch_size=5), plan=plan, view="rank")
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        optimizer = mw.distribute(optimizer, view="rank") if given else optimizer
         for x, y in loader:
             nn.functional.cross_entropy(model(x), y).backward()
             optimizer.step()
 
     for plan in (mw.Plan(data=2), PLANS["shard"], PLANS["zero1"]):
-        assert "mw.backward(loss) instead of loss.backward()" in refused(pool, case, plan)
+        for given in (True, False):
+            assert "mw.backward(loss) instead of loss.backward()" in refused(pool, case, plan, given)
 
 
 def averaged(plan: mw.Plan | None, how: str) -> Any:
@@ -397,7 +399,6 @@ def test_the_precision_of_the_plan_needs_no_word_of_the_user(pool: Any) -> None:
             results = [case(plan)] if devices == 1 else pool(devices).run(case, plan)
             for got in results:
                 assert list(got[:3]) == want
-    end_sessions()
 
 
 def test_gradients_kept_by_accumulate_are_reduced_once(pool: Any) -> None:
@@ -418,7 +419,7 @@ def test_gradients_kept_by_accumulate_are_reduced_once(pool: Any) -> None:
         optimizer.step()  # of the fifth batch, which was kept back
         return wholes(model.named_parameters())
 
-    for plan in (PLANS["shard"], PLANS["zero1"]):
+    for plan in (mw.Plan(data=2), PLANS["shard"], PLANS["zero1"]):
         want, results = both(case, pool, plan)
         for got in results:
             same(got, want)
@@ -577,8 +578,8 @@ def gan(plan: mw.Plan | None, calls: int) -> Any:
     return wholes([*maker.named_parameters(), *judge.named_parameters()])
 
 
-IN_TURNS = [(PLANS["shard"], 1), (PLANS["zero1"], 1), (mw.Plan(data=2), 2)]
-MORE_IN_TURNS = [(mw.Plan(data=2), 1), (PLANS["offload"], 1), (PLANS["zero1"], 2), (PLANS["offload"], 2)]
+IN_TURNS = [(PLANS["shard"], 1), (PLANS["zero1"], 1), (mw.Plan(data=2), 1)]
+MORE_IN_TURNS = [(mw.Plan(data=2), 2), (PLANS["offload"], 1), (PLANS["zero1"], 2), (PLANS["offload"], 2)]
 
 
 @pytest.mark.parametrize(
@@ -733,18 +734,15 @@ def test_models_one_after_the_other_take_the_memory_of_one(plan: mw.Plan, models
 
 
 def test_one_device_alone_runs_a_plan_of_several_without_its_axes(capsys: pytest.CaptureFixture[str]) -> None:
-    end_sessions()
     model = mw.distribute(net(torch.float32), plan=mw.Plan(shard=4, precision="fp64", recompute="full"), view="rank")
     assert str(default_engine().program.plan) == "Plan(data=1, precision='fp64', recompute='full')"
     assert next(model.parameters()).dtype == torch.float64
     assert "and techniques that need several devices, are ignored" in capsys.readouterr().err
-    end_sessions()
 
 
 def test_a_script_that_distributes_no_model_is_told_that_its_plan_changed_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    end_sessions()
     script, plan = tmp_path / "plain.py", tmp_path / "plan.toml"
     script.write_text("print('hello')\n")
     plan.write_text("shard = 2\n")
@@ -753,11 +751,9 @@ def test_a_script_that_distributes_no_model_is_told_that_its_plan_changed_nothin
         monkeypatch.setattr(sys, name, value)
     _script_in_worker(script, [], mw.RunOptions(plan=plan), tmp_path)
     assert "plain.py never passed a model to mw.distribute, so the plan changed nothing" in capsys.readouterr().err
-    end_sessions()
 
 
 def test_an_optimizer_of_a_deferred_model_trains_it_on_one_device_too() -> None:
-    end_sessions()
     with mw.deferred():
         model = net()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -769,7 +765,6 @@ def test_an_optimizer_of_a_deferred_model_trains_it_on_one_device_too() -> None:
     assert not any(torch.equal(p, before[name]) for name, p in model.named_parameters() if name != "first.weight")
     with pytest.raises(mw.UsageError, match=r"made before mw\.distribute and not passed to it"):
         foreign.step()
-    end_sessions()
 
 
 def frozen_in_turns(plan: mw.Plan | None) -> Any:

@@ -181,7 +181,6 @@ def test_gradients_and_loss_of_a_sum_are_those_of_plain_torch(ranks: int, pool: 
         results = [trained(size, form)] if ranks == 1 else pool(ranks).run(trained, size, form, mw.Plan(data=ranks))
         for got in results:
             torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-12)
-    end_sessions()
 
 
 def test_a_sum_under_shard(pool: Any) -> None:
@@ -210,7 +209,6 @@ def test_a_known_sum_of_which_nothing_is_said_is_refused_with_its_line(pool: Any
             assert "divided by 2. Write mw.backward(loss, reduction='sum'), or reduction='mean'" in text
     assert pool(2).run(case, "mean", False) == pool(2).run(case, "sum", True) == [[], []]
     assert case(None, True) == [], "on one device it is what it is"
-    end_sessions()
 
 
 def test_a_sum_has_no_weight_and_reductions_are_two() -> None:
@@ -218,7 +216,6 @@ def test_a_sum_has_no_weight_and_reductions_are_two() -> None:
         mw.backward(ROWS.sum(), 3, "sum")
     with pytest.raises(UsageError, match="'total' is not known"):
         mw.backward(ROWS.sum(), reduction="total")  # type: ignore[arg-type]
-    end_sessions()
 
 
 def sum_loss(model: nn.Module, batch: Any) -> Tensor:
@@ -240,7 +237,6 @@ def ran(devices: int, accumulate: int) -> Any:
 
 
 def test_a_job_whose_loss_is_a_sum(pool: Any) -> None:
-    end_sessions()
     losses, test_loss = ran(1, 1)
     assert losses[0] > 1.5, "of 4 samples"
     for devices, accumulate in ((1, 2), (2, 1), (2, 2)):

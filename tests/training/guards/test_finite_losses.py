@@ -6,7 +6,7 @@ import math
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +17,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import meshwise as mw
 from meshwise.spec.errors import LossError
-from meshwise.training.process.session import default_engine, end_sessions, program_ends
+from meshwise.training.process.session import default_engine, program_ends
 
 FIRST = "step 2: the loss{} is nan (samples {}). The run continues, but its parameters are lost unless "
 COUNTED = "1 of 5 losses were not finite, the first in step 2"
-
-
-@pytest.fixture(autouse=True)
-def own_session() -> Iterator[None]:
-    end_sessions()
-    yield
-    end_sessions()
 
 
 def program(bad: int | None, step: Callable[[Any, Any], bool] = lambda loss, scaler: True, scaled: bool = False) -> Any:

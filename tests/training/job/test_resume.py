@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
-from safetensors.torch import load_file
 from torch import nn
 
 import meshwise as mw
@@ -99,19 +98,6 @@ def test_a_run_goes_on_with_another_number_of_devices(pool: Any, tmp_path: Path)
         folder = tmp_path / str(devices)
         shutil.copytree(tmp_path / "two", folder)
         torch.testing.assert_close(on(pool, devices, go_on, str(folder), devices), want, rtol=1e-5, atol=1e-7)
-
-
-def test_final_weights_load_in_plain_pytorch(tmp_path: Path) -> None:
-    run_job(dropout_job(1), RunOptions(plan=Plan()), tmp_path)
-    model = dropout_job().model()
-    model.load_state_dict(load_file(tmp_path / "weights.safetensors"))
-
-
-def test_a_checkpoint_of_another_model_is_refused_in_a_sentence(tmp_path: Path) -> None:
-    run_job(dropout_job(1), RunOptions(plan=Plan()), tmp_path)
-    other = replace(dropout_job(), model=lambda: nn.Linear(6, 1))
-    with pytest.raises(mw.CheckpointError, match=r"belongs to another model: weight has shape none in it and \(1, 6\)"):
-        run_job(other, RunOptions(plan=Plan(), resume=tmp_path), tmp_path)
 
 
 def test_the_summary_of_a_resumed_run_is_of_this_session(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 import gzip
 import hashlib
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -104,95 +106,47 @@ def test_classes_follow_the_labels_of_both_parts(tmp_path: Path) -> None:
     assert count_classes(tmp_path) == 8
 
 
-def test_a_missing_folder_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"nowhere must have one file .* but has 0"):
-        read_images(tmp_path / "nowhere", "train")
-
-
 @pytest.mark.parametrize(("part", "starts"), [("train", ["train"]), ("test", ["t10k", "test"])])
 def test_a_missing_file_is_refused_with_the_names_that_were_looked_for(
     tmp_path: Path, part: str, starts: list[str]
 ) -> None:
-    with pytest.raises(DataError) as refusal:
-        read_images(tmp_path, part)
+    with pytest.raises(DataError, match=r"nowhere must have one file .* but has 0") as refusal:
+        read_images(tmp_path / "nowhere", part)
     for start in starts:
         assert f"*{start}-images-idx3-ubyte" in str(refusal.value)
 
 
-def test_a_file_with_another_magic_is_refused(tmp_path: Path) -> None:
-    write_set(tmp_path)
-    (tmp_path / LABELS).write_bytes((tmp_path / LABELS).read_bytes().replace(b"\0\0\x08\x01", b"\0\0\x0d\x01", 1))
-    with pytest.raises(DataError, match=r"not an IDX file of labels.* begins with 00000d01.* after 00000801"):
-        read_images(tmp_path, "train")
+def archive(written: Images) -> bytes:
+    return gzip.compress(idx_bytes(written.pixels))
 
 
-def test_images_given_as_labels_are_refused(tmp_path: Path) -> None:
-    write_set(tmp_path)
-    (tmp_path / LABELS).write_bytes(gzip.decompress((tmp_path / f"{IMAGES}.gz").read_bytes()))
-    with pytest.raises(DataError, match=r"begins with 00000803.* after 00000801"):
-        read_images(tmp_path, "train")
-
-
-@pytest.mark.parametrize(("kept", "found"), [(40, "has 40 bytes .* 76 bytes are expected"), (10, "has 10 bytes")])
-def test_a_cut_off_plain_file_is_refused_with_both_lengths(tmp_path: Path, kept: int, found: str) -> None:
-    whole = idx_bytes(write_set(tmp_path).pixels)
-    (tmp_path / IMAGES).write_bytes(whole[:kept])
-    with pytest.raises(DataError, match=found):
-        read_images(tmp_path, "train")
-
-
-@pytest.mark.parametrize("kept", [0, 1, 2, 3])
-def test_a_file_that_ends_in_its_magic_is_refused(tmp_path: Path, kept: int) -> None:
-    write_set(tmp_path)
-    (tmp_path / IMAGES).write_bytes(b"\0\0\x08\x03"[:kept])
-    with pytest.raises(DataError, match=f"has {kept} bytes"):
-        read_images(tmp_path, "train")
-
-
-def test_a_cut_off_archive_is_refused(tmp_path: Path) -> None:
-    archive = (MNIST / f"{IMAGES}.gz").read_bytes()
-    write_set(tmp_path)
-    (tmp_path / f"{IMAGES}.gz").write_bytes(archive[: len(archive) // 2])
-    with pytest.raises(DataError, match=r"cannot be read: .*Copy or download it again"):
-        read_images(tmp_path, "train")
-
-
-@pytest.mark.parametrize("missing", range(1, 9))
-def test_an_archive_without_its_checksum_is_refused(tmp_path: Path, missing: int) -> None:
-    write_set(tmp_path)
-    file = tmp_path / f"{IMAGES}.gz"
-    file.write_bytes(file.read_bytes()[:-missing])
-    with pytest.raises(DataError, match="cannot be read"):
-        read_images(tmp_path, "train")
-
-
-@pytest.mark.parametrize("where", [0, 30, -6])
-def test_a_corrupt_archive_is_refused(tmp_path: Path, where: int) -> None:
-    write_set(tmp_path)
-    file = tmp_path / f"{IMAGES}.gz"
-    damaged = bytearray(file.read_bytes())
+def flipped(content: bytes, where: int) -> bytes:
+    damaged = bytearray(content)
     damaged[where] ^= 0xFF
-    file.write_bytes(damaged)
-    with pytest.raises(DataError, match=r"train-images-idx3-ubyte.gz cannot be read: .+\. Copy or download it again\."):
-        read_images(tmp_path, "train")
+    return bytes(damaged)
 
 
-def test_bytes_after_the_last_image_are_refused(tmp_path: Path) -> None:
-    whole = idx_bytes(write_set(tmp_path).pixels)
-    (tmp_path / IMAGES).write_bytes(whole + b"\0\0\0")
-    with pytest.raises(DataError, match=r"has 79 bytes .* 76 bytes are expected"):
-        read_images(tmp_path, "train")
+CUT = "cannot be read: .*Copy or download it again"
+DAMAGE: list[tuple[str, Callable[[Images], bytes], str]] = [
+    (LABELS, lambda w: b"\0\0\x0d\x01" + bytes(9), "not an IDX file of labels.* begins with 00000d01.* after 00000801"),
+    (LABELS, lambda w: idx_bytes(w.pixels), "begins with 00000803.* after 00000801"),
+    (LABELS, lambda w: idx_bytes(w.labels[:4].byte()), "has 5 images, but train-labels-idx1-ubyte has 4 labels"),
+    (IMAGES, lambda w: idx_bytes(w.pixels)[:40], "has 40 bytes .* 76 bytes are expected"),
+    (IMAGES, lambda w: idx_bytes(w.pixels)[:10], "has 10 bytes"),
+    (IMAGES, lambda w: b"", "has 0 bytes"),
+    (IMAGES, lambda w: b"\0\0\x08", "has 3 bytes"),
+    (IMAGES, lambda w: idx_bytes(w.pixels) + b"\0\0\0", "has 79 bytes .* 76 bytes are expected"),
+    (IMAGES, lambda w: idx_bytes(w.pixels[:0]), r"for the shape \(0, 4, 3\)"),
+    (f"{IMAGES}.gz", lambda w: archive(w)[: len(archive(w)) // 2], CUT),
+    *((f"{IMAGES}.gz", partial(lambda end, w: archive(w)[:-end], end), CUT) for end in range(1, 9)),  # its checksum
+    *((f"{IMAGES}.gz", partial(lambda at, w: flipped(archive(w), at), at), CUT) for at in (0, 30, -6)),
+]
 
 
-def test_a_different_number_of_images_and_labels_is_refused(tmp_path: Path) -> None:
-    write_set(tmp_path, labels=torch.arange(4))
-    with pytest.raises(DataError, match=r"has 5 images, but train-labels-idx1-ubyte has 4 labels"):
-        read_images(tmp_path, "train")
-
-
-def test_an_empty_set_is_refused(tmp_path: Path) -> None:
-    write_set(tmp_path, count=0)
-    with pytest.raises(DataError, match=r"for the shape \(0, 4, 3\)"):
+@pytest.mark.parametrize(("name", "damaged", "says"), DAMAGE)
+def test_a_damaged_file_is_refused(tmp_path: Path, name: str, damaged: Callable[[Images], bytes], says: str) -> None:
+    (tmp_path / name).write_bytes(damaged(write_set(tmp_path)))
+    with pytest.raises(DataError, match=says):
         read_images(tmp_path, "train")
 
 

@@ -181,13 +181,6 @@ def test_a_run_that_was_stopped_computes_what_is_left(suffix: str, tmp_path: Pat
     assert torch.equal(read(out), plainly())
 
 
-def test_it_goes_on_on_another_number_of_devices(pool: Any, tmp_path: Path) -> None:
-    out = tmp_path / "out.jsonl"
-    begun(out)
-    assert pool(3).run(share_under, {"data": 3}, str(out))[0].computed == SAMPLES - 16
-    torch.testing.assert_close(read(out), plainly(), rtol=0, atol=1e-12)
-
-
 def test_a_part_that_a_killed_rank_did_not_finish_is_predicted_again(tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
     begun(out)

@@ -112,7 +112,6 @@ def test_it_goes_on_under_another_plan(pool: Any, tmp_path: Path) -> None:
 
 
 def test_batches_of_one_step_are_not_cut_in_two(tmp_path: Path) -> None:
-    end_sessions()
     want = run(str(tmp_path / "whole"), Plan(), None, 3, 100)
     end_sessions()
     assert cut(str(tmp_path / "cut"), Plan(), 8, 3)
@@ -121,7 +120,6 @@ def test_batches_of_one_step_are_not_cut_in_two(tmp_path: Path) -> None:
 
 
 def test_by_default_it_saves_after_each_epoch_before_what_follows_it(tmp_path: Path) -> None:
-    end_sessions()
     want = run(str(tmp_path / "whole"), Plan(), None, 1, 100)
     end_sessions()
     assert cut(str(tmp_path / "cut"), Plan(), 14, 1, None)
@@ -130,7 +128,6 @@ def test_by_default_it_saves_after_each_epoch_before_what_follows_it(tmp_path: P
 
 
 def test_the_command_line_goes_before_the_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    end_sessions()
     monkeypatch.setenv("MESHWISE_SAVES", '{"every": "4", "keep": 9}')
     run(str(tmp_path), Plan())
     end_sessions()
@@ -164,7 +161,6 @@ def test_a_loop_without_a_loader_says_where_its_steps_end(tmp_path: Path) -> Non
 
 
 def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
-    end_sessions()
     model, loader = mw.distribute(nn.Linear(2, 1), DataLoader(TensorDataset(torch.ones(4, 2))), view="rank")
     with pytest.raises(UsageError, match=r"loader= is a DataLoader, but must be the DataLoader of mw.distribute"):
         mw.checkpoint(tmp_path, model=model, loader=DataLoader(TensorDataset(torch.ones(4, 2))))  # type: ignore[arg-type]
@@ -185,7 +181,6 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
         (saved.path / "manifest.json").unlink()
     with pytest.raises(CheckpointError, match=r"no checkpoint can be used: .* in another folder\."):
         mw.checkpoint(tmp_path, model=model, loader=loader)
-    end_sessions()
 
 
 def by_epochs(

@@ -113,33 +113,6 @@ def test_a_token_mean_is_weighted_by_its_tokens(size: int, pool: Any) -> None:
         same(got, want)
 
 
-def evaluate_21() -> Any:
-    _model, loader = mw.distribute(nn.Linear(1, 1), DataLoader(torch.arange(21.0) + 1, batch_size=4), view="rank")
-    total, count = 0.0, 0
-    for x in loader:
-        total += mw.sum(float(x.sum()))
-        count += mw.sum(len(x))
-    return total / count, count
-
-
-@pytest.mark.parametrize("size", [2, 3, 4])
-def test_every_evaluation_sample_counts_once(size: int, pool: Any) -> None:
-    want, results = both(evaluate_21, size, pool)
-    assert want == (11.0, 21)
-    assert results == [want] * size
-
-
-def test_a_sum_after_a_loop_with_stand_ins_is_refused(pool: Any) -> None:
-    def case() -> Any:
-        loader = mw.distribute(DataLoader(torch.arange(9.0), batch_size=4), view="rank")
-        total = sum(float(x.sum()) for x in loader)
-        return mw.sum(total)
-
-    with pytest.raises(CaseFailed) as failed:
-        pool(2).run(case)
-    assert failed.value.kind == "UsageError" and "inside the loop" in failed.value.text
-
-
 class Numbers(IterableDataset[Any]):
     def __init__(self, counts: tuple[int, ...]) -> None:
         self.counts = counts
@@ -266,7 +239,6 @@ def test_ready_batches_are_split_by_rows(size: int, pool: Any) -> None:
 
 
 def test_a_loader_keeps_the_attributes_of_the_users() -> None:
-    end_sessions()
     given = DataLoader(data(), batch_size=4, shuffle=True, drop_last=True, generator=torch.Generator(), timeout=0)
     loader = mw.distribute(given, view="rank")
     names = ["num_workers", "sampler", "batch_sampler", "drop_last", "collate_fn", "generator", "pin_memory", "timeout"]
@@ -328,49 +300,6 @@ def test_an_unused_parameter_keeps_grad_none_and_one_used_on_some_ranks_is_avera
         same(got, want)
 
 
-def test_two_models_that_train_in_turns_are_those_of_one_device(pool: Any) -> None:
-    def case() -> Any:
-        torch.manual_seed(0)
-        maker, judge = nn.Linear(3, 6).double(), net()
-        opt_m, opt_j = torch.optim.SGD(maker.parameters(), 0.1), torch.optim.SGD(judge.parameters(), 0.1)
-        maker, judge, opt_m, opt_j, loader = mw.distribute(
-            maker, judge, opt_m, opt_j, DataLoader(data(12), batch_size=4), view="rank"
-        )
-        for x, y in loader:
-            fake = maker(x[:, :3])
-            mw.backward(nn.functional.cross_entropy(judge(x), y) + judge(fake.detach()).pow(2).mean())
-            opt_j.step()
-            opt_j.zero_grad()
-            mw.backward(judge(fake).mean())
-            opt_m.step()
-            opt_m.zero_grad()
-            opt_j.zero_grad()
-        return [p.detach().clone() for m in (maker, judge) for p in m.parameters()]
-
-    want, results = both(case, 2, pool)
-    for got in results:
-        same(got, want)
-
-
-def test_the_same_objects_come_back(pool: Any) -> None:
-    def case() -> Any:
-        model, loader = net(), DataLoader(data(), batch_size=4)
-        model.note = "mine"
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        keys, kind = list(model.state_dict()), type(model)
-        hooks = len(model._forward_hooks)
-        got = mw.distribute(model, optimizer, loader, view="rank")
-        for x, y in got[2]:
-            mw.backward(nn.functional.cross_entropy(model(x), y))
-        return (
-            got[0] is model and got[1] is optimizer and type(model) is kind and model.note == "mine",
-            list(model.state_dict()) == keys and len(model._forward_hooks) == hooks,
-            len(got[2]) == len(loader) and got[2].batch_size == 4,
-        )
-
-    assert pool(2).run(case) == [(True, True, True)] * 2
-
-
 def test_start_values_are_those_of_rank_0(pool: Any) -> None:
     def case() -> Any:
         torch.manual_seed(mw.rank())
@@ -380,79 +309,6 @@ def test_start_values_are_those_of_rank_0(pool: Any) -> None:
     first, second = pool(2).run(case)
     torch.manual_seed(0)
     assert torch.equal(first, nn.Linear(3, 3).weight) and torch.equal(first, second)
-
-
-def test_plain_backward_is_refused_at_the_step(pool: Any) -> None:
-    def case() -> Any:
-        model = net()
-        model, optimizer, loader = mw.distribute(
-            model, torch.optim.SGD(model.parameters(), 0.1), DataLoader(data(), batch_size=4), view="rank"
-        )
-        for x, y in loader:
-            nn.functional.cross_entropy(model(x), y).backward()
-            optimizer.step()
-
-    with pytest.raises(CaseFailed) as failed:
-        pool(2).run(case)
-    assert "mw.backward(loss) instead of loss.backward()" in failed.value.text
-
-
-def step_with_super() -> float:
-    class Own(torch.optim.SGD):
-        def step(self, closure: Any = None) -> Any:
-            return super().step(closure)
-
-    torch.optim.SGD(net().parameters(), lr=0.1)  # from now on torch asks the hooks of SGD.step too, inside Own.step
-    torch.manual_seed(0)
-    model, loader = net(), DataLoader(data(), batch_size=4)
-    optimizer: Any = Own(model.parameters(), lr=0.1)
-    model, optimizer, loader = mw.distribute(model, optimizer, loader, view="rank")
-    for x, y in loader:
-        loss = mw.backward(nn.functional.cross_entropy(model(x), y))
-        optimizer.step()
-        optimizer.zero_grad()
-    return float(loss)
-
-
-def test_an_optimizer_that_calls_its_parents_step_is_no_second_step(pool: Any) -> None:
-    one, many = both(step_with_super, 2, pool)
-    same(many[0], one)
-
-
-def test_a_step_after_accumulated_backwards_alone_reduces_first(pool: Any) -> None:
-    def case() -> Any:
-        model = net()
-        model, optimizer, loader = mw.distribute(
-            model, torch.optim.SGD(model.parameters(), 0.1), DataLoader(data(8), batch_size=4), view="rank"
-        )
-        for x, y in loader:
-            with mw.accumulate():
-                mw.backward(nn.functional.cross_entropy(model(x), y))
-        optimizer.step()
-        return [p.detach().clone() for p in model.parameters()]
-
-    want, results = both(case, 2, pool)
-    for got in results:
-        same(got, want)
-
-
-def test_a_loss_scaler_and_autocast_of_the_user_work(pool: Any) -> None:
-    def case() -> Any:
-        model = net()
-        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-        model, optimizer, loader = mw.distribute(
-            model, torch.optim.SGD(model.parameters(), 0.1), DataLoader(data(8), batch_size=4), view="rank"
-        )
-        for x, y in loader:
-            mw.backward(scaler.scale(nn.functional.cross_entropy(model(x), y)))
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
-        return [p.detach().clone() for p in model.parameters()]
-
-    want, results = both(case, 2, pool)
-    for got in results:
-        same(got, want)
 
 
 def test_a_foreign_sampler_runs_whole_on_every_rank(pool: Any) -> None:

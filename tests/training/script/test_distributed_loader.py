@@ -91,7 +91,6 @@ def test_a_stop_in_an_evaluation_waits_for_the_end_of_its_batch(tmp_path: Path) 
 
 def test_where_nothing_is_saved_a_stop_says_so(tmp_path: Path) -> None:
     assert cut(tmp_path, stops_in=1, window=4) == []
-    end_sessions()
 
 
 def test_a_loop_that_counts_on_from_loader_start_keeps_its_windows_and_breaks(tmp_path: Path) -> None:
@@ -112,11 +111,9 @@ def test_a_loop_that_goes_on_inside_an_epoch_is_told_once(tmp_path: Path) -> Non
         break
     (said,) = (note for note in default_engine().notes if "enumerate(" in note)
     assert "resumes with batch 4 of its epoch" in said and "enumerate(loader, loader.start)" in said
-    end_sessions()
 
 
 def test_a_loop_from_loader_start_is_told_nothing(tmp_path: Path) -> None:
     cut(tmp_path, evaluates="never", fails_after=3)
     trained(tmp_path, evaluates="never")
     assert not [note for note in default_engine().notes if "enumerate(" in note]
-    end_sessions()

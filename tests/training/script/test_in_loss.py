@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,19 +20,12 @@ from meshwise.spec.plan_file import plan_to_toml
 from meshwise.training.job.job import Job
 from meshwise.training.job.loop import run_job
 from meshwise.training.job.options import RunOptions
-from meshwise.training.process.session import default_engine, end_sessions
+from meshwise.training.process.session import default_engine
 from meshwise.workers.environment import PLAN_FILE
 from tests.pool import CaseFailed
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 SAMPLES, BATCH = 15, 6  # batches of 6, 6 and 3: parts of 3 and 3, and of 2 and 1; of three ranks also of one each
-
-
-@pytest.fixture(autouse=True)
-def own_session() -> Iterator[None]:
-    end_sessions()
-    yield
-    end_sessions()
 
 
 def dice(p: Tensor, y: Tensor) -> Tensor:

@@ -6,7 +6,6 @@ Of training/recovery/finite_state.py, training/script/saved_loop.py and training
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +19,6 @@ from meshwise.records.checkpoints import checkpoints_in
 from meshwise.spec.errors import CheckpointError, LossError
 from meshwise.training.process.session import default_engine, end_sessions
 from meshwise.training.recovery.finite_state import not_finite_in
-
-
-@pytest.fixture(autouse=True)
-def own_session() -> Iterator[None]:
-    end_sessions()
-    yield
-    end_sessions()
 
 
 def begun(folder: Path, *more: Any, **given: Any) -> tuple[Any, Any, Any, Any]:

@@ -190,9 +190,7 @@ def test_what_cannot_be_gathered_is_refused_on_every_rank(name: str, pool: Any) 
 
 
 def test_on_one_device_without_a_loop_values_are_themselves() -> None:
-    end_sessions()
     assert (mw.mean(2.0), mw.sum(3), mw.gather_samples(torch.arange(2)).tolist()) == (2.0, 3, [0, 1])
-    end_sessions()
 
 
 def two_loops(first: int, second: int) -> list[Any]:
@@ -233,7 +231,6 @@ def joined_in_time() -> list[float]:
 
 
 def test_values_of_several_loops_are_those_of_one_device(pool: Any) -> None:
-    end_sessions()
     want = joined_in_time()
     end_sessions()
     for got in pool(2).run(joined_in_time):

@@ -6,7 +6,6 @@ Of engine/given.py too.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +19,6 @@ from meshwise.spec.errors import UsageError
 from meshwise.training.process.session import default_engine, end_sessions
 from meshwise.training.tracking import tracking
 from meshwise.workers.environment import ATTEMPT, RUN_FOLDER
-
-
-@pytest.fixture(autouse=True)
-def own_session() -> Iterator[None]:
-    end_sessions()
-    yield
-    end_sessions()
 
 
 def begun(folder: Path, *, both: bool = True) -> tuple[Any, ...]:

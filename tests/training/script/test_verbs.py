@@ -10,13 +10,11 @@ import pytest
 import torch
 
 import meshwise as mw
-from meshwise.training.process.session import end_sessions
 
 
 def test_every_verb_is_harmless_on_one_device_before_anything_was_distributed(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    end_sessions()
     assert mw.is_main()
     with mw.main_first():
         mw.barrier()

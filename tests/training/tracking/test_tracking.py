@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,6 @@ import pytest
 import torch
 
 import meshwise as mw
-from meshwise import cli
 from meshwise.records.run_list import run_entry
 from meshwise.spec.errors import UsageError
 from meshwise.spec.plan import Plan
@@ -267,14 +266,13 @@ def test_a_script_that_torchrun_started_names_its_trackers_in_the_environment(
     assert wandb.said[-1] == ("log", {"loss": 2.0, "step": 9})
 
 
-def test_two_workers_write_once(processes: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_workers_write_once(
+    processes: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Callable[..., tuple[int, str, str]]
+) -> None:
     script = tmp_path / "train.py"
     script.write_text("import meshwise as mw\nmw.log(loss=0.5, step=3)\nmw.log(part=mw.rank(), step=4)\n")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["meshwise", "run", "--devices", "2xcpu", "--log", "tensorboard", "train.py"])
-    with pytest.raises(SystemExit) as end:
-        cli.main()
-    assert not end.value.code
+    assert command("run", "--devices", "2xcpu", "--log", "tensorboard", "train.py")[0] == 0
     (run,) = (tmp_path / "runs").iterdir()
     assert lines(run) == [{"loss": 0.5, "step": 3}, {"part": 0, "step": 4}]
     assert len(list((run / "tensorboard").iterdir())) == 1

@@ -76,6 +76,7 @@ def doctor(
 
     \b
     meshwise doctor                                               this machine
+    meshwise doctor --json                                        for programs
     srun --ntasks-per-node=1 meshwise doctor --nodes train.py     all nodes of an allocation
     meshwise doctor --nnodes 2 --node-rank 0 --master-addr n0     by hand, on each
     """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -14,7 +15,7 @@ from rich.console import Console
 
 from meshwise import launcher
 from meshwise.spec.errors import UsageError
-from meshwise.spec.exit_codes import MEANINGS
+from meshwise.spec.exit_codes import MEANINGS, WARNINGS, code_of_stop
 from meshwise.spec.json_values import json_value
 from meshwise.terminal.command_line import ScriptCommand, from_dataclass, is_script
 from meshwise.training.job.options import RunOptions
@@ -52,7 +53,13 @@ def run(
         raise UsageError(f"--json works only for jobs, and {options.job} is a script. Use meshwise report --json.")
     console = Console(stderr=as_json)
     began = typed()
+    if os.getpid() == 1:  # of a container: without a handler, the kernel drops a signal
+        for number in WARNINGS:
+            signal.signal(number, _end)
     launcher.placing.refuse_running(options)
+    if launcher.placing.is_done(options):
+        print(f"{options.folder} is finished: nothing is left to do.", file=sys.stderr)
+        return
     if is_script(options.job):
         raise typer.Exit(launcher.script.start_script(context.args, options, console, began, _say_starting))
     summary, code = launcher.run.start_job(options, console, began, _say_starting)
@@ -70,6 +77,11 @@ def typed() -> float:
     ticks = Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]
     age = time.clock_gettime(time.CLOCK_BOOTTIME) - int(ticks) / os.sysconf("SC_CLK_TCK")
     return time.time() - age
+
+
+def _end(number: int, frame: object) -> None:
+    """End at once, since the run has not begun yet, or is over."""
+    os._exit(code_of_stop(number))
 
 
 def _say_starting(options: RunOptions) -> None:

@@ -2,7 +2,7 @@
 
 The script has comments, and can also be submitted by hand.
 
-What happens at the end of a job was tested on Slurm 22.05:
+What happens at the end of a job was tested on Slurm 22.05 and 24.11:
 - the script also receives the signals of a time limit, a preemption or `scancel`, which would end its `wait`;
 - `scontrol requeue` restarts a job that was just cancelled. Called on a node that was cut off, it also stops a
   healthy later start on other nodes. So only the newest start that Slurm knows calls it, and only while the job runs.

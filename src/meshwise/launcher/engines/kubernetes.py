@@ -186,7 +186,9 @@ def _container(job: PodJob) -> Values:
         "requests": ({"cpu": str(site.cpus)} if site.cpus else {}) | memory,
         "limits": memory | ({site.gpu_resource: job.gpus} if job.gpus else {}),
     }
-    more = {"env": _environment(job), "resources": {k: v for k, v in named.items() if v}}
+    secret = {"name": site.secret}
+    env = [{"name": name, "valueFrom": {"secretKeyRef": secret | {"key": name}}} for name in site.secrets]
+    more = {"env": env, "resources": {k: v for k, v in named.items() if v}}
     return {
         "name": NODE,
         "image": site.image,
@@ -202,7 +204,9 @@ def _container(job: PodJob) -> Values:
 
 
 def _place(job: PodJob) -> list[str]:
-    """Return the options that say which of the machines a pod is."""
+    """Return the options that say which of the machines a pod is. For a TrainJob, Trainer's variables say it."""
+    if job.nodes == 1 or job.kind == TRAIN_JOB:
+        return []
     first = f"{job.name}-0" if job.kind == JOB else f"{job.name}-{NODE}-0-0"
     given: Values = {
         "nnodes": job.nodes,
@@ -210,14 +214,4 @@ def _place(job: PodJob) -> list[str]:
         "master-addr": f"{first}.{job.name}",
         "master-port": PORT,
     }
-    if job.kind == TRAIN_JOB:  # Trainer sets these, and lets nobody else
-        given = {key: f"$(PET_{key.upper().replace('-', '_')})" for key in given}
-    return [f"--{key}={value}" for key, value in given.items()] if job.nodes > 1 else []
-
-
-def _environment(job: PodJob) -> list[Values]:
-    found: Values = {name: {"secretKeyRef": {"name": job.site.secret, "key": name}} for name in job.site.secrets}
-    if job.kind != JOB:
-        label = "metadata.labels['jobset.sigs.k8s.io/restart-attempt']"
-        found["JOBSET_RESTART_ATTEMPT"] = {"fieldRef": {"fieldPath": label}}
-    return [{"name": name, "valueFrom": value} for name, value in found.items()]
+    return [f"--{key}={value}" for key, value in given.items()]

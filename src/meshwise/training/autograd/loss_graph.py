@@ -141,7 +141,8 @@ def uneven_mean(loss: Tensor, samples: int) -> str:
             counted = float(node._saved_total_weight)
             if weights is None and counted % max(samples, 1) and node._saved_target.numel() >= samples:
                 return f"(y != {signed(ignored)}).sum()" if counted < node._saved_target.numel() else "y.numel()"
-        if kind == "DivBackward0" and _is_divided_sum(node, samples):
+        # A sum that is divided by a number of items: a number above 1 that is not a multiple of `samples`.
+        if kind == "DivBackward0" and any(float(n) > 1 and float(n) % max(samples, 1) for n in _divisor(node)):
             return "…"
         if (kind in KNOWN or kind == "MeanBackward0") and _is_mean_of_some(node, samples):
             return "…"
@@ -174,12 +175,6 @@ def is_of_items(loss: Tensor, rows: int) -> bool:
 def signed(number: int) -> int:
     """Convert an unsigned 64-bit number, as autograd nodes store it, back to the signed number."""
     return number - 2**64 if number >= 2**63 else number
-
-
-def _is_divided_sum(node: Any, samples: int) -> bool:
-    """Return whether `node` divides a sum by a number of items: by a number above 1 that is not a multiple of
-    `samples`."""
-    return any(float(number) > 1 and float(number) % max(samples, 1) != 0 for number in _divisor(node))
 
 
 def _divisor(node: Any) -> list[Tensor]:

@@ -117,7 +117,7 @@ class Job:
             raise UsageError(f"job '{self.name}' lacks {', '.join(missing)}. Write Job({missing[0]}=..., ...).")
         for name in ("data", "test"):
             given = getattr(self, name)
-            if given is not None and _is_dataset(given):
+            if not isinstance(given, type) and hasattr(type(given), "__getitem__"):  # a data set, no function for one
                 object.__setattr__(self, name, functools.partial(_same, given))
         if callable(self.callbacks):
             object.__setattr__(self, "callbacks", (self.callbacks,))
@@ -171,11 +171,6 @@ class Job:
             return self
         bound = (key for key, value in vars(sys.modules["__main__"]).items() if value is self and key[0] != "_")
         return replace(self, name=name or next(bound, "job"))
-
-
-def _is_dataset(given: Any) -> bool:
-    """Return whether `given` is a data set itself, not a function or class that returns one."""
-    return not isinstance(given, type) and hasattr(type(given), "__getitem__")
 
 
 def _same(dataset: Any) -> Any:

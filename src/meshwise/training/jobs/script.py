@@ -49,13 +49,10 @@ def run_script_file(script: Path, arguments: Sequence[str]) -> dict[str, Any]:
 
 def refuse_untrained_job(script: Path, variables: Mapping[str, Any]) -> None:
     """Raise UsageError if a script has defined a Job, or a function that returns one, but has not trained anything."""
-    makes = (Job, "Job", "mw.Job", "meshwise.Job")
-    jobs = [name for name, value in variables.items() if isinstance(value, Job) or _returned(value) in makes]
+    names = (Job, "Job", "mw.Job", "meshwise.Job")
+    makes = {name for name, f in variables.items() if isfunction(f) and f.__annotations__.get("return") in names}
+    jobs = [name for name, value in variables.items() if isinstance(value, Job) or name in makes]
     if jobs and not (VERBS & sys.modules.keys() or process.session.has_begun()):
         raise UsageError(
             f"{script.name} defines the job '{jobs[0]}' but trains nothing. Run {script.name}:{jobs[0]} to train it."
         )
-
-
-def _returned(value: Any) -> Any:
-    return getattr(value, "__annotations__", {}).get("return") if isfunction(value) else None

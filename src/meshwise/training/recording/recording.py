@@ -93,10 +93,11 @@ class Recording:
         if world.size > 1 and recorder is None:
             self._clocks = Clocks(world, clock)
         self.recorder.memory = partial(memory_counters, world.device)
+        streams = has_streams(world.device)
         head = {
             "rank": world.rank,
             "world": world.size,
-            "device": _device_name(world),
+            "device": torch.get_device_module(world.device).get_device_name() if streams else world.device,
             "host": socket.gethostname(),
             "pid": os.getpid(),
             **({"attempt": attempt()} if ATTEMPT in os.environ else {}),
@@ -114,10 +115,6 @@ class Recording:
         if self._clocks is not None:
             self._clocks.close()
         make_current(self._before)
-
-
-def _device_name(world: World) -> str:
-    return torch.get_device_module(world.device).get_device_name() if has_streams(world.device) else world.device
 
 
 def record_script(

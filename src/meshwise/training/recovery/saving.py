@@ -104,7 +104,7 @@ class Saver:
             values, tensors = self._encoded(make())
             shapes = {name: held(tensor) for name, tensor in tensors.items()}
             # `hash` differs between processes, so each rank's hash is only compared with its own earlier hashes.
-            digests = (hash(tuple(shapes.items())), _digest(values))
+            digests = (hash(tuple(shapes.items())), hashlib.blake2b(repr(values).encode()).digest())
             over = self._world.rank == 0 and newest(files.claims_folder(self.folder)) > number
             ranks = collectives.gather_objects((self._writing is not None, digests, over), collectives.everyone())
             if ranks[0][2]:
@@ -279,10 +279,6 @@ def _buffer_of(deal: Deal, rank: int, *, pinned: bool) -> tuple[bytes, Tensor, l
         into = buffer[begin : begin + volume(part.box) * dtype.itemsize].view(dtype).view(lengths)
         copies.append((part.name, part.box, into))
     return beginning, buffer, copies
-
-
-def _digest(thing: Any) -> str:
-    return hashlib.blake2b(repr(thing).encode(), digest_size=16).hexdigest()
 
 
 def seen_by_all(folder: Path, world: World, key: str) -> bool:

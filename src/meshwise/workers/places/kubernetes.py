@@ -2,8 +2,8 @@
 
 They belong to an Indexed Job, a JobSet, or a TrainJob of Kubeflow Trainer. Each pod is a machine.
 
-Kubernetes sets JOB_COMPLETION_INDEX alone. What `meshwise submit` prints sets NNODES, MASTER_ADDR and MASTER_PORT
-beside it; Kubeflow Trainer sets torchrun's variables PET_*.
+Kubernetes sets JOB_COMPLETION_INDEX alone. A manifest of your own may set NNODES, MASTER_ADDR and MASTER_PORT beside
+it; `meshwise submit` prints options of `meshwise run` instead. Kubeflow Trainer sets torchrun's variables PET_*.
 """
 
 from __future__ import annotations
