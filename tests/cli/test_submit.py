@@ -307,7 +307,10 @@ def test_what_cannot_be_sent_is_said(words: str, says: str, command: Command, tm
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_secret_is_named_and_asked_for(command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_secret_is_named_and_asked_for(
+    command: Command, slurm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (slurm / "queue").write_text("")
     (tmp_path / "site.toml").write_text('secrets = ["TRACKER_KEY"]\n')
     code, _, err = command("submit", "small.py:job")
     assert code == 2 and "lists TRACKER_KEY as secrets, but these are not set" in err
@@ -320,7 +323,7 @@ def test_a_secret_is_named_and_asked_for(command: Command, tmp_path: Path, monke
     assert code == 2 and "site.toml lists TRACKER_KEY as secrets, but these are not set" in err
 
 
-def test_what_runs_is_what_was_checked(command: Command, tmp_path: Path) -> None:
+def test_what_runs_is_what_was_checked(command: Command, slurm: Path, tmp_path: Path) -> None:
     (tmp_path / "layers.py").write_text("width = 4\n")
     command("submit", "small.py:job")
     run = run_in(tmp_path)
@@ -332,7 +335,7 @@ def test_what_runs_is_what_was_checked(command: Command, tmp_path: Path) -> None
 
 
 def test_a_run_that_comes_no_step_further_is_not_started_for_ever(
-    command: Command, processes: None, tmp_path: Path
+    command: Command, processes: None, slurm: Path, tmp_path: Path
 ) -> None:
     command("submit", "small.py:job")
     run = run_in(tmp_path)
