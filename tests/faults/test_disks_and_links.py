@@ -76,7 +76,7 @@ def test_a_run_whose_folder_is_gone_trains_on_and_ends_with_1(moved: bool, tmp_p
         shutil.rmtree(folder)
     run.wait_for("was removed or moved. The run continues")
     assert run.wait() == 1 and "ended after 200" in run.output, run.output
-    assert f"The run finished, but its folder {folder} was removed or moved meanwhile" in run.output.splitlines()[-1]
+    assert f"{folder} was removed or moved during the run" in run.output.splitlines()[-1]
     assert "Traceback" not in run.output and list((tmp_path / "runs").iterdir()) == [] and run.left_over() == []
 
 

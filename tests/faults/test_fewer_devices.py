@@ -29,12 +29,12 @@ def died(rank: int, step: int | None = None) -> Failure:
 
 def test_a_device_on_which_ranks_twice_came_to_no_step_is_left_out() -> None:
     devices = DevicesLeft(SLOTS)
-    devices.failed(died(1), 1, 1, ())
+    devices.failed(died(1), 1, ())
     assert devices.left(2) == 3
-    devices.failed(died(1, step=5), 1, 2, ())  # of the program, as far as known
-    devices.failed(died(2), 2, 3, ())
+    devices.failed(died(1, step=5), 2, ())  # of the program, as far as known
+    devices.failed(died(2), 3, ())
     assert devices.left(4) == 3
-    devices.failed(died(1), 1, 4, ())
+    devices.failed(died(1), 4, ())
     assert devices.left(5) == 2
     devices.use(2)
     assert devices.used == SLOTS[:2]
@@ -43,9 +43,9 @@ def test_a_device_on_which_ranks_twice_came_to_no_step_is_left_out() -> None:
 def test_a_lost_device_may_come_back() -> None:
     devices, fault = DevicesLeft(SLOTS), parse_fault("lost:rank=0,step=4,back=2")
     assert str(fault) == "lost:rank=0,step=4,phase=forward,back=2" and parse_fault(str(fault)) == fault
-    devices.failed(died(0, 4), 0, 1, [fault])
+    devices.failed(died(0, 4), 1, [fault])
     assert [devices.left(attempt) for attempt in (2, 3, 4)] == [2, 2, 3]
-    devices.failed(died(0, 4), 0, 4, [Fault("lost", 0, 4)])
+    devices.failed(died(0, 4), 4, [Fault("lost", 0, 4)])
     assert [devices.left(attempt) for attempt in (5, 99)] == [2, 2]
     with pytest.raises(UsageError, match="only the fault lost has a field back="):
         parse_fault("kill:rank=0,step=4,back=2")
@@ -71,7 +71,7 @@ def test_a_gpu_that_the_system_never_showed_is_not_gone(tmp_path: Path, monkeypa
 
 def test_each_sees_the_accelerators_that_are_used() -> None:
     devices = DevicesLeft([WorkerSlot("cpu", at, (), 1, (0, 1)) for at in (0, 1)])
-    devices.failed(died(0, 4), 0, 1, [Fault("lost", 0, 4)])
+    devices.failed(died(0, 4), 1, [Fault("lost", 0, 4)])
     devices.use(devices.left(2))
     assert [(slot.index, slot.sees) for slot in devices.used] == [(1, (1,))]
 

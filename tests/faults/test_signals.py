@@ -173,8 +173,8 @@ def test_a_stop_of_a_trainer_that_saves_is_not_told_that_no_state_is_saved(saves
     said, halt = list[str](), Halt()
     halt.ask(signal.SIGTERM)
     view: Any = SimpleNamespace(print=said.append)
-    restarts: Any = SimpleNamespace(resumable=False)
-    viewer = Viewer(view, ["cpu"], live=False, restarts=restarts, halt=halt, machines=None)
+    started: Any = SimpleNamespace(restarts=SimpleNamespace(resumable=False))
+    viewer = Viewer(view, ["cpu"], started, halt, live=False)
     viewer.message(0, {"kind": "stopping", "step": 23, "epoch": 3, "saves": saves})
     assert said[0] == "stopped by SIGTERM after step 23 (epoch 3)"
     assert said[1:] == ([] if saves else ["no state is saved: the script has not called mw.checkpoint."])

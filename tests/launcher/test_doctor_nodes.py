@@ -92,7 +92,7 @@ def test_healthy_nodes_have_nothing_to_say(step: dict[str, str], cluster: list[H
     found = all_ended([start(host, n, cluster, tmp_path, **places[n]) for n, host in enumerate(cluster)])
     assert found["findings"] == []
     assert found["facts"]["nodes"].startswith("3 of 3")
-    assert found["facts"]["links"].startswith("6 of 6 ways")
+    assert found["facts"]["links"] == "6 of 6 ways"
     assert list(tmp_path.iterdir()) == []
 
 
@@ -131,7 +131,7 @@ def test_a_node_that_another_does_not_reach_is_named(cluster: list[Host], tmp_pa
         subprocess.run([*of_host, "del", cluster[2].address, "dev", "eth0"], check=True)
     ((host, why, mend),) = of(found, "links")
     assert host in ("host1", "host2") and why.count("timed out") == 2 and "open all TCP ports" in mend
-    assert found["facts"]["links"].startswith("4 of 6 ways")
+    assert found["facts"]["links"] == "4 of 6 ways"
     assert len(found["findings"]) == 1
 
 

@@ -407,12 +407,12 @@ def test_launchers_meet_where_the_options_say_and_beside_the_store_of_torchruns_
 @pytest.mark.parametrize(
     ("environment", "words", "says"),
     [
-        (ONE_A_NODE, {"nnodes": 3}, "--nnodes 3, but Slurm started 2 tasks on 2 machines"),
-        (ONE_A_NODE, {"nnodes": 3, "node_rank": 2}, "--nnodes 3, but Slurm started 2 tasks on 2 machines"),
+        (ONE_A_NODE, {"nnodes": 3}, "--nnodes 3 --node-rank 0, but this is machine"),
+        (ONE_A_NODE, {"nnodes": 3, "node_rank": 2}, "--nnodes 3 --node-rank 2, but this is machine"),
         (
             SRUN | {"SLURM_NODEID": "0"},
             {"nnodes": 2, "node_rank": 1},
-            "--node-rank 1, but Slurm says that this is machine 0 of 2",
+            "--nnodes 2 --node-rank 1, but this is machine 0 of 2, as Slurm says",
         ),
         (
             SRUN,

@@ -43,7 +43,7 @@ def with_plan(options: RunOptions, console: Console) -> RunOptions:
             "--plan auto works only on one machine, where meshwise run starts the workers itself. Find the plan with "
             "meshwise plan --machine 2x8xH100 --save plan.toml, and pass it with --plan plan.toml."
         )
-    slots = find_devices(parse_devices("all" if options.devices is None else options.devices))
+    slots = find_devices(parse_devices(options.devices or "all"))
     machine = only_devices(find_machine(), device_names(slots))
     if slots[0].device == "cpu" and len(slots) > 1:
         with console.status(f"measuring what {len(slots)} workers send each other"):

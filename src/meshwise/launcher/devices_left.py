@@ -37,11 +37,11 @@ class DevicesLeft:
         every = tuple(slot.index for slot in chosen if slot.index is not None)
         return [replace(slot, sees=every) if slot.sees else slot for slot in chosen]
 
-    def failed(self, failure: Failure | None, local_rank: int, attempt: int, happened: Iterable[Fault]) -> None:
+    def failed(self, failure: Failure | None, attempt: int, happened: Iterable[Fault]) -> None:
         """Record that a worker failed, so that its device may be left out of the next attempts."""
-        if failure is None or not 0 <= local_rank < len(self._used):
+        if failure is None or failure.rank >= len(self._used):
             return
-        slot = self._used[local_rank]
+        slot = self._used[failure.rank]
         for fault in happened:
             if fault.kind == "lost" and fault.rank == failure.rank:
                 self._back[slot] = attempt + 1 + fault.back if fault.back else NEVER

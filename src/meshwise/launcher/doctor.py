@@ -30,7 +30,6 @@ from meshwise.workers.places.place import Place
 
 PACKAGE = Path(__file__).parents[1] / "__init__.py"
 LIBRARIES = ("meshwise", "numpy", "transformers", "lightning", "ray")
-NO_MATTER = "is not in the catalog"  # a note on figures, not on health
 LEAST_FREE = 2 * 2**30
 """Bytes that should be free for the states of a run."""
 MEND = "--out FOLDER, on another disk"
@@ -85,8 +84,7 @@ def examine(out: Path, place: Place) -> Health:
         "listens": f"torch's store at {store}, gloo at {gloo}",
         "disk": disk,
     }
-    notes = tuple(each for each in machine.warnings if NO_MATTER not in each)
-    machine = replace(machine, versions={**_versions(), **machine.versions}, warnings=notes)
+    machine = replace(machine, versions={**_versions(), **machine.versions})
     return Health(machine, facts, (*limits_that_hurt(machine, inside=inside), *findings), gloo, folder)
 
 

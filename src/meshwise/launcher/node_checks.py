@@ -27,7 +27,7 @@ REACH = 3.0
 """Seconds for a connection from one node to another, and for a new file to appear."""
 ANSWER = 8.0
 """Seconds to wait for the reports of the others, once node 0 has made its own."""
-TRIES, TIME = 5, 20  # how often a node is asked for its time, and the bytes of the answer
+TIME = 20  # the bytes in which a node tells its time
 
 
 @dataclass(frozen=True)
@@ -124,21 +124,14 @@ def _tell_time(server: socket.socket) -> None:
 
 
 def probe(address: str, port: int) -> dict[str, Any]:
-    """Connect to another node. Return the `seconds` until it answers and how many seconds its clock is `ahead`, or the
-    `error`."""
+    """Connect to another node. Return how many seconds its clock is `ahead`, or the `error`."""
+    asked = time.time()
     try:
-        seconds, ahead = min(_ask_time(address, port) for _ in range(TRIES))
+        with socket.create_connection((address, port), timeout=REACH) as connection:
+            there = float(connection.recv(TIME, socket.MSG_WAITALL))
     except (OSError, ValueError) as error:
         return {"error": f"{address} {getattr(error, 'strerror', None) or error}".lower()}
-    return {"seconds": seconds, "ahead": ahead}
-
-
-def _ask_time(address: str, port: int) -> tuple[float, float]:
-    asked, began = time.time(), time.monotonic()
-    with socket.create_connection((address, port), timeout=REACH) as connection:
-        there = float(connection.recv(TIME, socket.MSG_WAITALL))
-    seconds = time.monotonic() - began
-    return seconds, there - asked - seconds / 2
+    return {"ahead": there - (asked + time.time()) / 2}
 
 
 def _appears(path: Path) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -35,12 +34,11 @@ def judge(place: Place, reports: Reports, came: Sequence[int]) -> tuple[dict[str
     ways = {(a, int(b)): way for a, told in reports.items() for b, way in told["reached"].items()}
     good = {pair: way for pair, way in ways.items() if "error" not in way}
     shut = {pair: way["error"] for pair, way in ways.items() if pair not in good and pair[1] in reports}
-    seconds = statistics.median(way["seconds"] for way in good.values()) if good else math.nan
     ahead, folder = _ahead(good), printable(reports[0]["folder"])
     shared = [node for node, told in reports.items() if told["shared"]]
     facts = {
         "nodes": f"{len(reports)} of {place.nodes}: {some([names[node] for node in reports], 8)}",
-        "links": f"{len(good)} of {len(ways)} ways, a connection takes {seconds_text(seconds)}",
+        "links": f"{len(good)} of {len(ways)} ways",
         "clocks": f"within {seconds_text(max(ahead.values()) - min(ahead.values()))}",
         "folder": f"{folder}, seen by {len(shared)} of {len(reports)}",
     }

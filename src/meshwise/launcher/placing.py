@@ -28,7 +28,6 @@ from meshwise.spec.devices import parse_devices
 from meshwise.spec.errors import MeshwiseError, UsageError
 from meshwise.spec.exit_codes import OF_SCHEDULERS
 from meshwise.spec.json_values import json_value
-from meshwise.spec.options import options_of
 from meshwise.spec.units import plural
 from meshwise.spec.world import World
 from meshwise.training.job.options import RunOptions
@@ -47,9 +46,9 @@ def placed(options: RunOptions, environment: Mapping[str, str] = os.environ) -> 
     if place.size == 1:
         return options, False
     _refuse_contradiction(options, place)
-    count = _devices_here(options, place)
-    launches = count > 1 or options.nnodes > 1 or options.folder is not None  # meshwise submit sets `folder`
-    if place.one_a_node and launches:
+    if not place.one_a_node:
+        refuse_devices(options.devices, place, " or one for each machine (--ntasks-per-node=1)")
+    elif options.nnodes > 1 or options.folder is not None or _devices(options) > 1:  # meshwise submit sets `folder`
         host, port = options.address or address_of(place)
         if place.launcher == "torchrun":  # its own store uses this port
             port = port_of(place.key)
@@ -83,12 +82,8 @@ def check_kind(devices: str | None, world: World) -> None:
         )
 
 
-def _devices_here(options: RunOptions, place: Place) -> int:
-    """Return how many devices this process uses."""
-    if place.one_a_node:
-        return len(find_devices(parse_devices(options.devices or "all")))
-    refuse_devices(options.devices, place, " or one for each machine (--ntasks-per-node=1)")
-    return 1
+def _devices(options: RunOptions) -> int:
+    return len(find_devices(parse_devices(options.devices or "all")))
 
 
 def refuse_devices(devices: str | None, place: Place, otherwise: str = "") -> None:
@@ -106,15 +101,10 @@ def refuse_devices(devices: str | None, place: Place, otherwise: str = "") -> No
 
 def _refuse_contradiction(options: RunOptions, place: Place) -> None:
     launcher = place.launcher or "the launcher"
-    if options.nnodes not in (1, place.nodes):
+    if options.nnodes not in (1, place.nodes) or options.node_rank not in (0, place.node):
         raise UsageError(
-            f"--nnodes {options.nnodes}, but {launcher} started {plural(place.size, 'task')} on "
-            f"{plural(place.nodes, 'machine')}. Remove --nnodes and --node-rank: {launcher} sets these."
-        )
-    if options.node_rank not in (0, place.node):
-        raise UsageError(
-            f"--node-rank {options.node_rank}, but {launcher} says that this is machine {place.node} of {place.nodes}. "
-            "Remove --node-rank."
+            f"--nnodes {options.nnodes} --node-rank {options.node_rank}, but this is machine {place.node} of "
+            f"{place.nodes}, as {launcher} says. Remove --nnodes and --node-rank: {launcher} sets these."
         )
 
 
@@ -131,7 +121,7 @@ def continued(options: RunOptions) -> RunOptions:
     if options.job is not None and asked.get("job") not in (None, options.record()["job"]):
         raise UsageError(f"--folder {folder} contains a run of job '{asked['job']}', not of '{options.job}'.")
     now = options.record()
-    same = {name for name, _, option in options_of(RunOptions) if option.recorded and now[name] == _listed(asked, name)}
+    same = {name for name, value in now.items() if json_value(value) == asked.get(name)}
     new = RunOptions()
     given = replace(options, **{name: getattr(new, name) for name in {*same, "job"}})
     return replace(given.resumed(facts), folder=folder)
@@ -178,8 +168,3 @@ def run_in(folder: Path, program: object) -> dict[str, Any]:
         names.change_run(folder, status="failed", error=str(error))
         raise
     return facts
-
-
-def _listed(asked: dict[str, object], name: str) -> object:
-    value = asked.get(name)
-    return tuple(value) if isinstance(value, list) else value

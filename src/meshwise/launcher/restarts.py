@@ -6,12 +6,14 @@ exception of the program.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +27,14 @@ from meshwise.spec.faults import Fault
 from meshwise.spec.plan import Plan
 from meshwise.spec.plan_devices import on_devices
 from meshwise.spec.plan_file import plan_from_toml, plan_to_toml
-from meshwise.spec.units import plural
-from meshwise.workers.failure import Failure, recorded
+from meshwise.training import recording
+from meshwise.workers.environment import ATTEMPT, read_world
+from meshwise.workers.failure import recorded
+from meshwise.workers.place import place_in
 
 NOT_SAVED = "The run is not started again, because the program saves no state. Call mw.checkpoint in the program."
 STARTED_AGAIN = "Started again, the run goes on from its last saved state"
-MOST_WITHOUT_PROGRESS, MOST_SMALLER = 3, 4
+MOST_WITHOUT_PROGRESS = 3
 COMMAND_TIMEOUT = 30.0  # seconds to wait at the end for commands of --on-failure that still run
 
 
@@ -49,8 +53,6 @@ class Restarts:
     """The plan with which the run was started. None if a script chooses its own plan."""
     states: Path | None = None
     """The folder in which a script saves its state. None if the script saves its state in the run's folder."""
-    launched: Mapping[str, Any] = field(default_factory=dict)
-    """Facts about the launcher, such as srun, that started this command. Recorded for each attempt."""
     attempt: int = 1
     """The number of the current attempt within this command, from 1."""
     number: int = 1
@@ -60,8 +62,6 @@ class Restarts:
     began_at: int = 0
     failed: float | None = None
     """When the previous attempt failed (time.monotonic). None once the workers have made a step again."""
-    plan: str = ""
-    """The plan with which the run continues, as TOML. An empty string if it is the first plan."""
     smaller: str = ""
     """The plan (TOML) with which the run continues after it ran out of memory. Empty if it never ran out of memory."""
     resumes: bool = False
@@ -69,7 +69,6 @@ class Restarts:
     plan_now: Plan | None = None
     """The plan with which the run continues. None before the first restart."""
     _change: str = ""
-    _smaller: int = 0
     _furthest: int = 0
     _without_progress: int = 0
     _last: tuple[int, str, int] | None = None
@@ -84,27 +83,35 @@ class Restarts:
         """Return the faults to inject in this attempt."""
         return tuple(fault for fault in self.faults if fault.attempt == self.attempt)
 
+    def attempted(self, call: Callable[[Path], Any]) -> Callable[[], Any]:
+        """Return a function that runs `call(folder)` in a worker, as this attempt and with its faults."""
+        return partial(_in_attempt, self.number, self.due(), call, self.folder)
+
     def after(self, error: WorkerFailed) -> WorkerFailed | None:
         """Return None if the run restarts after an attempt that failed with `error`, otherwise the error to raise."""
         failure = error.failure
         self.step = max(self.began_at, failure.done if failure is not None else 0)
         if failure is None or (self.most == 0 and self.alone):
             return error
-        if not self.alone:
-            return self._after_on_several(error, failure)
-        if failure.smaller and self.resumable and self._smaller < MOST_SMALLER:
+        again = f"{STARTED_AGAIN}."
+        if failure.smaller and self.resumable:
             self.smaller, changed = failure.smaller
+            self.most, self._last = self.most + 1, None
             self._change = f"with {changed}, and the same numbers"
-            self.most, self._smaller, self._last = self.most + 1, self._smaller + 1, None
-            return None
-        if not failure.of_machine:
+            if self.alone:
+                return None
+            self.plan_now = plan_from_toml(self.smaller)
+            self.keep_plan()
+            again = f"{STARTED_AGAIN}, {self._change}."
+        elif not failure.of_machine:
             return error
         if not self.resumable:
-            return ended(error, NOT_SAVED, error.exit_code)
+            return ended(error, NOT_SAVED, error.exit_code if self.alone else AGAIN)
+        if not self.alone:
+            return ended(error, again, AGAIN)
         this = None if failure.step is None else (failure.rank, failure.kind, failure.step)
-        progress = self.step > self._furthest
+        self._without_progress = 0 if self.step > self._furthest else self._without_progress + 1
         self._furthest = max(self.step, self._furthest)
-        self._without_progress = 0 if progress else self._without_progress + 1
         if this is not None and this == self._last:
             why = f"The program itself fails: rank {failure.rank} failed alike in step {failure.step} of two attempts."
             return ended(error, why, FAILED)
@@ -117,32 +124,25 @@ class Restarts:
             return ended(error, f"{left} {shlex.quote(str(self.folder))}", AGAIN)
         return None
 
-    def _after_on_several(self, error: WorkerFailed, failure: Failure) -> WorkerFailed:
-        """Return the error to raise on several machines, where whoever started the run starts it again."""
-        if failure.smaller and self.resumable:
-            self.smaller, changed = failure.smaller
-            self.plan_now = plan_from_toml(self.smaller)
-            self.keep_plan()
-            return ended(error, f"{STARTED_AGAIN}, {changed}, and the same numbers.", AGAIN)
-        if not failure.of_machine:
-            return error
-        return ended(error, f"{STARTED_AGAIN}." if self.resumable else NOT_SAVED, AGAIN)
-
     def happened_now(self) -> list[Fault]:
         """Return the injected faults of this attempt that have happened."""
-        happened = {line.get("fault") for line in self.happened() if line.get("attempt") == self.number}
+        happened = {line.get("fault") for line in self._happened() if line.get("attempt") == self.number}
         return [fault for fault in self.due() if str(fault) in happened]
 
     def fit(self, devices: int) -> int:
         """Adapt the plan to at most `devices` devices, and return how many it uses."""
-        plan = self.plan_now = plan_from_toml(self.smaller) if self.smaller else self.asked
+        plan = plan_from_toml(self.smaller) if self.smaller else self.asked
         if plan is not None:
             self.plan_now = on_devices(plan, devices)
-            devices = self.plan_now.devices
-        elif not devices:
+            return self.plan_now.devices
+        if not devices:
             raise PlanError("no device is left on which the run could continue.")
-        self.plan = plan_to_toml(self.plan_now) if self.plan_now and (self.smaller or self.plan_now != plan) else ""
         return devices
+
+    @property
+    def plan(self) -> str:
+        """The plan with which the run continues, as TOML. Empty if it is the first plan."""
+        return "" if self.plan_now in (None, self.asked) else plan_to_toml(self.plan_now)
 
     def moves_to(self, where: str) -> None:
         """Record that the next attempt runs on other devices. where: these devices in words, such as `4 devices`."""
@@ -173,13 +173,12 @@ class Restarts:
     def record(self) -> dict[str, Any]:
         """Return the facts to record when an attempt begins."""
         faults = {"faults": [str(fault) for fault in self.due()]} if self.due() else {}
-        return {**self.launched, **faults}
+        return {**place_in(os.environ).record(), **faults}
 
-    def facts(self, error: WorkerFailed, number: int) -> dict[str, Any]:
-        """Return the facts to record about an attempt that failed with `error`. number: the attempt's number within the
-        run."""
+    def facts(self, error: WorkerFailed) -> dict[str, Any]:
+        """Return the facts to record about an attempt that failed with `error`."""
         told = {} if error.failure is None else recorded(error.failure)
-        times = [line["time"] for line in self.happened() if line.get("attempt") == number]
+        times = [line["time"] for line in self._happened() if line.get("attempt") == self.number]
         return told | ({"seconds_to_detect": time.time() - max(times)} if times else {})
 
     def began(self, step: int) -> dict[str, Any]:
@@ -202,29 +201,25 @@ class Restarts:
 
     def close(self, say: Callable[[str], None]) -> None:
         """Wait a limited time for the commands of --on-failure, and report faults that did not happen."""
-        until = time.monotonic() + COMMAND_TIMEOUT
         for process in self._commands:
-            try:
-                code = process.wait(timeout=max(0.0, until - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                say(f"--on-failure {self.command}: the command still runs. meshwise does not wait for it.")
-                continue
-            if code:
-                say(f"--on-failure {self.command}: ended with exit code {code}.")
-        happened = {(line.get("fault"), line.get("attempt")) for line in self.happened()}
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(COMMAND_TIMEOUT)
+        happened = {(line.get("fault"), line.get("attempt")) for line in self._happened()}
         first = self.number - self.attempt
         for fault in () if is_lost(self.folder) else self.faults:
             if (str(fault), first + fault.attempt) not in happened:
-                say(f"--fault {fault} did not happen: {self._why_not(fault)}.")
+                say(f"--fault {fault} did not happen: its rank did not come to its step in that attempt.")
 
-    def _why_not(self, fault: Fault) -> str:
-        if fault.attempt > self.attempt:
-            return f"there {'was' if self.attempt == 1 else 'were'} {plural(self.attempt, 'attempt')}"
-        return f"rank {fault.rank} did not reach {fault.phase} of step {fault.step} in that attempt"
-
-    def happened(self) -> list[Mapping[str, Any]]:
+    def _happened(self) -> list[Mapping[str, Any]]:
         """Return the records of injected faults that have happened in the run."""
         return list(read_lines(self.folder / names.FAULTS)) if self.faults else []
+
+
+def _in_attempt(number: int, faults: Sequence[Fault], call: Callable[[Path], Any], folder: Path) -> Any:
+    os.environ[ATTEMPT] = str(number)
+    if faults:
+        recording.faults.arm(faults, read_world(os.environ).rank, folder)
+    return call(folder)
 
 
 def refuse_without_progress(folder: Path, facts: Mapping[str, Any]) -> None:

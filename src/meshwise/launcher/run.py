@@ -18,7 +18,7 @@ from rich.console import Console
 from meshwise import launcher
 from meshwise.hardware.find import find_devices
 from meshwise.launcher.placing import continued, placed
-from meshwise.launcher.start import in_attempt, start, supervised, worker_slots
+from meshwise.launcher.start import start, supervised, worker_slots
 from meshwise.launcher.supervise import LaunchedProgram, Started, Viewer, summarise
 from meshwise.parallel.fits import check_fits
 from meshwise.records import folder as names
@@ -145,10 +145,9 @@ def _job_program(job: Named, options: RunOptions, world: World) -> LaunchedProgr
     plan = options.plan_on(world.size)
     check_fits(plan, world)  # checked before a folder is created
     record = {"request": options.record(), **predicted_of_run(options, job, plan)}
-    again = partial(_job_again, options)
+    call = partial(_job_in_worker, options)
     resumes = options.folder is not None and names.saved_step(Path(options.folder)) is not None
-    call = partial(again, plan="", resumes=True) if resumes else partial(_job_in_worker, options)
-    return LaunchedProgram(job.name, plan, call, record, again=again)
+    return LaunchedProgram(job.name, plan, partial(call, resumes=resumes), record, again=call)
 
 
 def predicted_of_run(options: RunOptions, job: Named, plan: Plan) -> dict[str, Any]:
@@ -156,23 +155,20 @@ def predicted_of_run(options: RunOptions, job: Named, plan: Plan) -> dict[str, A
     predicted = prediction_in(options.plan.text) if isinstance(options.plan, PlanText) else None
     if predicted is None or not isinstance(options.plan, PlanText):
         return {}
-    if (predicted.job, predicted.batch_size) != (job.name, job.batch_size):
-        of = f"{predicted.job} with a global batch of {predicted.batch_size}"
-        return {PREDICTED: f"The prediction of the plan file is not shown: it belongs to {of}."}
-    if plan_from_toml(options.plan.text, plan.devices) != plan:
-        return {PREDICTED: "The prediction of the plan file is not shown: the run has another plan than the file."}
-    return {PREDICTED: json_value(predicted)}
+    of = predicted.job, predicted.batch_size, plan_from_toml(options.plan.text, plan.devices)
+    if of == (job.name, job.batch_size, plan):
+        return {PREDICTED: json_value(predicted)}
+    told = f"{of[0]} with a global batch of {of[1]} and {of[2]}"
+    return {PREDICTED: f"The prediction of the plan file is not shown: it belongs to {told}."}
 
 
-def _job_in_worker(options: RunOptions, folder: Path) -> dict[str, Any]:
-    return launcher.training.run_job(_job_of(options), options, folder)
-
-
-def _job_again(options: RunOptions, folder: Path, plan: str, resumes: bool) -> dict[str, Any]:
-    """Run the job from the newest saved state if `resumes` is set, otherwise from the start."""
+def _job_in_worker(options: RunOptions, folder: Path, plan: str = "", resumes: bool = False) -> dict[str, Any]:
+    """Run the job. plan: another plan, as TOML. resumes: whether to begin from the newest saved state of the folder."""
     if plan:
         options = replace(options, plan=PlanText(plan), settings=())
-    return _job_in_worker(replace(options, resume=folder if resumes else None), folder)
+    if resumes:
+        options = replace(options, resume=folder)
+    return launcher.training.run_job(_job_of(options), options, folder)
 
 
 def _job_of(options: RunOptions) -> Job:
@@ -197,22 +193,15 @@ def _run_joined(options: RunOptions, console: Console, began: float) -> tuple[Ru
     job = _job_of(options)
     program = partial(_job_program, Named(job.name, job.batch_size), options)
     with launcher.joined.joined_run(program, options, began) as started:
-        session, restarts = launcher.training.join(), started.restarts
+        session = launcher.training.join()
         leads = session.world.rank == 0
         launcher.training.agree_to_stop(session.world, session.gate, interrupts=True)
         if options.folder is not None and names.saved_step(started.folder) is not None:
             options = replace(options, resume=started.folder)
         devices = [f"rank {r}" for r in range(session.world.size)]
-        viewer = Viewer(
-            LiveView(console),
-            devices,
-            live=False,
-            restarts=restarts,
-            halt=session.gate,
-            started=started if leads else None,
-        )
+        viewer = Viewer(LiveView(console), devices, started, session.gate, live=False)
         call = partial(launcher.training.run_job, job, options, send=viewer.send if leads else None)
-        results = launcher.training.gather_objects(in_attempt(restarts.number, restarts.due(), call, started.folder))
+        results = launcher.training.gather_objects(started.restarts.attempted(call)())
     summary = _finish(started, results, console if leads else Console(quiet=True), keep=leads)
     return summary, code_of_stop(session.gate.signal) if results[0]["status"] == "stopped" else DONE
 

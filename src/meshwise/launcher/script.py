@@ -9,7 +9,6 @@ import json
 import os
 import shlex
 import sys
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -37,8 +36,8 @@ def start_script(
     arguments: Sequence[str],
     options: RunOptions,
     console: Console,
-    began: float | None = None,
-    starts: Callable[[RunOptions], object] = lambda options: None,
+    began: float,
+    starts: Callable[[RunOptions], object],
 ) -> int:
     """Run a script on all devices, with one process for each device. Return the exit code."""
     script = Path(str(options.job))
@@ -51,7 +50,7 @@ def start_script(
     options, joined = placed(options)
     if options.folder is not None:
         launcher.placing.run_in(Path(options.folder), script)
-    program, began = partial(_script_program, script, arguments, options), began or time.time()
+    program = partial(_script_program, script, arguments, options)
     if joined:
         if options.gives_plan:
             raise UsageError(
@@ -60,7 +59,7 @@ def start_script(
             )
         with launcher.joined.joined_run(program, options, began, process.session.saves) as run:
             call = partial(_script_in_worker, script, arguments, options)
-            launcher.start.in_attempt(run.restarts.number, run.restarts.due(), call, run.folder)
+            run.restarts.attempted(call)()
         if read_world(os.environ).rank == 0:
             print("\n".join(_where(run.folder)), file=sys.stderr, flush=True)
         return 0

@@ -11,7 +11,6 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +27,11 @@ from meshwise.records.files import stay_in, write_text
 from meshwise.records.lock import FolderLock
 from meshwise.spec.devices import WorkerSlot, parse_devices
 from meshwise.spec.errors import UsageError, WorkerFailed
-from meshwise.spec.faults import Fault, faults_of
+from meshwise.spec.faults import faults_of
 from meshwise.spec.plan_file import PREDICTED, plan_to_toml
 from meshwise.spec.prediction import prediction_of, prediction_to_toml
 from meshwise.spec.world import World
-from meshwise.training import recording
 from meshwise.training.job.options import RESTARTS, RunOptions
-from meshwise.workers.environment import ATTEMPT, read_world
 from meshwise.workers.fork_server import Forks
 from meshwise.workers.meeting import Meeting
 from meshwise.workers.place import place_in
@@ -87,7 +84,7 @@ def met(options: RunOptions, local_size: int) -> Meeting | None:
 
 def worker_slots(options: RunOptions) -> list[WorkerSlot]:
     """Return the worker slots for the devices that `--devices` names, or for as many as the plan needs."""
-    every = find_devices(parse_devices("all" if options.devices is None else options.devices))
+    every = find_devices(parse_devices(options.devices or "all"))
     if options.devices is not None or options.nnodes > 1 or not options.gives_plan:
         return every
     needs, kind = options.plan_on(len(every)).devices, every[0].device
@@ -134,13 +131,11 @@ def opened(
         alone=meeting is None,
         command=options.on_failure,
         faults=faults_of(options.fault, world),
-        launched=place_in(os.environ).record(),
         number=told.get("attempt", 1),
         asked=program.plan,
     )
-    goes_on = options.resume is not None or options.folder is not None
-    kept = [folder / name for name in (names.RUN, names.PLAN)] if goes_on else []
-    before = {path: path.read_text(encoding="utf-8") for path in kept if path.is_file()}
+    kept = [path for path in (folder / names.RUN, folder / names.PLAN) if path.is_file()]
+    before = {path: path.read_text(encoding="utf-8") for path in kept}
     shares = not told or newest(folder) == told["attempt"]
     limit = options.hang_seconds()
     started = Started(program, folder, slots, restarts, meeting, shares, before, hang_limit=limit)
@@ -193,10 +188,9 @@ def supervised(
     told = place_in(os.environ).told(meeting.size if meeting else len(slots), meeting.nodes if meeting else 1)
     if started.first_rank == 0 or not told:  # under a launcher, all nodes share one output
         line = f"{Path(program.name).name}  {plan}{describe(slots, started.first_rank)}"
-        text = f"{told}\n{line}" if told and started.first_rank == 0 else line
-        console.print(text, soft_wrap=not console.is_terminal, markup=False, highlight=False)
+        console.print(f"{told}\n{line}".lstrip(), soft_wrap=not console.is_terminal, markup=False, highlight=False)
     try:
-        return supervise(started, partial(_task, started), console, limit, forks)
+        return supervise(started, console, limit, forks)
     except WorkerFailed as error:
         refused = error.exit_code == UsageError.exit_code and started.restarts.attempt == 1
         if refused and started.keeps_record:
@@ -205,20 +199,3 @@ def supervised(
         raise
     finally:
         started.close()
-
-
-def _task(started: Started) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """Return the function that the workers of the next attempt call, and the arguments of the call."""
-    program, restarts = started.program, started.restarts
-    call: Callable[..., Any] = program.call
-    if restarts.attempt > 1 and program.again is not None:
-        call = partial(program.again, plan=restarts.plan, resumes=restarts.resumes)
-    return in_attempt, (restarts.number, restarts.due(), call, started.folder)
-
-
-def in_attempt(number: int, faults: Sequence[Fault], call: Callable[[Path], Any], folder: Path) -> Any:
-    """Run `call(folder)` in a worker, as attempt `number` of the run, with the injected faults of this attempt."""
-    os.environ[ATTEMPT] = str(number)
-    if faults:
-        recording.faults.arm(faults, read_world(os.environ).rank, folder)
-    return call(folder)

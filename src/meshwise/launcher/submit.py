@@ -22,13 +22,13 @@ from meshwise.records import folder as names
 from meshwise.records.files import write_text
 from meshwise.records.run_list import SCRIPT, array_of, jobs_of, tasks_of
 from meshwise.spec.durations import seconds_of
-from meshwise.spec.errors import UsageError
+from meshwise.spec.errors import MeshwiseError, UsageError
 from meshwise.spec.options import Option, option_name, options_of
 from meshwise.training.job.options import STOP, RunOptions
 
 NOT_SENT = ("nnodes", "node_rank", "master_addr", "master_port", "rdzv_endpoint", "resume", "folder", "time_limit")
 """Options of `meshwise run` that `meshwise submit` lacks, because the cluster or the batch script decides them."""
-DECIDED = (*("--nodes", "-N", "--time", "-t", "--ntasks", "-n", "--ntasks-per-node", "--output", "-o"),)
+DECIDED = ("--nodes", "-N", "--time", "-t", "--ntasks", "-n", "--ntasks-per-node", "--output", "-o")
 """Options of sbatch that the user may not give, because the batch script decides them."""
 
 
@@ -102,9 +102,8 @@ def prepare(
     )
 
 
-def send(job: BatchJob, word: str, arguments: Sequence[str]) -> tuple[Path, str | None]:
-    """Make the run folder, and submit the batch script.
-    Return its path and the job number (None without sbatch)."""
+def send(job: BatchJob, word: str, arguments: Sequence[str]) -> tuple[Path, str]:
+    """Make the run folder, and submit the batch script. Return its path and the job number."""
     _refuse_missing(job.site.secrets, job.site.file)
     try:
         job.run.mkdir(parents=True)
@@ -127,12 +126,12 @@ def send(job: BatchJob, word: str, arguments: Sequence[str]) -> tuple[Path, str 
     names.write_run(job.run, facts)
     try:
         return job.run / SCRIPT, _sent(job.run)
-    except slurm.SchedulerError:
+    except MeshwiseError:
         shutil.rmtree(job.run)
         raise
 
 
-def send_again(run: Path, options: SubmitOptions, sbatch: Sequence[str]) -> tuple[Path, str | None]:
+def send_again(run: Path, options: SubmitOptions, sbatch: Sequence[str]) -> tuple[Path, str]:
     """Submit a run's batch script again, with the current program. Returns what `send` returns."""
     facts, (sent, task) = names.read_run(run), array_of(run)
     if not (sent / SCRIPT).is_file():
@@ -152,7 +151,7 @@ def send_again(run: Path, options: SubmitOptions, sbatch: Sequence[str]) -> tupl
     names.change_run(run, status=names.QUEUED)
     try:
         return sent / SCRIPT, _sent(run, words)
-    except slurm.SchedulerError:
+    except MeshwiseError:
         names.change_run(run, status=facts.get("status"))
         raise
 
@@ -194,9 +193,7 @@ def refuse_options_of_runs(typed: Mapping[str, Any]) -> None:
         raise UsageError(f"{given[0]}: a run that is submitted again keeps its own options. Leave this option out.")
 
 
-def _sent(run: Path, words: Sequence[str] = ()) -> str | None:
-    if not slurm.is_here():
-        return None
+def _sent(run: Path, words: Sequence[str] = ()) -> str:
     sent, (folder, task) = time.time(), array_of(run)
     job = slurm.send(folder / SCRIPT, [f"--output={folder.absolute()}/slurm-%j.out", *words])
     job += f"_{task}" if task else ""

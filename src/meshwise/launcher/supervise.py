@@ -43,10 +43,6 @@ from meshwise.workers.launch import launch
 from meshwise.workers.meeting import Meeting
 from meshwise.workers.watched import Listeners
 
-WITHOUT_RECORDS = (
-    "The run {ended}, but its folder {folder} was removed or moved meanwhile. The records and states that "
-    "the run would have written there are lost."
-)
 STOPS = (signal.SIGINT, signal.SIGHUP, *WARNINGS)
 """Signals to the launcher that end the run. All ranks stop after the same step."""
 
@@ -102,18 +98,11 @@ class Viewer:
     """Shows a run to the user. It prints what the messages of the run's workers report."""
 
     def __init__(
-        self,
-        view: LiveView,
-        devices: Sequence[str],
-        *,
-        live: bool,
-        restarts: Restarts,
-        halt: Halt | StepGate,
-        started: Started | None,
+        self, view: LiveView, devices: Sequence[str], started: Started, halt: Halt | StepGate, *, live: bool
     ) -> None:
-        """live: whether the view redraws progress. started: None if this process must not write the run's record."""
-        self._view, self._live, self._halt = view, live, halt
-        self._restarts, self._started = restarts, started
+        """live: whether the view redraws progress."""
+        self._view, self._started, self._halt, self._live = view, started, halt, live
+        self._restarts = started.restarts
         self.stopped = ""
         self._devices = tuple(devices)
         self._memory: list[int | None] = [None] * len(devices)
@@ -126,7 +115,7 @@ class Viewer:
         kind = message["kind"]
         if kind == "began":
             self._job = message["job"]
-            if self._started and rank == self._started.first_rank:
+            if rank == self._started.first_rank:
                 self._told = []
                 self._keep(self._restarts.began(message["step"]))
         elif kind == "stepped":
@@ -149,12 +138,13 @@ class Viewer:
         elif kind == "note":
             self._view.print(fitted(message["text"], sys.stdout))
 
-    def look_for(self, folder: Path) -> None:
+    def look(self) -> None:
         """Check at most once a second whether the run folder is gone. Tell the user once if it is."""
         if not self._lost and time.monotonic() - self._looked > 1.0:
-            self._looked, self._lost = time.monotonic(), is_lost(folder)
+            self._looked, self._lost = time.monotonic(), is_lost(self._restarts.folder)
             if self._lost:
-                self._view.print(f"{folder} was removed or moved. The run continues, but writes no records or states.")
+                where = self._restarts.folder
+                self._view.print(f"{where} was removed or moved. The run continues, but writes no records or states.")
 
     def stops(self, where: str = "", saves: bool = False) -> None:
         """Tell the user that the run is stopped, and by which signal."""
@@ -165,7 +155,7 @@ class Viewer:
                 self._view.print("no state is saved: the script has not called mw.checkpoint.")
 
     def _keep(self, facts: Mapping[str, Any]) -> None:
-        if facts and self._started and self._started.keeps_record:
+        if facts and self._started.keeps_record:
             names.add_to_session(self._restarts.folder, **facts)
 
     def send(self, kind: str, **facts: Any) -> None:
@@ -190,11 +180,7 @@ def metrics_line(message: Mapping[str, Any]) -> str:
 
 
 def supervise(
-    started: Started,
-    task: Callable[[], tuple[Callable[..., Any], tuple[Any, ...]]],
-    console: Console,
-    limit: float | None = None,
-    forks: Forks | None = None,
+    started: Started, console: Console, limit: float | None = None, forks: Forks | None = None
 ) -> tuple[list[Any], int]:
     """Launch workers, show the run, and restart it while `restarts` allows.
     Return the results and the exit code."""
@@ -202,21 +188,18 @@ def supervise(
     halt, forks = Halt(), forks or Forks(PRELOAD)
     with LiveView(console) as view, forwarded_signals(halt, view), halt.after(limit):
         named, devices = [f"rank {rank} {slot.name}" for rank, slot in enumerate(slots)], DevicesLeft(slots)
-        viewer = Viewer(view, named, live=view.draws, restarts=restarts, halt=halt, started=started)
-
-        def look() -> None:
-            viewer.look_for(restarts.folder)
+        viewer = Viewer(view, named, started, halt, live=view.draws)
 
         def log(folder: Path, rank: int) -> BinaryIO:
             return open_log(folder, rank, restarts.number)
 
-        listeners = Listeners(viewer.message, viewer.output, look, log, started.hang_limit)
+        listeners = Listeners(viewer.message, viewer.output, viewer.look, log, started.hang_limit)
         launches = partial(launch, folder=restarts.folder, listeners=listeners, halt=halt, preload=forks)
         try:
             results = None
             while results is None:
                 try:
-                    results = launches(*task(), devices.used, meeting=meeting)
+                    results = launches(_task(started), (), devices.used, meeting=meeting)
                 except WorkerFailed as error:
                     _answer(error, started, view, halt, devices)
             code = _record_end(started, viewer, halt)
@@ -235,7 +218,10 @@ def _record_end(started: Started, viewer: Viewer, halt: Halt) -> int:
     if stopped:
         viewer.stops()
     if is_lost(folder):
-        raise WorkerFailed(WITHOUT_RECORDS.format(folder=folder, ended="was stopped" if stopped else "finished"))
+        raise WorkerFailed(
+            f"{folder} was removed or moved during the run. The records and states that the run would have written "
+            "there are lost."
+        )
     if started.keeps_record:
         facts = {"reason": viewer.stopped.removeprefix("stopped by ")} if stopped else {}
         names.end_session(folder, "stopped" if stopped else "finished", **facts)
@@ -246,23 +232,34 @@ def _record_end(started: Started, viewer: Viewer, halt: Halt) -> int:
     return code
 
 
+def _task(started: Started) -> Callable[[], Any]:
+    """Return what the workers of the next attempt call."""
+    program, restarts = started.program, started.restarts
+    call: Callable[..., Any] = program.call
+    if restarts.attempt > 1 and program.again is not None:
+        call = partial(program.again, plan=restarts.plan, resumes=restarts.resumes)
+    return restarts.attempted(call)
+
+
 def _answer(error: WorkerFailed, started: Started, view: LiveView, halt: Halt, devices: DevicesLeft) -> None:
     """Record how an attempt failed. Then begin the next attempt, or raise the error that ends the run."""
-    restarts, number = started.restarts, started.restarts.number
-    rank = -1 if error.failure is None else error.failure.rank - started.first_rank
-    devices.failed(error.failure, rank, restarts.attempt, restarts.happened_now())
+    restarts = started.restarts
+    devices.failed(error.failure, restarts.attempt, restarts.happened_now())
     last = error if halt.wanted else restarts.after(error)
     goes_on = ""
     if last is None:
         try:
-            devices.use(_fitting(restarts, len(devices.used), devices.left(restarts.attempt + 1)))
+            used = restarts.fit(devices.left(restarts.attempt + 1))
+            if used != len(devices.used):
+                restarts.moves_to(plural(used, "device"))
+            devices.use(used)
             goes_on = restarts.next()
         except PlanError as refused:
             last = ended(error, str(refused), AGAIN)
     error = last or error
     if keeps := started.keeps_record:
         status = "stopped" if error.rank is None else "failed"
-        names.end_session(restarts.folder, status, str(error), **restarts.facts(error, number))
+        names.end_session(restarts.folder, status, str(error), **restarts.facts(error))
     if error.rank is not None:
         restarts.run_command(str(error), again=last is None)
     if last is not None:
@@ -272,14 +269,6 @@ def _answer(error: WorkerFailed, started: Started, view: LiveView, halt: Halt, d
         restarts.keep_plan()
         facts = {"devices": [slot.name for slot in devices.used], "world": len(devices.used), "machine": 0}
         restarts.number = names.begin_session(restarts.folder, time.time(), restarts.record(), **facts)
-
-
-def _fitting(restarts: Restarts, before: int, left: int) -> int:
-    """Return how many of the devices that are left the next attempt uses. before: as many as the last one used."""
-    used = restarts.fit(left)
-    if used != before:
-        restarts.moves_to(plural(used, "device"))
-    return used
 
 
 @contextlib.contextmanager

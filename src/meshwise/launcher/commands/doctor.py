@@ -91,8 +91,8 @@ def doctor(
     if met.bad is None:
         where = ":".join(map(str, seat.address or ()))
         lost = Finding("nodes", where, f"no answer of node 0 {met.error and f'({met.error})'}", OPEN)
-        facts = {"nodes": f"this is node {seat.node} of {seat.nodes}"}
-        _show(None, facts, [*health.findings, lost], as_json)
+        facts = {**health.facts, "nodes": f"this is node {seat.node} of {seat.nodes}"}
+        _show(health, facts, [*health.findings, lost], as_json)
     elif seat.node == 0:
         _show(health, {**health.facts, **met.facts}, met.findings, as_json)
     elif not seat.launcher:
@@ -101,17 +101,15 @@ def doctor(
     os._exit(code)  # a thread may hang in the store
 
 
-def _show(health: Health | None, facts: Mapping[str, str], findings: Sequence[Finding], as_json: bool) -> int:
+def _show(health: Health, facts: Mapping[str, str], findings: Sequence[Finding], as_json: bool) -> int:
     """Show what was found, and return the exit code."""
     code = int(bool(findings))
     if as_json:
-        told = {"facts": facts, "findings": findings, "exit_code": code}
-        machine = {} if health is None else {"machine": devices_dict(health.machine)}
-        print(json.dumps({**json_value(told), **machine}, indent=2))
+        told = {"facts": facts, "findings": findings, "exit_code": code, "machine": devices_dict(health.machine)}
+        print(json.dumps(json_value(told), indent=2))
         return code
     console = Console()
-    if health is not None:
-        console.print(devices_text(health.machine, limits=False), Text(), sep="\n", soft_wrap=True)
+    console.print(devices_text(health.machine, limits=False), Text(), sep="\n", soft_wrap=True)
     lines = [*_lines(facts, findings)]
     drawn = Drawn(lambda screen: screen.wrap(*lines, indent=LABEL) if console.is_terminal else lines)
     console.print(drawn, soft_wrap=True)  # else a pipe would cut lines at 80 characters

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from bisect import bisect_right
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -59,7 +59,8 @@ def logs(
             print(f"--- attempt {attempt}", flush=True)
         print(f"rank {number}{f' @ {host}' if host else ''}: {text}", flush=True)
     for output in sorted(found.glob("slurm-*.out"), key=lambda path: path.stat().st_mtime)[-1:]:
-        last = "\n".join(_last_lines(output))
+        with output.open(encoding="utf-8", errors="replace") as file:
+            last = "\n".join(printable(line.rstrip("\n")) for line in deque(file, LAST))
         print(f"--- the end of {output}: what the launcher showed\n{last}" if last else f"--- {output}: empty")
 
 
@@ -73,16 +74,13 @@ class _Log:
 
     path: Path
     rank: int
+    attempt: int
     host: str = ""
-    attempt: int = 1
     at: int = 0
     rest: bytes = field(default=b"", repr=False)
 
-    def lines(self, began: Sequence[float]) -> Iterator[Line]:
-        """Yield the lines written since the last call.
-
-        began: when each attempt of the run began, in seconds since 1970.
-        """
+    def lines(self) -> Iterator[Line]:
+        """Yield the lines written since the last call."""
         with self.path.open("rb") as file:
             file.seek(self.at)
             read = file.read()
@@ -92,7 +90,6 @@ class _Log:
             text = line.decode(errors="replace")
             if (begins := BEGINS.fullmatch(text)) is not None:
                 self.host = begins["host"]
-                self.attempt = max(self.attempt, bisect_right(began, float(begins["time"]) + 0.1))
             else:
                 yield self.attempt, self.rank, self.host, printable(text)
 
@@ -109,7 +106,7 @@ def _log_lines(folder: Path, ranks: Sequence[int], follow: bool, look: Callable[
     yield from sorted(first, key=lambda line: line[:2])
     missing = sorted(set(ranks) - {log.rank for log in logs.values()})
     if missing and not follow:
-        raise UsageError(f"rank {missing[0]} has printed nothing in {folder}. The folder has: {_ranks(folder)}.")
+        raise UsageError(f"rank {missing[0]} has printed nothing in {folder}.")
     while follow:
         over = _is_over(folder)  # checked before the lines are read, so that no line is missed
         yield from _new_lines(folder, logs, ranks)
@@ -137,23 +134,10 @@ def _progress(folder: Path) -> Callable[[], None]:
     return look
 
 
-def _last_lines(path: Path) -> list[str]:
-    with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - 16_384))
-        lines = file.read().decode(errors="replace").splitlines()
-    return [printable(line) for line in lines[-LAST:]]
-
-
 def _new_lines(folder: Path, logs: dict[Path, _Log], ranks: Sequence[int]) -> Iterator[Line]:
-    began = [session["began"] for session in names.read_run(folder).get("sessions", [])]
     for rank, attempt, path in logs_of(folder):
         if not ranks or rank in ranks:
-            yield from logs.setdefault(path, _Log(path, rank, attempt=attempt)).lines(began if attempt == 1 else ())
-
-
-def _ranks(folder: Path) -> str:
-    found = sorted({rank for rank, _, _ in logs_of(folder)})
-    return f"ranks {found[0]} to {found[-1]}" if found else "no logs yet"
+            yield from logs.setdefault(path, _Log(path, rank, attempt)).lines()
 
 
 def _is_over(folder: Path) -> bool:

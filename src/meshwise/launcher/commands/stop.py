@@ -49,10 +49,13 @@ def stop(
     elif facts.get("status") == names.RUNNING:
         _stop_here(found, seconds)
     elif facts.get("status") == names.QUEUED:
-        _never_started(found)
+        (found / names.STOP).touch()
         print(f"{found.name} is not in the queue, so it will not start.")
     else:
         raise UsageError(f"{found.name} has ended already ({facts.get('status')}), so there is nothing to stop.")
+    if names.read_run(found).get("status") == names.QUEUED:  # not begun, or the folder with its state is elsewhere
+        names.change_run(found, status="stopped")
+    print(f"{found.name}: {names.read_run(found).get('status')}.")
 
 
 def _stop_job(folder: Path, job: str, wait: float) -> None:
@@ -76,9 +79,6 @@ def _stop_job(folder: Path, job: str, wait: float) -> None:
             )
             return
         time.sleep(ROUND)
-    if names.read_run(folder).get("status") == names.QUEUED:
-        _never_started(folder)
-    print(f"{folder.name}: {names.read_run(folder).get('status')}.")
 
 
 def _stop_pods(folder: Path, load: kubectl.Workload, wait: float) -> None:
@@ -88,15 +88,6 @@ def _stop_pods(folder: Path, load: kubectl.Workload, wait: float) -> None:
     print(f"{load} is deleted, so that its pods save and end, and no others start.", flush=True)
     if not kubectl.delete(load, folder / MANIFEST, wait):
         print(f"Its pods are still ending after {seconds_text(wait)}: kubectl get pods -n {load.namespace}")
-        return
-    if names.read_run(folder).get("status") == names.QUEUED:  # not begun, or the folder with its state is elsewhere
-        names.change_run(folder, status="stopped")
-    print(f"{folder.name}: {names.read_run(folder).get('status')}.")
-
-
-def _never_started(folder: Path) -> None:
-    (folder / names.STOP).touch()
-    names.change_run(folder, status="stopped")
 
 
 def _stop_here(folder: Path, wait: float) -> None:
@@ -111,4 +102,3 @@ def _stop_here(folder: Path, wait: float) -> None:
     until = time.monotonic() + wait
     while names.read_run(folder).get("status") == names.RUNNING and time.monotonic() < until:
         time.sleep(ROUND / 10)
-    print(f"{folder.name}: {names.read_run(folder).get('status')}.")

@@ -189,22 +189,20 @@ def too_short(step: float, limit: float) -> str:
     )
 
 
-def _say_sent(script: Path, job: str | None) -> None:
+def _say_sent(script: Path, job: str) -> None:
     run = script.parent
-    if job is None:
-        print(f"This machine has no sbatch. The script is written. Submit it on one that has: sbatch {script}")
-        return
-    where = "" if run.absolute().parent == Path("runs").absolute() else f" --in {run.parent}"
-    print(f"sent        Slurm job {job}\nrecords     {run}\noutput      {run}/slurm-{job}.out")
-    print(f"more with   meshwise runs{where}, meshwise logs {run.name} -f{where}")
+    _say_where(run, f"Slurm job {job}", f"output      {run}/slurm-{job}.out")
 
 
 def _say_applied(path: Path, load: kubectl.Workload | None) -> None:
-    run = path.parent
     if load is None:
         print(f"This machine has no kubectl. The manifest is written. On one that has: kubectl apply -f {path}")
         return
+    pods = f"pods        kubectl get pods -n {load.namespace} -l {INSTANCE}={load.name}"
+    _say_where(path.parent, str(load), f"manifest    {path}\n{pods}")
+
+
+def _say_where(run: Path, sent: str, lines: str) -> None:
     where = "" if run.absolute().parent == Path("runs").absolute() else f" --in {run.parent}"
-    print(f"sent        {load}\nrecords     {run}\nmanifest    {path}")
-    print(f"pods        kubectl get pods -n {load.namespace} -l {INSTANCE}={load.name}")
+    print(f"sent        {sent}\nrecords     {run}\n{lines}")
     print(f"more with   meshwise runs{where}, meshwise logs {run.name} -f{where}")

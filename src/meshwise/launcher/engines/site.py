@@ -20,12 +20,14 @@ from typing import Any
 from meshwise.spec.errors import UsageError, nearest
 
 FILE = "site.toml"
-GPU_FORMS = ("gpus-per-node", "gres", "none")
-CONTAINERS = ("apptainer", "singularity", "pyxis")
-KINDS = ("Job", "JobSet", "TrainJob")
+WORDS = {
+    "gpus": ("gpus-per-node", "gres", "none"),
+    "runtime": ("apptainer", "singularity", "pyxis"),
+    "kind": ("", "Job", "JobSet", "TrainJob"),
+}
+"""The values that a key may have."""
 OF_SLURM = ("partition", "account", "qos", "setup", "container", "options")
 """Keys that Kubernetes has no use for."""
-_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 @dataclass(frozen=True)
@@ -65,11 +67,11 @@ class Site:
     file: str = ""
 
 
-def find_site(named: str | Path | None = None, *, beside: Path = Path(), home: Path | None = None) -> Site:
+def find_site(named: str | Path | None = None, *, beside: Path = Path()) -> Site:
     """Read the file `named`, or the first site.toml in the current folder, `beside` or the user's config."""
     if named is not None:
         return read_site(Path(named))
-    config = Path(os.environ.get("XDG_CONFIG_HOME") or (home or Path.home()) / ".config")
+    config = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config")
     for path in (Path(FILE), beside / FILE, config / "meshwise" / FILE):
         if path.is_file():
             return read_site(path)
@@ -79,8 +81,6 @@ def find_site(named: str | Path | None = None, *, beside: Path = Path(), home: P
 def read_site(path: Path) -> Site:
     """Read the default settings of a cluster from a file. Raises UsageError if the file is unreadable or invalid."""
     try:
-        if not path.is_file():
-            raise UsageError(f"--site {path} does not exist. `meshwise submit --help` lists the keys of a site file.")
         told = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UsageError(f"--site {path} cannot be read ({error.strerror}).") from None
@@ -111,14 +111,11 @@ def _checked(path: Path, key: str, value: Any, kind: type) -> Any:
 
 
 def _check(site: Site, path: Path) -> None:
-    if site.gpus not in GPU_FORMS:
-        raise UsageError(f"{path}: gpus must be one of {', '.join(GPU_FORMS)}, but it is '{site.gpus}'.")
-    if site.runtime not in CONTAINERS:
-        raise UsageError(f"{path}: runtime must be one of {', '.join(CONTAINERS)}, but it is '{site.runtime}'.")
+    for key, words in WORDS.items():
+        if (value := getattr(site, key)) not in words:
+            raise UsageError(f"{path}: {key} must be one of {', '.join(filter(None, words))}, but it is '{value}'.")
     if site.mounts and not site.container:
         raise UsageError(f'{path}: mounts need a container. Add container = "image.sif".')
-    if site.kind not in ("", *KINDS):
-        raise UsageError(f"{path}: kind must be one of {', '.join(KINDS)}, but it is '{site.kind}'.")
     for pair in site.node_selector:
         if not all(pair.partition("=")):
             raise UsageError(f"{path}: node_selector: '{pair}' must be a label and its value, such as \"gpu=h100\".")
@@ -126,7 +123,7 @@ def _check(site: Site, path: Path) -> None:
         if not f"{getattr(site, key)}/".startswith("/"):
             raise UsageError(f"{path}: {key} must be an absolute path in pods, but it is '{getattr(site, key)}'.")
     for name in site.secrets:
-        if not _VARIABLE.fullmatch(name):
+        if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
             raise UsageError(f"{path}: secrets must be names of environment variables, never their values.")
     for option in site.options:
         if not option.startswith("-"):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,11 +28,6 @@ class Queued:
     state: str
     reason: str
     partition: str
-
-
-def is_here() -> bool:
-    """Return whether this machine has `sbatch`, with which jobs are submitted."""
-    return shutil.which("sbatch") is not None
 
 
 def clean_environment(environment: Mapping[str, str]) -> dict[str, str]:
