@@ -21,14 +21,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-CACHES = (
-    "XDG_CACHE_HOME",
-    "TORCH_HOME",
-    "HF_HOME",
-    "HF_DATASETS_CACHE",
-    "TORCHINDUCTOR_CACHE_DIR",
-    "TRITON_CACHE_DIR",
-)
+from meshwise.workers.written_files import CACHES
+
 LINKS = 40  # maximum number of symbolic links to follow in a row, as in Linux
 TEMPORARY = tempfile.gettempdir()
 """Where the launcher has its folder. Inside a check, programs have another folder for temporary files."""

@@ -40,6 +40,7 @@ from meshwise.workers.ports import listening
 from meshwise.workers.remote_beats import RemoteBeats
 from meshwise.workers.scratch import scratch_folder
 from meshwise.workers.watched import Listeners, State, WatchedWorker, shown
+from meshwise.workers.written_files import WrittenFiles
 
 FOLLOW_TIMEOUT = 3.0  # seconds for the other ranks to leave after one has left in the middle of an epoch
 END_TIMEOUT = 10.0  # seconds for a finished worker to exit
@@ -104,6 +105,7 @@ class _Launcher:
         self._channel = LauncherChannel(scratch, lambda rank, message: self._inbox.put((rank, message)))
         self._divergence = DivergenceWatch(scratch, range(self.first_rank, self.first_rank + local_size))
         self._hangs, self._remote = HangWatch(scratch, listeners.hang_limit, idle=listeners.idle), RemoteBeats(meeting)
+        self._written = WrittenFiles()
         self._halting: dict[int, int] = {}
         self._last: int | None = None
         self._halted_at, self._asked, self._saves = 0.0, 0.0, False
@@ -242,6 +244,9 @@ class _Launcher:
             self._saves = True
         elif kind == "halting":
             self._halting[rank] = int(message["begun"])
+        elif kind == "writes":
+            if text := self._written.add(rank, **{name: value for name, value in message.items() if name != "kind"}):
+                self.listeners.message(rank, {"kind": "note", "text": text})
         elif kind not in ("hello", "closed"):
             self._saves = self._saves or kind == "stopping"
             self.listeners.message(rank, message)

@@ -33,11 +33,12 @@ from meshwise.torch_compat.flight_recorder import GroupProgress, progress
 from meshwise.workers import failure, fast_exit, heartbeat, join, stopping, verb_log
 from meshwise.workers.channel import WorkerChannel
 from meshwise.workers.divergence import trail_path
-from meshwise.workers.environment import CORES, DEVICE_KIND, LISTENER, result_path
+from meshwise.workers.environment import CORES, DEVICE_KIND, LISTENER, RUN_FOLDER, result_path
 from meshwise.workers.failure import Failure
 from meshwise.workers.fork_server import CALL, answer_of
 from meshwise.workers.hang import ASKED
 from meshwise.workers.hints import add_hint
+from meshwise.workers.written_files import FileWatch
 
 END_TIMEOUT = 2.0
 PR_SET_PDEATHSIG = 1  # from linux/prctl.h
@@ -103,6 +104,14 @@ def answer(task: Path) -> int:
     return 0
 
 
+def watch_files(channel: WorkerChannel) -> None:
+    """From now on, tell the launcher about each file that the user's code writes."""
+    records = [os.environ[RUN_FOLDER]] if RUN_FOLDER in os.environ else []
+    watch = FileWatch(lambda path, where: channel.send("writes", path=path, where=where), ignored=records)
+    watch.begin()
+    torch.save = watch.saving(torch.save)
+
+
 def die_with_parent() -> None:
     """Let the kernel kill this process when its parent dies, even while this process holds the GIL."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -118,11 +127,13 @@ def keep_sockets_in(scratch: Path) -> None:
 
 
 def prepare(scratch: Path, world: World, channel: WorkerChannel) -> None:
-    """Keep sockets in `scratch`. Begin to report verbs and progress."""
+    """Keep sockets in `scratch`. Begin to report verbs, progress and the files written."""
     keep_sockets_in(scratch)
     verb_log.begin(trail_path(scratch, world.rank))
     join.keep_store()
     heartbeat.begin(scratch, world.rank, overlaps=world.kind != "cpu")
+    if world.size > 1:
+        watch_files(channel)
     if world.kind != "cpu":
         tell_collectives(channel, world.rank)
 
