@@ -55,8 +55,3 @@ def test_json_has_facts_findings_and_the_machine(command: Command, monkeypatch: 
     assert (code, told["exit_code"]) == (1, 1)
     assert told["findings"] == [vars(SHARED)]
     assert told["facts"]["launcher"] == "none" and told["machine"]["versions"] == {"torch": "2.13.0"}
-
-
-def test_several_nodes_need_a_launcher_or_an_address(command: Command) -> None:
-    code, _, err = command("doctor", "--nodes")
-    assert code == 2 and "srun --ntasks-per-node=1 meshwise doctor --nodes" in err

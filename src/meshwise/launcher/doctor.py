@@ -7,13 +7,11 @@ this process, where torch listens, and the disk of the run folders.
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import json
 import os
 import platform
 import shutil
 from collections.abc import Mapping
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -23,7 +21,6 @@ import psutil
 from meshwise import hardware
 from meshwise.hardware.allowance import bound_cores, cpu_quota
 from meshwise.hardware.discovery.limits import SHELL, Finding, limits_that_hurt, surroundings
-from meshwise.records.code_files import code_files
 from meshwise.spec.machine import Machine
 from meshwise.spec.units import bytes_text
 from meshwise.workers.places.place import Place
@@ -49,20 +46,6 @@ class Health:
     findings: tuple[Finding, ...]
     gloo: str
     folder: Path
-
-    def report(self, program: str) -> dict[str, object]:
-        """Return what the nodes of a run compare (see `judge`).
-
-        program: a script or a job whose files are compared. It may be empty.
-        """
-        own = json.dumps(code_files(str(PACKAGE))).encode()
-        return {
-            "name": self.machine.hosts[0].name,
-            "folder": str(self.folder),
-            "versions": self.machine.versions,
-            "files": {"meshwise": hashlib.sha256(own).hexdigest()[:16], **code_files(program)},
-            "findings": [astuple(each) for each in self.findings],
-        }
 
 
 def examine(out: Path, place: Place) -> Health:

@@ -179,13 +179,6 @@ def array_of(folder: Path) -> tuple[Path, str]:
     return (sent, task) if task.isdigit() and name and (sent / SCRIPT).is_file() else (folder, "")
 
 
-def is_fixed(folder: Path) -> bool:
-    """Return whether `meshwise submit` asked for a fixed number of machines for the run in a folder."""
-    sent, _ = array_of(folder)
-    submission = names.read_run(sent).get("submission", {}) if (sent / names.RUN).exists() else {}
-    return str(submission.get("nodes", "")).isdigit()
-
-
 def tasks_of(folder: Path) -> list[Path]:
     """Return the run folders of an array of tasks, such as `gpt-1` and `gpt-2` for the submitted folder `gpt`. A task
     that has not begun has no run folder yet."""

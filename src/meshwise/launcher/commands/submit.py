@@ -53,7 +53,7 @@ def submit(context: typer.Context, cluster: SubmitOptions, options: RunOptions) 
     meshwise submit train.py:job --nodes 4 --time 4h
     meshwise submit train.py:job --nodes 2-8 --dry-run -- --partition gpu
     meshwise submit --nodes 2 train.py --lr 0.1 -- --account physics
-    meshwise submit train.py --kubernetes --dry-run --nodes 4
+    meshwise submit --kubernetes --nodes 4 --dry-run train.py
     meshwise submit --ray http://head:8265 train.py  by ray job submit
     meshwise submit runs/20261121-140502-gpt         send a run again
     """

@@ -19,7 +19,7 @@ from meshwise.spec.exit_codes import AGAIN
 DRIVER = "submit.py"
 TEXT = """\
 # {name}: written by meshwise submit. By hand: ray job submit --address ADDRESS -- python {driver}
-import socket, subprocess, sys
+import socket, subprocess, sys, time
 import ray
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy as On
@@ -52,8 +52,9 @@ while code == {again}:  # start it again: a lost node, or a state that was saved
         ray.wait(tasks, num_returns=nodes)  # when a node is lost, the others end by themselves
         codes = ray.get(tasks)
         code = next((each for each in codes if each not in (0, {again})), max(codes))
-    except ray.exceptions.RayError as lost:
-        print(lost, flush=True)
+    except (ray.exceptions.NodeDiedError, ray.exceptions.WorkerCrashedError, ray.exceptions.ObjectLostError) as lost:
+        print(lost, flush=True)  # any other error ends the job
+        time.sleep(10)
     remove_placement_group(group)
 sys.exit(code)
 """
