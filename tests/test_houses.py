@@ -26,7 +26,7 @@ HOUSES = {
     "bench": ("hardware/measure/", "hardware/views/bench.py", "hardware/bench.py", "hardware/commands/bench.py"),
     "submit": (
         *("launcher/engines/batch_script.py", "launcher/engines/site.py"),
-        *("launcher/engines/kubernetes.py", "launcher/engines/manifest.py"),
+        *("launcher/engines/kubernetes.py", "launcher/engines/manifest.py", "launcher/engines/ray.py"),
         *("launcher/submit.py", "launcher/pods.py", "launcher/commands/submit.py"),
     ),
 }
