@@ -94,6 +94,7 @@ SENTENCES = {
     "mine.py:job --nnodes 2": "--master-addr is missing: name machine 0, the same on every machine",
     "mine.py:job --nnodes 2 --rdzv-endpoint here": "--rdzv-endpoint here: write the address and port of machine 0",
     "mine.py:job --nnodes 2 --rdzv-endpoint here:1 --master-addr here": "Use only one of these.",
+    "mine.py:job --nnodes 2 --master-addr here --master-port 99999": "a port is a number from 1 to 65535",
     "mine.py:job --plan mine.py": "mine.py: the plan file is not TOML",
     "mine.py:job --plan mark.toml": "mark.toml: a plan has no field 'shards'. Did you mean 'shard'?",
     "mine.py:job --set precision=bf16 --set precision=fp32": "precision is set twice, the second time by",
