@@ -162,7 +162,7 @@ def test_each_launcher_is_told_its_place(kind: str, where: list[str]) -> None:
 def test_the_contract_of_exit_codes(kind: str) -> None:
     things = printed(kind=kind)
     job = jobs(things[0] if kind == "TrainJob" else things[-1])[0][1]
-    first, second, third = job["podFailurePolicy"]["rules"]
+    third, first, second = job["podFailurePolicy"]["rules"]
     assert (first["action"], first["onExitCodes"]["values"]) == ("FailJob", [1, 2, 93])
     assert second["onExitCodes"]["values"] == [85]
     assert third["onPodConditions"] == [{"type": "DisruptionTarget", "status": "True"}]
@@ -174,7 +174,7 @@ def test_the_contract_of_exit_codes(kind: str) -> None:
     policy = (whole["template"]["spec"] if kind == "TrainJob" else whole)["failurePolicy"]
     assert (job["backoffLimit"], policy["restartStrategy"]) == (0, "BlockingRecreate")
     said = (
-        "Container node for pod physics/train-node-0-3-abcde failed with exit code {} matching FailJob rule at index 0"
+        "Container node for pod physics/train-node-0-3-abcde failed with exit code {} matching FailJob rule at index 1"
     )
     for code, action in {
         1: "FailJobSet",
@@ -317,13 +317,13 @@ PLANTED: dict[str, tuple[str, Callable[[list[Values]], None], str]] = {
     "fewer pods than launchers": ("Job", put(job_of, "parallelism", 2), "completions and parallelism differ"),
     "codes without order": (
         "Job",
-        put(lambda t: rule_of(0)(t)["onExitCodes"], "values", [93, 1, 2]),
+        put(lambda t: rule_of(1)(t)["onExitCodes"], "values", [93, 1, 2]),
         "in order, each once",
     ),
     "exit code 0": ("Job", put(lambda t: rule_of(1)(t)["onExitCodes"], "values", [0, 85]), "0 cannot be among"),
     "codes of another container": (
         "JobSet",
-        put(lambda t: rule_of(0)(t)["onExitCodes"], "containerName", "main"),
+        put(lambda t: rule_of(1)(t)["onExitCodes"], "containerName", "main"),
         "which the pod has not",
     ),
     "an index that fails": ("JobSet", put(rule_of(1), "action", "FailIndex"), "FailIndex needs backoffLimitPerIndex"),

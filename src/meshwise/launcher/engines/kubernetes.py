@@ -100,10 +100,10 @@ def _job_spec(job: PodJob) -> Values:
     again = "Ignore" if job.kind == JOB else "FailJob"
     codes = {"containerName": NODE, "operator": "In"}
     drained = [{"type": "DisruptionTarget", "status": "True"}]
-    rules = [
+    rules = [  # the first that fits counts: what a program says on a machine that is drained may come of that
+        {"action": again, "onPodConditions": drained},
         {"action": "FailJob", "onExitCodes": {**codes, "values": [*NEVER_AGAIN]}},
         {"action": again, "onExitCodes": {**codes, "values": [AGAIN]}},
-        {"action": again, "onPodConditions": drained},
     ]
     return {
         "completionMode": "Indexed",
