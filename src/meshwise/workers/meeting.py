@@ -25,7 +25,7 @@ import json
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -67,7 +67,7 @@ class Meeting:
         """Begin to meet the launchers at `place.address`. local_size: the number of workers on this machine."""
         assert place.address is not None
         self.place, self.node, self.nodes = place, place.node, place.nodes
-        self.local_size, self.master = local_size, place.address[0]
+        self.master = place.address[0]
         self.first_rank, self.size, self.port = 0, local_size, 0
         self.listener = listening("127.0.0.1" if is_loopback(self.master) else "") if self.node == 0 else None
         self._machines = [Machine() for _ in range(self.nodes)]
@@ -84,31 +84,26 @@ class Meeting:
         _threads.append(threading.Thread(target=self._run, name="meshwise-meeting", daemon=True))
         _threads[-1].start()
 
-    def meet(self, look: Callable[[], object] = lambda: None) -> None:
-        """Wait until all machines have come. look: called again and again meanwhile; it may raise an error.
+    def meet(self) -> None:
+        """Wait until all machines have come.
 
         Raises UsageError if this launcher is refused, WorkerFailed if not all machines come.
         """
         try:
-            self._wait_for_all(look)
+            self._wait_for_all()
         except BaseException:
             self.leave()
             raise
         self.first_rank, self.size = self.ranks_of(self.node)[0], self.ranks_of(self.nodes - 1)[-1] + 1
         self.port = int(self._machines[0].said["port"])
 
-    def _wait_for_all(self, look: Callable[[], object]) -> None:
+    def _wait_for_all(self) -> None:
         began, told = time.monotonic(), False
         while missing := [str(node) for node in range(self.nodes) if self.said(node, "size") is None]:
-            look()
             who = f"machine {some(missing)} of {self.nodes}"
             waited = time.monotonic() - began
             if waited > PATIENCE and not told and self.node == 0:
-                print(
-                    f"machine 0 of {self.nodes} waits for machine {some([*map(str, missing)])}",
-                    file=sys.stderr,
-                    flush=True,
-                )
+                print(f"machine 0 waits for {who}", file=sys.stderr, flush=True)
                 told = True
             if self._error is not None:
                 raise self._refused(self._error)
@@ -155,26 +150,13 @@ class Meeting:
     def get(self, node: int, name: str) -> Any:
         """Wait for the value that a machine sets under `name`, and return it. Raises WorkerFailed if the attempt ends
         before."""
-        with self.quick():
-            while (told := self.said(node, name)) is None:
-                self.look()
-                time.sleep(0.02)
-        return told
-
-    @contextlib.contextmanager
-    def quick(self) -> Iterator[None]:
-        """Exchange values more often inside the `with` block."""
         self._waits = True
         self._wake.set()
-        try:
-            yield
-        finally:
-            self._waits = False
-
-    @property
-    def error(self) -> str:
-        """Why the store cannot be reached, or is lost. Empty as long as it is not."""
-        return "" if self._error is None else str(self._error).splitlines()[0]
+        while (told := self.said(node, name)) is None:
+            self.look()
+            time.sleep(0.02)
+        self._waits = False
+        return told
 
     def look(self) -> None:
         """Raise WorkerFailed if another machine has failed or is lost."""
