@@ -26,7 +26,7 @@ from meshwise.records.code_files import refuse_changed_code
 from meshwise.records.lock import refuse_held
 from meshwise.spec.devices import parse_devices
 from meshwise.spec.errors import MeshwiseError, UsageError
-from meshwise.spec.exit_codes import OF_SCHEDULERS
+from meshwise.spec.exit_codes import under_scheduler
 from meshwise.spec.json_values import json_value
 from meshwise.spec.units import plural
 from meshwise.spec.world import World
@@ -138,7 +138,7 @@ def refuse_running(options: RunOptions) -> None:
 def is_done(options: RunOptions, environment: Mapping[str, str] = os.environ) -> bool:
     """Return whether a scheduler starts a run again that has finished with the same options. It does so if one machine
     was lost after the last step: those that ended with 0 do not come back to meet it."""
-    if options.folder is None or not any(name in environment for name in OF_SCHEDULERS):
+    if options.folder is None or not under_scheduler(environment):
         return False
     folder = Path(options.folder)
     facts = names.read_run(folder) if (folder / names.RUN).exists() else {}

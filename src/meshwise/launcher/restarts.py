@@ -22,7 +22,7 @@ from meshwise.records.checkpoints import checkpoints_in
 from meshwise.records.claims import is_over, write_of
 from meshwise.records.files import is_lost, read_lines
 from meshwise.spec.errors import PlanError, WorkerFailed
-from meshwise.spec.exit_codes import AGAIN, FAILED, NO_PROGRESS, OF_SCHEDULERS
+from meshwise.spec.exit_codes import AGAIN, FAILED, NO_PROGRESS, under_scheduler
 from meshwise.spec.faults import Fault
 from meshwise.spec.plan import Plan
 from meshwise.spec.plan_devices import on_devices
@@ -226,7 +226,7 @@ def refuse_without_progress(folder: Path, facts: Mapping[str, Any]) -> None:
     """Raise WorkerFailed if a run that an engine starts makes no progress: its last three attempts began at the same
     step."""
     submission, sessions = facts.get("submission", {}), facts.get("sessions", [])
-    if not (submission or any(name in os.environ for name in OF_SCHEDULERS)):
+    if not (submission or under_scheduler()):
         return
     last = [one for one in sessions if one["began"] >= submission.get("sent", 0.0)][-MOST_WITHOUT_PROGRESS:]
     here = names.saved_step(folder) or 0

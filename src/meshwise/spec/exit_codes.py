@@ -29,12 +29,17 @@ MEANINGS = {
 }
 
 
+def under_scheduler(environment: Mapping[str, str] = os.environ) -> bool:
+    """Check whether a scheduler such as Slurm or Kubernetes has started the process with this environment."""
+    return any(name in environment for name in OF_SCHEDULERS)
+
+
 def code_of_stop(number: int, environment: Mapping[str, str] = os.environ) -> int:
     """Return the exit code of a run that the signal `number` stopped.
 
     It is 85 if the run should be started again, and otherwise 128 + the number of the signal.
     """
-    scheduled = number == signal.SIGTERM and any(name in environment for name in OF_SCHEDULERS)
+    scheduled = number == signal.SIGTERM and under_scheduler(environment)
     return AGAIN if scheduled or number in (TIME_LIMIT, _number("SIGUSR1"), _number("SIGUSR2")) else 128 + number
 
 

@@ -12,7 +12,7 @@ import uuid
 from typing import Any
 
 from meshwise.spec.errors import UsageError, WorkerFailed
-from meshwise.spec.exit_codes import AGAIN, OF_SCHEDULERS
+from meshwise.spec.exit_codes import AGAIN, under_scheduler
 from meshwise.workers.places.place import Place
 from meshwise.workers.rendezvous import reached, served
 
@@ -38,7 +38,7 @@ class Board:
         Raises WorkerFailed if another launcher has taken it."""
         mine = uuid.uuid4().hex
         if self.first(f"who/{node}", mine) != mine:
-            code = AGAIN if any(name in os.environ for name in OF_SCHEDULERS) else UsageError.exit_code
+            code = AGAIN if under_scheduler() else UsageError.exit_code
             raise WorkerFailed(f"machine {node} is there already: an earlier start has not ended.", exit_code=code)
 
     def set(self, name: str, value: object) -> None:

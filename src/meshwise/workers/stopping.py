@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from meshwise.spec.exit_codes import OF_SCHEDULERS, TIME_LIMIT, WARNINGS, code_of_stop, stop_text
+from meshwise.spec.exit_codes import TIME_LIMIT, WARNINGS, code_of_stop, stop_text, under_scheduler
 from meshwise.spec.units import seconds_text
 from meshwise.spec.world import World
 from meshwise.torch_compat.loaders import spare_loader_workers
@@ -55,7 +55,7 @@ def agree_to_stop(world: World, gate: StepGate, *, interrupts: bool = False) -> 
     interrupts: whether Ctrl-C also stops all ranks after the same step.
     """
     first = not _threads
-    if world.size == 1 and not interrupts and not any(name in os.environ for name in OF_SCHEDULERS):
+    if world.size == 1 and not interrupts and not under_scheduler():
         return  # the process runs alone: signals end it as usual
     _catch([*WARNINGS, *([signal.SIGINT] if interrupts else [])])
     atexit.register(leave_in_peace)
