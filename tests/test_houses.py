@@ -44,7 +44,7 @@ USE_A_HOUSE = (
         "old/test_old.py",
         "parallel/splits/test_split_levels.py",
     ),
-    *("training/script/test_lightning.py", "training/script/test_trainer.py"),
+    *("training/script/test_lightning.py", "training/script/test_trainer.py", "training/tracking/test_tracking.py"),
     *(f"parallel/test_{name}.py" for name in ("complex", "expert_layouts", "experts", "pipeline")),
     *("parallel/test_torch_utilities.py", "parallel/test_probe_optimizer.py", "transfer/test_faults_collectives.py"),
     "torch_compat/test_strategies.py",

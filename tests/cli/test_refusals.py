@@ -100,10 +100,6 @@ ends("distribute", lambda: mw.distribute(model, optimizer, 5, view="rank"))
 model, optimizer, loader = mw.distribute(model, optimizer, loader, view="rank")
 for step, x in enumerate(loader, 1):
     loss = model(x if where != "loader" else [x]).mean()
-    if where == "by hand":
-        loss.backward()
-        model.weight.data -= 0.1 * model.weight.grad
-        continue
     mw.backward(loss.repeat(2) if where == f"backward {step}" else loss / 0 if where == f"nan {step}" else loss)
     optimizer.step("closure") if where == f"step {step}" else optimizer.step()
     optimizer.zero_grad()
@@ -179,7 +175,6 @@ SAID = {
     (OF_SCRIPT, "backward 1"): "mw.backward",
     (OF_SCRIPT, "backward 5"): "mw.backward",
     (OF_SCRIPT, "step 5"): "all 2 ranks failed: TypeError: ",
-    (OF_SCRIPT, "by hand"): "Write mw.backward(loss) instead of loss.backward()",
     (OF_SCRIPT, "one rank 5"): "rank 1 of 2 failed: ValueError: a fault",
     (OF_SCRIPT, "killed 5"): "Call mw.checkpoint in the program",
     (OF_SCRIPT, "nan 8"): "not finite",

@@ -115,7 +115,7 @@ def test_data_that_was_split_by_rank_already_is_refused(pool: Any) -> None:
         assert "(rank 0: 3, rank 1: 4 samples)" in unequal
 
 
-def train_by_hand() -> list[str]:
+def train_by_hand(by_data: bool) -> list[str]:
     end_sessions()
     x = torch.randn(8, 4, generator=torch.Generator().manual_seed(1))
     model, loader = mw.distribute(nn.Linear(4, 2), DataLoader(TensorDataset(x), 4), view="rank")
@@ -123,15 +123,19 @@ def train_by_hand() -> list[str]:
         model(rows).square().mean().backward()
         with torch.no_grad():
             for p in model.parameters():
-                p -= 0.1 * p.grad
-                p.grad = None
+                if by_data:
+                    p.data -= 0.1 * p.grad
+                else:
+                    p -= 0.1 * p.grad
+                    p.grad = None
     said = list(default_engine().notes)
     end_sessions()
     return said
 
 
-def test_an_update_by_hand_of_a_ranks_own_gradients_is_said(pool: Any) -> None:
-    for (said,) in pool(2).run(train_by_hand):
+@pytest.mark.parametrize("by_data", [False, True])
+def test_an_update_by_hand_of_a_ranks_own_gradients_is_said(by_data: bool, pool: Any) -> None:
+    for (said,) in pool(2).run(train_by_hand, by_data):
         assert "test_replicas.py:" in said and "mw.backward(loss) instead of loss.backward()" in said
 
 

@@ -41,7 +41,6 @@ _DIFFER = (
     "pass the same number to schedulers: scheduler.step(mw.mean(loss)), or what mw.backward returns."
 )
 PARAMETERS = "sum of parameters"
-FAR = 1e-6  # relative difference that counts as equal: devices may round a step differently
 
 
 def sums_of(program: Program) -> Settings:
@@ -54,8 +53,8 @@ def sums_of(program: Program) -> Settings:
 
 
 def _alike(one: float, other: float) -> bool:
-    """Return whether two sums are equal up to rounding. NaN equals only NaN."""
-    return math.isclose(one, other, rel_tol=FAR) or (math.isnan(one) and math.isnan(other))
+    """Return whether two sums are equal, as far as devices round a step alike. NaN equals only NaN."""
+    return math.isclose(one, other, rel_tol=1e-6) or (math.isnan(one) and math.isnan(other))
 
 
 def diverged(ranks: Sequence[Settings]) -> str:
@@ -77,20 +76,22 @@ _DIVERGED = (
 )
 
 _BY_HAND = (
-    "{place}: this loop changes parameters, but never calls mw.backward, so each rank trains on the gradients of its "
-    "own samples. Write mw.backward(loss) instead of loss.backward()."
+    "{place}: this loop changes parameters or their gradients, but never calls mw.backward, so each rank trains on the "
+    "gradients of its own samples. Write mw.backward(loss) instead of loss.backward()."
 )
 
 
 class UpdatesByHand:
-    """Warns of loops in a per-rank program that change parameters, but never call `mw.backward`."""
+    """Warns of loops in a per-rank program that change parameters or gradients, but never call `mw.backward`."""
 
     def __init__(self, engine: Engine) -> None:
         self._program, self._say = engine.program, engine.notify
-        self._before: dict[LoopRead, tuple[int, list[int]]] = {}
+        self._before: dict[LoopRead, tuple[int, set[tuple[int, int]]]] = {}
 
-    def _now(self) -> tuple[int, list[int]]:
-        return self._program.backwards, versions(self._program.named_parameters().values())
+    def _now(self) -> tuple[int, set[tuple[int, int]]]:
+        """The backwards so far; each parameter and gradient with its version, which writes to `p.data` leave alone."""
+        held = [t for p in self._program.named_parameters().values() for t in (p, p.grad) if t is not None]
+        return self._program.backwards, set(zip(map(id, held), versions(held), strict=True))
 
     def batch_asked(self, loop: LoopRead) -> None:
         """Record the parameters' version counters as a loop begins."""
@@ -99,5 +100,5 @@ class UpdatesByHand:
     def loop_ends(self, loop: LoopRead) -> None:
         """Compare the version counters as the loop ends."""
         (backwards, now), before = self._now(), self._before.pop(loop, None)
-        if before is not None and before[0] == backwards and before[1] != now:
+        if before is not None and before[0] == backwards and now - before[1]:
             self._say(_BY_HAND.format(place=loop.place))
