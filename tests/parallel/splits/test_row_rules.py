@@ -91,6 +91,9 @@ def signs(k: Tensor) -> Tensor:
 
 
 TABLE = """
+40 x x.sum(axis=1) ; 40 x x.mean(axis=0) ; 20 x x.sum(axis=1, keepdims=True) ; 20 xy torch.cat([x, y], axis=1)
+10 xy torch.stack([x, y], axis=1) ; 10 x x.chunk(2, axis=1) ; 5 x x.unsqueeze(axis=1)
+1 x torch.softmax(input=x, dim=-1) ; 1 xy torch.cat(tensors=[x, y]) ; 1 x torch.sum(input=x, dim=1)
 100 xy x + y ; 100 x x * 2 ; 100 xB x - B ; 60 xy x / (y.abs() + 1) ; 60 x x**2 ; 40 x x.exp() ; 40 x x.abs()
 40 x x.clamp(-1, 1) ; 60 x x.relu() ; 60 k (k == 1).float() ; 90 x x.detach() ; 60 p p.flatten(1) ; 60 q q.view(-1, 4)
 50 x x.unsqueeze(1) ; 40 p p.permute(0, 2, 3, 1) ; 15 x x[:, None].expand(-1, 3, -1) ; 20 x torch.zeros_like(x)

@@ -53,6 +53,8 @@ def _softmax(log: bool) -> Rule:
     other = ALONG["log_softmax"]
 
     def rule(func: Func, args: Args, kwargs: Kwargs) -> Any:
+        if not args:
+            raise NoRule
         x, dim = args[0], args[1] if len(args) > 1 else kwargs.get("dim")
         if not is_split(x) or not isinstance(dim, int) or dim % x.dim() != x.part.dim:
             return other(func, args, kwargs)

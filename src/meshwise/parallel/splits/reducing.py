@@ -28,7 +28,7 @@ from meshwise.torch_compat.torch_function import Args, Func, Kwargs, called
 def _asked(args: Args, kwargs: Kwargs, *names: str) -> tuple[SplitTensor, list[int], dict[str, Any]]:
     """Return the split tensor that an operator reduces, the dims over which it reduces, and its options by name."""
     x, values = first_split(args), dict(zip(names, args[1:], strict=False)) | dict(kwargs)
-    dim, part = values.setdefault("dim", values.pop("axis", None)), x.part
+    dim, part = values.setdefault("dim", None), x.part
     dims = [dim] if isinstance(dim, int) else [*(dim or range(x.dim()))]
     held = [piece for rank in range(part.axis.size) for piece in part.of_rank(rank)]
     known = not set(values) - {*names, "dim"} and part.repeats == 1 and held == sorted(held)
@@ -112,7 +112,7 @@ def _largest(func: Func, args: Args, kwargs: Kwargs) -> Any:
 def _place(func: Func, args: Args, kwargs: Kwargs) -> Any:
     values = dict(zip(("dim", "keepdim"), args[1:], strict=False)) | dict(kwargs)
     x = split(first_split(args).detach(), args[0].part)
-    if values.get("dim", values.get("axis")) is None:
+    if values.get("dim") is None:
         x, values = SHAPES["flatten"](torch.flatten, (x,), {}) if not values.get("keepdim") else refuse(), {"dim": 0}
     return _largest(getattr(torch, called(func)[3:]), (x,), values)[1]
 

@@ -59,7 +59,7 @@ def numbers(args: Sequence[Any]) -> tuple[int, ...]:
 
 def first_split(args: Sequence[Any]) -> SplitTensor:
     """Return the first argument if it is split. Raise NoRule otherwise."""
-    if not is_split(args[0]):
+    if not args or not is_split(args[0]):  # the input may be given by name
         raise NoRule
     return args[0]
 

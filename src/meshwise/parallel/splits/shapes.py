@@ -174,6 +174,8 @@ def _narrow(func: Func, args: Args, kwargs: Kwargs) -> Any:
 
 def _joined(func: Func, args: Args, kwargs: Kwargs, *, new: bool = False) -> Any:
     """Run `torch.cat` on split tensors, or `torch.stack` if `new`."""
+    if not args:
+        raise NoRule
     empty = torch.Size([0])  # skip empty tensors, such as an empty cache
     tensors = [each for each in args[0] if new or whole_shape(each) != empty]
     first = max((each for each in tensors if is_split(each)), key=lambda each: whole_shape(each).numel())

@@ -30,6 +30,8 @@ from meshwise.torch_compat.tree import leaves_of, map_tensors
 
 LEVELS = ("data", "context", "tensor")
 """The axes over which tensors are split, outermost first."""
+NUMPYS = {"axis": "dim", "keepdims": "keepdim"}
+"""NumPy's names of arguments, which torch takes too."""
 Dispatch = Callable[[Callable[..., Any], Sequence[Any], Mapping[str, Any]], Any]
 _dispatch: list[Dispatch] = []
 
@@ -62,7 +64,10 @@ class SplitTensor(Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        return _dispatch[0](func, args, kwargs or {})
+        kwargs = kwargs or {}
+        if "axis" in kwargs or "keepdims" in kwargs:
+            kwargs = {NUMPYS.get(name, name): value for name, value in kwargs.items()}
+        return _dispatch[0](func, args, kwargs)
 
 
 def is_split(thing: Any) -> TypeGuard[SplitTensor]:
