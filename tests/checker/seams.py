@@ -69,7 +69,7 @@ SEAMS = {
     "sum over an axis": "meshwise.parallel.splits.axis.MeshAxis.all_reduce",
     "sums of a loss over parts": "meshwise.parallel.splits.losses.add_up",
     "log of the sum over a row": "meshwise.parallel.splits.losses._log_sum",
-    "positions are divided": "meshwise.parallel.context._divided",
+    "positions are divided": "meshwise.parallel.context.scatter",
     "keys go round": "meshwise.parallel.splits.attention._round",
     "scores of a block": "meshwise.parallel.splits.attention._scores",
     "blocks of attention": "meshwise.parallel.splits.attention._blocks",

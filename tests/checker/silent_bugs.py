@@ -231,10 +231,9 @@ def uneven_parts_in_equal_places(patch: Any) -> None:
 def positions_of_the_other_group(patch: Any) -> None:
     """Both ranks take the positions of the first."""
 
-    def divided(real: Any, value: Tensor, axis: MeshAxis) -> Any:
-        first: SplitPart = real(value, replace(axis, rank=0)).part
-        own = split(first.slice_of(value).clone(), replace(first, axis=axis))
-        return own
+    def divided(real: Any, value: Tensor, part: SplitPart) -> Any:
+        first = replace(part, axis=replace(part.axis, rank=0))  # type: ignore[type-var]
+        return split(first.slice_of(value).clone(), part)
 
     around(patch, "positions are divided", divided)
 
