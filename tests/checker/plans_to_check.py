@@ -147,19 +147,19 @@ class Case:
 
 
 def cases(each: int = 1) -> list[Case]:
-    """Every model under every technique and combination; each: check a combination on one model of so many. `quick` is
-    each plan once, on the models in turn, but none on eight devices, whose workers take long to start."""
+    """Every model under every technique and combination; each: check a plan on one model of so many. `quick` is each
+    plan once, on the models in turn, but none on eight devices, whose workers take long to start."""
     found = []
     for n, name in enumerate(NAMES):
         for p, (label, plan) in enumerate({**TECHNIQUES, **COMBINATIONS}.items()):
             if isinstance(plan.recompute, tuple):
                 plan = replace(plan, recompute=(BLOCKS[name],))
             quick = name == QUICK_ON.get(label, IN_TURN[p % len(IN_TURN)]) and plan.devices < 8
-            if quick or label in TECHNIQUES or (n + p) % each == 0:
-                found.append(Case(name, label, plan, quick))
-        if name in WITH_POSITIONS:
-            found += [Case(name, label, plan, (name, label) == ("llama", "context")) for label, plan in CONTEXT.items()]
+            found += [(n + p, Case(name, label, plan, quick))]
+        more = CONTEXT if name in WITH_POSITIONS else {}
         stages = PIPELINES | (PIPELINES_OF_POSITIONS if name in WITH_POSITIONS else {})
-        found += [Case(name, label, plan, False) for label, plan in stages.items() if name in WITH_STAGES]
-        found += [Case(name, label, plan, QUICK_ON.get(label) == name) for label, plan in LATER.items()]
-    return found
+        more = more | (stages if name in WITH_STAGES else {}) | LATER
+        for p, (label, plan) in enumerate(more.items()):
+            quick = (name, label) == ("llama", "context") or QUICK_ON.get(label) == name
+            found += [(n + p, Case(name, label, plan, quick))]
+    return [case for number, case in found if case.quick or number % each == 0]

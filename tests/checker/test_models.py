@@ -1,7 +1,6 @@
 """Models that nobody wrote for us, under every plan: what one device computes, and what the plan is for.
 
-`make test` runs each plan on one model, `make suite` each technique on all and each combination on a third of them;
-`bench/equivalence.py` writes the figures of all.
+`make test` runs each plan on one model, `make suite` each plan on a third of them.
 
 Tests parallel/tensor.py too.
 """
