@@ -29,7 +29,7 @@ from meshwise.spec.world import World
 from meshwise.training import engine, process, recording, tracking
 from meshwise.training.job.options import RunOptions
 from meshwise.training.jobs.script import refuse_untrained_job, run_script_file
-from meshwise.workers.environment import EXACT_RANDOM, LOG, PLAN_FILE, SAVES, read_world
+from meshwise.workers.environment import EXACT_RANDOM, LOG, PLAN_FILE, SAVES, STATES, read_world
 
 
 def start_script(
@@ -94,6 +94,8 @@ def _script_in_worker(script: Path, arguments: Sequence[str], options: RunOption
         os.environ[PLAN_FILE] = str((folder / names.PLAN).resolve())
     if options.log:
         os.environ[LOG] = ",".join(options.log)
+    if options.folder is not None:
+        os.environ[STATES] = str(folder.resolve())
     saves = {"every": options.save_every, "keep": options.keep}
     if any(saves.values()):
         os.environ[SAVES] = json.dumps({name: value for name, value in saves.items() if value is not None})
@@ -106,8 +108,7 @@ def _script_in_worker(script: Path, arguments: Sequence[str], options: RunOption
     try:
         variables = run_script_file(script, arguments)
     finally:
-        if "meshwise.training.process.session" in sys.modules:  # only if the script called a meshwise function
-            process.session.program_ends()
+        process.session.program_ends()
     recording.plain_program.tell_what_is_missing(script.name)
     refuse_untrained_job(script, variables)
     applied = process.session.process_engine() if options.gives_plan else None

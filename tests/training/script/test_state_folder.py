@@ -135,3 +135,12 @@ def test_what_a_start_saves_that_was_overtaken_is_not_read(tmp_path: Path) -> No
     assert claim(tmp_path, number + 1, facts)
     (tmp_path / f"step-00000099.{number}").mkdir()
     assert checkpoints_in(tmp_path) == before
+
+
+def test_a_relative_folder_lies_in_the_run_that_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MESHWISE_STATES", str(tmp_path / "run"))
+    monkeypatch.chdir(tmp_path)
+    trained(Path("state"))
+    trained(tmp_path / "mine")
+    assert checkpoints_in(tmp_path / "run" / "state") and checkpoints_in(tmp_path / "mine")
+    assert not (tmp_path / "state").exists()

@@ -18,7 +18,7 @@ from meshwise.records.lock import STATE_LOCK, FolderLock, Work
 from meshwise.spec.errors import UsageError
 from meshwise.training.process import once
 from meshwise.transfer import collectives
-from meshwise.workers.environment import ATTEMPT, RUN_FOLDER, attempt
+from meshwise.workers.environment import ATTEMPT, RUN_FOLDER, STATES, attempt
 from meshwise.workers.join import rank_context
 from meshwise.workers.place import place_in
 
@@ -39,7 +39,7 @@ homes: list[Home] = []
 
 def home_of(folder: Path) -> Path:
     """Return the path of a folder that the program names in `mw.checkpoint`."""
-    return homes[-1].find(folder) if homes else folder
+    return homes[-1].find(folder) if homes else Path(os.environ.get(STATES, "")) / folder
 
 
 @dataclass(frozen=True)
