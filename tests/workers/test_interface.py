@@ -30,7 +30,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     monkeypatch.setattr(join.psutil, "net_if_stats", lambda: {n: SimpleNamespace(isup=n != "docker0") for n in CARDS})
     monkeypatch.setattr(join.socket, "gethostname", lambda: "here")
     monkeypatch.setattr(join, "_address_of", lambda host: names.get(host, ""))
-    monkeypatch.setattr(join, "_source_of", lambda host: routes.get(names.get(host, host), ""))
+    monkeypatch.setattr(join, "source_of", lambda host: routes.get(names.get(host, host), ""))
     return names
 
 
@@ -51,10 +51,10 @@ def test_where_rank_0_is_here_it_is_the_way_out(machine: dict[str, str]) -> None
 
 
 def test_without_a_way_out_it_is_one_that_is_up(machine: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(join, "_source_of", lambda host: "")
+    monkeypatch.setattr(join, "source_of", lambda host: "")
     assert join.interface_towards("nowhere") == "eth0"
 
 
 def test_no_packet_is_needed_to_know_the_way() -> None:
-    assert join._source_of("127.0.0.1") == "127.0.0.1"
-    assert join._source_of("no-such-host.invalid") == ""
+    assert join.source_of("127.0.0.1") == "127.0.0.1"
+    assert join.source_of("no-such-host.invalid") == ""

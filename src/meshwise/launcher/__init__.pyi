@@ -1,6 +1,7 @@
 from meshwise.launcher import auto as auto
 from meshwise.launcher import doctor as doctor
 from meshwise.launcher import joined as joined
+from meshwise.launcher import nodes as nodes
 from meshwise.launcher import placing as placing
 from meshwise.launcher import pods as pods
 from meshwise.launcher import predict as predict

@@ -7,11 +7,13 @@ this process, where torch listens, and the disk of the run folders.
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
 import os
 import platform
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from datetime import timedelta
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -21,6 +23,7 @@ import psutil
 from meshwise import hardware
 from meshwise.hardware.allowance import bound_cores, cpu_quota
 from meshwise.hardware.discovery.limits import SHELL, Finding, limits_that_hurt, surroundings
+from meshwise.records.code_files import code_files
 from meshwise.spec.machine import Machine
 from meshwise.spec.units import bytes_text
 from meshwise.workers.places.place import Place
@@ -46,6 +49,20 @@ class Health:
     findings: tuple[Finding, ...]
     gloo: str
     folder: Path
+
+    def report(self, program: str) -> dict[str, object]:
+        """Return what this node tells the others: its name, folder and findings, and in `alike` what must be the same
+        on all nodes.
+
+        program: a script or job whose files are compared. It may be empty.
+        """
+        own = json.dumps(code_files(str(PACKAGE))).encode()
+        return {
+            "name": self.machine.hosts[0].name,
+            "folder": str(self.folder),
+            "findings": [astuple(each) for each in self.findings],
+            "alike": {**self.machine.versions, "meshwise": hashlib.sha256(own).hexdigest()[:16], **code_files(program)},
+        }
 
 
 def examine(out: Path, place: Place) -> Health:

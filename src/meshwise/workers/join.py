@@ -67,19 +67,14 @@ def rank_context() -> RankContext:
     global _session
     if _session is None:
         place = place_in(os.environ)
-        world = _take_device(_world_at(place))
-        channel = connect(os.environ, world.rank)
+        os.environ.update(place.variables() | os.environ)
+        world = read_world(os.environ)
+        if place.size > 1 and place.key and place.address is None:
+            _meet(place, address_of(place))
+        world = _take_device(world)
+        channel = connect(os.environ)
         _session = RankContext(world, channel, StepGate(channel), place)
     return _session
-
-
-def _world_at(place: Place) -> World:
-    """Return the world of this process, and set the environment variables that describe it."""
-    os.environ.update(place.variables() | os.environ)
-    world = read_world(os.environ)
-    if place.size > 1 and place.key and place.address is None:
-        _meet(place, address_of(place))
-    return world
 
 
 def _meet(place: Place, address: tuple[str, int]) -> None:
@@ -244,7 +239,7 @@ def interface_towards(host: str) -> str | None:
     if _address_of(socket.gethostname()) in own:
         return None
     for target in (host, ANYWHERE):
-        if (found := own.get(_source_of(target))) is not None:
+        if (found := own.get(source_of(target))) is not None:
             return found
     up = psutil.net_if_stats()
     return next((name for name in own.values() if name in up and up[name].isup), None)
@@ -256,7 +251,7 @@ def _address_of(host: str) -> str:
     return ""
 
 
-def _source_of(host: str) -> str:
+def source_of(host: str) -> str:
     """Return the address from which this machine would send a packet to `host`, or "".
     No packet is sent."""
     with contextlib.suppress(OSError):

@@ -31,6 +31,7 @@ from typing import Any
 
 from meshwise.spec.errors import MeshwiseError, UsageError, WorkerFailed
 from meshwise.spec.exit_codes import AGAIN
+from meshwise.spec.units import seconds_text
 from meshwise.spec.words import ranks_text, some
 from meshwise.workers.board import Board
 from meshwise.workers.failure import Failure
@@ -84,20 +85,20 @@ class Meeting:
         _threads.append(threading.Thread(target=self._run, name="meshwise-meeting", daemon=True))
         _threads[-1].start()
 
-    def meet(self) -> None:
-        """Wait until all machines have come.
+    def meet(self, limit: float = COME) -> None:
+        """Wait until all machines have come, for at most `limit` seconds.
 
         Raises UsageError if this launcher is refused, WorkerFailed if not all machines come.
         """
         try:
-            self._wait_for_all()
+            self._wait_for_all(limit)
         except BaseException:
             self.leave()
             raise
         self.first_rank, self.size = self.ranks_of(self.node)[0], self.ranks_of(self.nodes - 1)[-1] + 1
         self.port = int(self._machines[0].said["port"])
 
-    def _wait_for_all(self) -> None:
+    def _wait_for_all(self, limit: float) -> None:
         began, told = time.monotonic(), False
         while missing := [str(node) for node in range(self.nodes) if self.said(node, "size") is None]:
             who = f"machine {some(missing)} of {self.nodes}"
@@ -107,8 +108,8 @@ class Meeting:
                 told = True
             if self._error is not None:
                 raise self._refused(self._error)
-            if waited > COME:
-                raise WorkerFailed(f"{who} did not come in 10 min.", exit_code=AGAIN)
+            if waited > limit:
+                raise WorkerFailed(f"{who} did not come in {seconds_text(limit)}.", exit_code=AGAIN)
             time.sleep(0.02)
 
     def _refused(self, error: Exception) -> MeshwiseError:
