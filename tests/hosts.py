@@ -27,6 +27,8 @@ from typing import Any
 
 import psutil
 
+from meshwise.workers.ports import listening
+
 INTERFACE = "eth0"
 NAMESPACES = Path("/run/netns")
 ROOT = Path(__file__).parents[1]
@@ -39,6 +41,12 @@ have carried: with 0.5 ms two busy cores brought a 1 Gbit/s link to half of its 
 _UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 _numbers = itertools.count()
 NAME = 'echo "$0" >/proc/sys/kernel/hostname && exec "$@"'  # hosts have names: reports count them
+
+
+def free_port() -> int:
+    """A TCP port on which nobody listens now."""
+    with listening("") as server:
+        return int(server.getsockname()[1])
 
 
 @dataclass(frozen=True)

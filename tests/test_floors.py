@@ -616,7 +616,7 @@ PLANTED = {
 
 ALLOWED = {
     "a lower floor": ("training/engine/a.py", "from meshwise.spec.plan import Plan\nimport meshwise.parallel.apply"),
-    "its own room": ("workers/a.py", "from meshwise.workers.channel import ADDRESS"),
+    "its own room": ("workers/a.py", "from meshwise.workers.channel import CHANNEL"),
     "apply joins the techniques": ("parallel/apply.py", "from meshwise.parallel import data, precision"),
     "private torch in compat": ("torch_compat/a.py", "import torch\nfrom torch._C import _x\ntorch._C._log()"),
     "torch's own dunders": ("training/engine/a.py", "import torch\nprint(torch.__version__)"),

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from meshwise.hardware.machines import read_machine
-from meshwise.workers.ports import free_port
+from tests.hosts import free_port
 
 pytestmark = pytest.mark.usefixtures("processes")
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from meshwise.workers.ports import free_port
+from tests.hosts import free_port
 
 JOB = f"{Path(__file__).with_name('jobs.py')}:decoder"
 Run = Callable[..., Any]

@@ -11,9 +11,9 @@ from safetensors.torch import load_file
 
 from meshwise.records import folder as names
 from meshwise.records.files import read_lines
-from meshwise.workers.ports import free_port
 from tests.faults.runs import CommandRun
 from tests.faults.test_restarts import JOB, final, trained
+from tests.hosts import free_port
 
 pytestmark = pytest.mark.usefixtures("processes")
 EXACT = ("--set", "precision=fp64", "--exact-random", "--save-every", "4")

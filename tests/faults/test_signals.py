@@ -23,8 +23,8 @@ from meshwise.records.folder import read_run
 from meshwise.reports.views.live_progress import LiveView
 from meshwise.spec.exit_codes import AGAIN, INTERRUPTED, code_of_stop
 from meshwise.workers.gate import Halt
-from meshwise.workers.ports import free_port
 from tests.faults.runs import JOBS, LOOP_WITHOUT_STATE, CommandRun, as_at_a_limit, run_folder
+from tests.hosts import free_port
 
 pytestmark = pytest.mark.usefixtures("processes")
 
@@ -173,8 +173,8 @@ def test_a_stop_of_a_trainer_that_saves_is_not_told_that_no_state_is_saved(saves
     said, halt = list[str](), Halt()
     halt.ask(signal.SIGTERM)
     view: Any = SimpleNamespace(print=said.append)
-    started: Any = SimpleNamespace(restarts=SimpleNamespace(resumable=False))
-    viewer = Viewer(view, ["cpu"], started, halt, live=False)
+    started: Any = SimpleNamespace(restarts=SimpleNamespace(resumable=False), slots=["cpu"])
+    viewer = Viewer(view, started, halt, live=False)
     viewer.message(0, {"kind": "stopping", "step": 23, "epoch": 3, "saves": saves})
     assert said[0] == "stopped by SIGTERM after step 23 (epoch 3)"
     assert said[1:] == ([] if saves else ["no state is saved: the script has not called mw.checkpoint."])

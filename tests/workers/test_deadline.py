@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
+from datetime import datetime
 from threading import Event, Thread
 from typing import Any
 
@@ -27,23 +29,31 @@ def gate_of(*, step: float = 0.0, save: float = 0.0, saves: bool = True) -> Step
     return gate
 
 
-def stops_within(seconds: float, gate: StepGate, environment: dict[str, str], **more: Any) -> float | None:
-    """After how many seconds a stop is asked for; None where it is not within these."""
+def stops_within(
+    seconds: float,
+    gate: StepGate,
+    environment: dict[str, str],
+    left_of: Callable[[str], float | None] = lambda job: None,
+) -> float | None:
+    """After how many seconds a stop is asked for; None where it is not within these. left_of: the seconds left of a
+    job, as squeue says."""
+
+    def end_of(job: str) -> float | None:
+        left = left_of(job)
+        return None if left is None else time.time() + left
+
     over, asked, began = Event(), list[float](), time.time()
-    watching = Thread(
-        target=gates.watch_time,
-        args=(
-            gate,
-            lambda: asked.append(time.time() - began),
-            over,
-            environment,
-            more.get("left_of", lambda job: None),
-        ),
-    )
-    watching.start()
-    watching.join(seconds)
-    over.set()
-    watching.join()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gates, "end_by_squeue", end_of)
+        for name in (*JOB, "SLURM_JOB_END_TIME", gates.LIMIT):
+            patch.delenv(name, raising=False)
+        for name, value in environment.items():
+            patch.setenv(name, value)
+        watching = Thread(target=gates.watch_time, args=(gate, lambda: asked.append(time.time() - began), over))
+        watching.start()
+        watching.join(seconds)
+        over.set()
+        watching.join()
     return asked[0] if asked else None
 
 
@@ -125,29 +135,14 @@ def test_the_longest_step_is_measured_without_the_first_ones() -> None:
     assert gate.longest_step == before
 
 
-@pytest.mark.parametrize(
-    ("text", "seconds"),
-    [
-        ("3:04", 184.0),
-        ("0:59\n", 59.0),
-        ("2:03:04", 7384.0),
-        ("1-02:03:04", 93784.0),
-        ("UNLIMITED", math.inf),
-        ("INVALID", None),
-        ("NOT_SET", None),
-        ("", None),
-        ("-0:05", None),
-    ],
-)
-def test_what_squeue_writes_is_read(text: str, seconds: float | None) -> None:
-    assert gates.seconds_left(text) == seconds
-
-
-def test_a_squeue_that_is_not_there_or_fails_says_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert gates.left_by_squeue("7") is None
+def test_squeue_is_asked_when_a_job_ends(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    assert gates.end_by_squeue("7") is None  # there is none
     (tmp_path / "squeue").write_text("#!/bin/sh\nexit 1\n")
     (tmp_path / "squeue").chmod(0o755)
-    assert gates.left_by_squeue("7") is None
-    (tmp_path / "squeue").write_text('#!/bin/sh\necho "1:00"\n')
-    assert gates.left_by_squeue("7") == 60.0
+    assert gates.end_by_squeue("7") is None
+    for text in ("N/A", "NONE", ""):  # of a job without a limit, or that is over
+        (tmp_path / "squeue").write_text(f"#!/bin/sh\necho '{text}'\n")
+        assert gates.end_by_squeue("7") is None
+    (tmp_path / "squeue").write_text("#!/bin/sh\ntest $SLURM_TIME_FORMAT = standard && echo 2026-12-01T10:00:05\n")
+    assert gates.end_by_squeue("7") == datetime(2026, 12, 1, 10, 0, 5).timestamp()

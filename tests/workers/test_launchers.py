@@ -14,7 +14,7 @@ import pytest
 
 from meshwise.records.attempts import attempts_of
 from meshwise.records.folder import read_run
-from meshwise.workers.ports import free_port
+from tests.hosts import free_port
 
 pytestmark = pytest.mark.usefixtures("processes")
 

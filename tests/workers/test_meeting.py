@@ -21,7 +21,7 @@ from meshwise.workers.board import KEY
 from meshwise.workers.failure import Failure
 from meshwise.workers.meeting import Meeting
 from meshwise.workers.places.place import Place
-from meshwise.workers.ports import free_port
+from tests.hosts import free_port
 
 SIZES = (2, 1, 3)  # workers of each machine
 

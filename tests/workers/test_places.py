@@ -417,11 +417,11 @@ def test_launchers_meet_where_the_options_say_and_beside_the_store_of_torchruns_
         (
             SRUN,
             {"devices": "4xcpu"},
-            "--devices 4xcpu asks for 4 devices, but Slurm started 2 tasks on this machine, 4",
+            "--devices 4xcpu, but Slurm started 2 tasks on this machine, 4 in all",
         ),
-        (TORCHRUN, {"devices": "4xcpu"}, "--devices 4xcpu asks for 4 devices, but torchrun started 2 tasks on this"),
-        (TORCHRUN, {"devices": "cuda:2,3"}, "remove --devices and set CUDA_VISIBLE_DEVICES=2,3."),
-        (TORCHRUN, {"devices": "cuda:1"}, "--devices cuda:1: torchrun started 2 tasks on this machine, which use"),
+        (TORCHRUN, {"devices": "4xcpu"}, "--devices 4xcpu, but torchrun started 2 tasks on this"),
+        (TORCHRUN, {"devices": "cuda:2,3"}, "and choose devices by CUDA_VISIBLE_DEVICES."),
+        (TORCHRUN, {"devices": "cuda:1"}, "--devices cuda:1, but torchrun started 2 tasks on this machine, 2 in all"),
     ],
 )
 def test_options_that_contradict_the_launcher_are_refused(

@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from meshwise.workers.ports import LISTENING_PORTS, free_port, listening
+from meshwise.workers.ports import LISTENING_PORTS, listening
 
 
 def test_a_port_is_held_from_when_it_is_chosen() -> None:
@@ -16,11 +16,3 @@ def test_a_port_is_held_from_when_it_is_chosen() -> None:
         assert server.getsockname()[0] == "127.0.0.1" and server.getsockname()[1] in LISTENING_PORTS
     with listening() as everywhere, socket.create_connection(("127.0.0.1", everywhere.getsockname()[1])):
         pass
-
-
-def test_a_free_port_can_be_listened_at() -> None:
-    port = free_port()
-    with listening("127.0.0.1", port) as server:
-        assert server.getsockname() == ("127.0.0.1", port)
-        with pytest.raises(OSError):
-            listening(port=port)

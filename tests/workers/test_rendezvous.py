@@ -17,8 +17,8 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from meshwise.spec.errors import UsageError
 from meshwise.workers import join, rendezvous
 from meshwise.workers.places.place import Place
-from meshwise.workers.ports import free_port
 from meshwise.workers.rendezvous import START, reached, served
+from tests.hosts import free_port
 
 OURS, OTHER, WHO = "slurm-one-7.0.1", "slurm-one-8.0.1", "rank 1 of 3"
 

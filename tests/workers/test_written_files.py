@@ -23,7 +23,6 @@ def told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple
     found: list[tuple[str, str]] = []
     watch = FileWatch(lambda path, where: found.append((path, where)), ignored=[str(tmp_path / "runs")])
     monkeypatch.setattr(torch, "save", watch.saving(torch.save))
-    watch.begin()
     yield found
     watch._process = 0  # Python gives no hook back: it is that of a process that is gone
 

@@ -27,7 +27,7 @@ from meshwise.spec.world import World
 from meshwise.workers import verb_log
 from meshwise.workers.failure import is_communication_error
 from meshwise.workers.scratch import made_folder, own
-from meshwise.workers.verb_log import BATCH, VerbTrail, read_trail
+from meshwise.workers.verb_log import VerbTrail, read_trail
 
 INTERVAL = 0.25  # seconds between checks
 GRACE = 1.0  # seconds for a rank to report an error, which may be why the rank diverged
@@ -69,7 +69,7 @@ class DivergenceWatch:
 
 
 def divergence(trails: Mapping[int, VerbTrail | None], ended: Collection[int]) -> str:
-    """Describe the first difference between the ranks' calls (see `Verb`). Return "" if there is none."""
+    """Describe the first difference between the ranks' calls. Return "" if there is none."""
     number = _first_difference(trails, ended)
     if number is None:
         return ""
@@ -84,7 +84,7 @@ def last_verbs(trails: Mapping[int, VerbTrail | None]) -> str:
     """Say which call each rank logged last. Return an empty string if no rank has logged any."""
     told: dict[str, list[int]] = {}
     for rank, trail in sorted(trails.items()):
-        told.setdefault(_verb(trail, trail.count) if trail else "none", []).append(rank)
+        told.setdefault(trail.verb(trail.count) if trail else "none", []).append(rank)
     if set(told) <= {"none"}:
         return ""
     return f"The last call: {'; '.join(f'{ranks_text(ranks)}: {what}' for what, ranks in told.items())}."
@@ -109,16 +109,8 @@ def _where(trail: VerbTrail | None, number: int, ended: bool) -> str:
     if trail is None:
         return "ended" if ended else "has called nothing yet"
     if trail.count < number:
-        return trail.left + ("ended" if ended else f"is still at {_verb(trail, trail.count)}")
-    return f"{trail.verb(number).left}reached {_verb(trail, number)}"
-
-
-def _verb(trail: VerbTrail, number: int) -> str:
-    verb = trail.verb(number)
-    at = f" at {verb.place}" if verb.place else ""
-    if verb.name == BATCH:
-        return f"batch {verb.times} of the loop{at}"
-    return f"{verb.name}{at}" + (f" (call {verb.times})" if verb.times > 1 else "")
+        return trail.left + ("ended" if ended else f"is still at {trail.verb(trail.count)}")
+    return f"{trail.left_before(number)}reached {trail.verb(number)}"
 
 
 def begin(world: World, store: Any) -> None:

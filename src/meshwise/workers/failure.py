@@ -16,7 +16,7 @@ from typing import Any
 from meshwise.spec.addresses import address_of
 from meshwise.spec.errors import MeshwiseError, ReplicaError, SpoiledError, UsageError, WorkerFailed
 from meshwise.spec.exit_codes import INTERRUPTED
-from meshwise.spec.user_code import OURS, is_users, name_line, raised_at
+from meshwise.spec.user_code import OURS, name_line, raised_at
 from meshwise.spec.words import error_text, readable, text_of
 from meshwise.workers import fast_exit
 
@@ -109,7 +109,7 @@ def by_error(rank: int, error: BaseException) -> Failure:
     ours, in_loader = isinstance(error, MeshwiseError), _LOADER_RAISED.match(text_of(error))
     if isinstance(error, UsageError):
         name_line(error)
-    told = "" if ours or _is_of_system(error) else user_traceback(error)
+    told = "" if ours or (isinstance(error, OSError) and not raised_at(error)) else user_traceback(error)
     return Failure(
         rank,
         _kind_of(rank, error),
@@ -155,12 +155,6 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 def _notes(error: BaseException) -> list[str]:
     return [readable(text_of(note)) for note in getattr(error, "__notes__", ())]
-
-
-def _is_of_system(error: BaseException) -> bool:
-    """Check whether an error is an OSError that was not raised in user code."""
-    frames = traceback.extract_tb(error.__traceback__)
-    return isinstance(error, OSError) and not any(is_users(frame.filename) for frame in frames)
 
 
 def by_exit(rank: int, exit: SystemExit) -> Failure:

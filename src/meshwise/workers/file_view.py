@@ -21,8 +21,14 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from meshwise.workers.written_files import CACHES
-
+CACHES = (
+    "XDG_CACHE_HOME",
+    "TORCH_HOME",
+    "HF_HOME",
+    "HF_DATASETS_CACHE",
+    "TORCHINDUCTOR_CACHE_DIR",
+    "TRITON_CACHE_DIR",
+)
 LINKS = 40  # maximum number of symbolic links to follow in a row, as in Linux
 TEMPORARY = tempfile.gettempdir()
 """Where the launcher has its folder. Inside a check, programs have another folder for temporary files."""

@@ -34,6 +34,7 @@ import cloudpickle
 from meshwise.spec import errors
 from meshwise.spec.errors import MeshwiseError, WorkerFailed
 from meshwise.spec.exit_codes import WARNINGS
+from meshwise.workers.channel import CHANNEL
 from meshwise.workers.environment import LISTENER
 
 PACKET = 1 << 16
@@ -78,7 +79,8 @@ class Forks:
     def start(self, arguments: list[str], variables: Mapping[str, str], files: Sequence[int]) -> ForkedWorker:
         """Ask the server for a worker with these arguments and this environment. Return before the worker runs.
 
-        files: the worker's stdout and stderr, and on rank 0 the socket of the process group's store, as descriptors.
+        files: the worker's stdout and stderr, its end of the side channel, and on rank 0 the socket of the process
+            group's store, as descriptors.
         """
         facts = dict[str, int]()
         with self._lock:
@@ -140,15 +142,16 @@ class Forks:
         return facts
 
     def end_launch(self, workers: Sequence[ForkedWorker]) -> None:
-        """Clean up after a launch whose workers were killed. Close the server if it cannot serve another launch."""
-        until = time.monotonic() + KILL_TIMEOUT
-        while (self.process is None or self.process.poll() is None) and time.monotonic() < until:
-            if all(worker.poll() is not None for worker in workers):
-                return
-            for worker in workers:  # kill again: a newly forked worker may have become a group leader only now
+        """Kill the workers of a launch, and what they have started in their process groups. Close the server if it
+        cannot serve another launch."""
+        until, ended = time.monotonic() + KILL_TIMEOUT, False
+        while not ended and time.monotonic() < until:
+            for worker in workers:  # again and again: a newly forked worker may become a group leader only now
                 kill_group(worker.pid)
             time.sleep(0.01)
-        self.close()
+            ended = all(worker.poll() is not None for worker in workers)
+        if not ended or (self.process is not None and self.process.poll() is not None):
+            self.close()
 
     def close(self) -> None:
         """Kill the server and all processes that it forked. Wait a limited time for them to end."""
@@ -204,7 +207,7 @@ def serve(line: socket.socket, work: Callable[[], int], interrupted: Any = signa
         if line.fileno() not in readable:
             continue
         try:
-            number, files, _, _ = socket.recv_fds(line, PACKET, 4)
+            number, files, _, _ = socket.recv_fds(line, PACKET, 5)
         except OSError:
             number = b""
         if not number:
@@ -273,8 +276,8 @@ def _become(files: list[int]) -> None:
         os.close(fd)
     os.environ.clear()
     os.environ.update(request["variables"])
-    if len(files) > 3:
-        os.environ[LISTENER] = str(files[3])
+    for name, fd in zip((CHANNEL, LISTENER), files[3:], strict=False):
+        os.environ[name] = str(fd)
     os.chdir(request["folder"])
     sys.argv[1:] = request["arguments"]
     if "numpy" in sys.modules:  # reseed it, or all workers would draw the same (Python's `random` reseeds itself)

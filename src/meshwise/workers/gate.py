@@ -18,13 +18,13 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import re
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
+from datetime import datetime
 
 from meshwise.spec.exit_codes import TIME_LIMIT, code_of_stop
 from meshwise.spec.units import seconds_text
@@ -50,7 +50,8 @@ class StepGate:
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._begun = 0
-        self._frozen = False
+        self.halted = False
+        """Whether the run was asked to stop, so that other ranks may have ended already."""
         self._last: int | None = None
         self.interrupts = False
         """Whether the program gets SIGINT if the run is stopped before any rank has begun a step."""
@@ -78,11 +79,6 @@ class StepGate:
         """Whether this rank has finished the step after which all ranks have agreed to stop."""
         return self._last is not None and self._begun >= self._last
 
-    @property
-    def halted(self) -> bool:
-        """Whether the run was asked to stop, so that other ranks may have ended already."""
-        return self._frozen
-
     def stop(self, step: int, epoch: int | None = None) -> BaseException:
         """Return the exception that a script's loop must raise once `begin` has returned False.
 
@@ -98,7 +94,7 @@ class StepGate:
         """Begin the next step and return True. If the agreed last step is over, return False. If the run was asked to
         stop, first wait until the ranks have agreed on the last step."""
         with self._lock:  # this is also the lock of `_changed`, but entering `_changed` would cost a Python call
-            while self._frozen and self._last is None:
+            while self.halted and self._last is None:
                 self._changed.wait()
             if self._last is not None and self._begun >= self._last:
                 self.reached.set()
@@ -116,7 +112,7 @@ class StepGate:
         """Make this rank wait before its next step until `set_last` is called. Return the number of steps that the rank
         has begun."""
         with self._changed:
-            self._frozen = True
+            self.halted = True
             return self._begun
 
     def set_last(self, step: int) -> None:
@@ -181,26 +177,18 @@ def set_time_limit(seconds: float) -> None:
     os.environ[LIMIT] = repr(time.time() + seconds)
 
 
-def watch_time(
-    gate: StepGate,
-    ask: Callable[[], object],
-    over: threading.Event,
-    environment: Mapping[str, str] = os.environ,
-    left_of: Callable[[str], float | None] | None = None,
-) -> None:
+def watch_time(gate: StepGate, ask: Callable[[], object], over: threading.Event) -> None:
     """Call `ask` once the time left for the run is just enough for a stop."""
-    job = job_id(environment) if JOB in environment else ""
-    text, left_of = environment.get("SLURM_JOB_END_TIME", ""), left_of or left_by_squeue
+    job, text = job_id(os.environ) if JOB in os.environ else "", os.environ.get("SLURM_JOB_END_TIME", "")
     end = float(text) if job and text.isdigit() else math.inf
     asked = time.time() - (0.0 if end < math.inf else ASK)
     guess = leaves = 0.0
     while not over.wait(LOOK):
         now = time.time()
         if job and now - asked >= ASK:
-            asked, told = now, left_of(job)
-            end = end if told is None else time.time() + told
+            asked, end = now, end_by_squeue(job) or end
         guess, leaves = guess or _guessed(end - now), leaves or _leaving(end - now)
-        limits = [("the time limit", float(environment.get(LIMIT, "inf")), 0.0)]
+        limits = [("the time limit", float(os.environ.get(LIMIT, "inf")), 0.0)]
         limits += [(f"job {job}", end - leaves, guess)] if gate.saves else []  # without saves, run until the job's end
         for of, at, unknown in limits:
             left = at - time.time()
@@ -237,23 +225,13 @@ def _say(left: float, of: str, gate: StepGate, saves: float) -> None:
     print(f"{seconds_text(max(left, 0.0))} left of {of}, {reckoned} to come: stopping", file=sys.stderr, flush=True)
 
 
-def left_by_squeue(job: str) -> float | None:
-    """Ask squeue how many seconds a Slurm job may still run.
-    Return None if squeue does not answer."""
-    command = ["squeue", "--noheader", "--jobs", job, "--format", "%L"]
-    try:
-        shown = subprocess.run(command, capture_output=True, text=True, timeout=ANSWER, stdin=subprocess.DEVNULL)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return seconds_left(shown.stdout) if shown.returncode == 0 else None
-
-
-def seconds_left(text: str) -> float | None:
-    """Parse a duration as squeue prints it. Return None for other text."""
-    if text.strip() == "UNLIMITED":
-        return math.inf
-    match = re.fullmatch(r"(?:(?:(\d+)-)?(\d+):)?(\d+):(\d\d)", text.strip())
-    if match is None:
-        return None
-    days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
-    return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
+def end_by_squeue(job: str) -> float | None:
+    """Ask squeue when a Slurm job must end, in seconds since 1970. Return None if squeue knows no such time."""
+    command = ["squeue", "--noheader", "--jobs", job, "--format", "%e"]
+    plain = os.environ | {"SLURM_TIME_FORMAT": "standard"}
+    with contextlib.suppress(OSError, subprocess.SubprocessError, ValueError):  # such as `N/A`: it has no end
+        told = subprocess.check_output(
+            command, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL, text=True, timeout=ANSWER, env=plain
+        )
+        return datetime.fromisoformat(told.strip()).timestamp()
+    return None

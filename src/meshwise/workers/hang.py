@@ -160,7 +160,7 @@ class HangWatch:
         if went_on or not silent:
             return went_on
         beats = {rank: each.beat for rank, each in far.items()} | {rank: self._heard[rank] for rank in pids}
-        stall = find_stall(beats, [*silent, *(rank for rank, each in far.items() if each.silence)])
+        stall = find_stall(beats, [*silent, *(rank for rank, each in far.items() if each.silent)])
         if stall is None and self._idleness is not None and len(silent) == len(beats):
             stall = Stall(silent, {})
         stall = None if stall is None else _of_stopped(stall, [*self._stopped(pids, far)])
@@ -236,7 +236,7 @@ class HangWatch:
         """Return the state of each silent rank of this machine, to be sent to other machines."""
         silent = {rank: pid for rank, pid in pids.items() if self._silence[rank] >= LEAST}
         stopped = set(self._stopped(silent, {}))
-        return {rank: RemoteBeat(self._heard[rank], self._silence[rank], rank in stopped) for rank in silent}
+        return {rank: RemoteBeat(self._heard[rank], True, rank in stopped) for rank in silent}
 
     def _stopped(self, pids: Mapping[int, int | None], far: Mapping[int, RemoteBeat]) -> Iterator[int]:
         """Yield the ranks whose process is stopped, or is in uninterruptible sleep."""
@@ -251,11 +251,9 @@ class HangWatch:
         own = standing(pid, stack_path(self._folder, rank))
         if self._idleness is not None:
             return own.told
-        child = (
-            stuck_child(pid, stack_path(self._folder, rank))
-            if beat.phase == "data" and state_of(pid) not in STATES
-            else None
-        )
+        if beat.phase != "data" or state_of(pid) in STATES:
+            return f"{phase} and {own.told}"
+        child = stuck_child(pid, stack_path(self._folder, rank))
         beside = "" if child is None else f" (its loader worker, process {child.pid}, {child.told})"
         return f"{phase} and {own.told}{beside}"
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import os
 import queue
+import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -28,7 +29,7 @@ import cloudpickle
 from meshwise.spec.devices import WorkerSlot
 from meshwise.spec.errors import WorkerFailed
 from meshwise.workers import environment, failure
-from meshwise.workers.channel import ADDRESS, LauncherChannel, Message
+from meshwise.workers.channel import Line, Message
 from meshwise.workers.divergence import DivergenceWatch, divergence, last_verbs
 from meshwise.workers.failure import Failure
 from meshwise.workers.fork_server import Forks
@@ -102,7 +103,6 @@ class _Launcher:
         self.first_rank = meeting.first_rank if meeting else 0
         self.workers: list[WatchedWorker] = []
         self._inbox: queue.Queue[tuple[int, Message]] = queue.Queue()
-        self._channel = LauncherChannel(scratch, lambda rank, message: self._inbox.put((rank, message)))
         self._divergence = DivergenceWatch(scratch, range(self.first_rank, self.first_rank + local_size))
         self._hangs, self._remote = HangWatch(scratch, listeners.hang_limit, idle=listeners.idle), RemoteBeats(meeting)
         self._written = WrittenFiles()
@@ -119,9 +119,11 @@ class _Launcher:
             log = self.listeners.log(self.folder, rank)
             pipes = [os.pipe(), os.pipe()] if rank == 0 else []
             stdout, stderr = [write for _, write in pipes] or [log.fileno()] * 2
-            kept = [listener.fileno()] if rank == 0 and listener else []
-            process = self.forks.server(variables).start([str(task)], variables, [stdout, stderr, *kept])
-            entry = WatchedWorker(rank, process, log)
+            ours, theirs = socket.socketpair()
+            kept = [theirs.fileno(), *([listener.fileno()] if rank == 0 and listener else [])]
+            with theirs:
+                process = self.forks.server(variables).start([str(task)], variables, [stdout, stderr, *kept])
+            entry = WatchedWorker(rank, process, log, Line(ours, partial(self._heard, rank)))
             self.workers.append(entry)
             for name, (read, write) in zip(("stdout", "stderr"), pipes, strict=False):
                 os.close(write)
@@ -140,7 +142,6 @@ class _Launcher:
             "MASTER_PORT": str(port),
             **environment.loaded_with(slot),
             environment.VISIBLE: visible,
-            ADDRESS: self._channel.address,
             environment.DEVICE_KIND: slot.device,
             **({} if self.folder == self.scratch else {environment.RUN_FOLDER: str(self.folder.resolve())}),
             environment.CORES: ",".join(map(str, slot.cores)),
@@ -190,8 +191,8 @@ class _Launcher:
         elif hang:
             self.listeners.message(hang.rank, {"kind": "note", "text": hang.text})
             self._remote.say(hang.text)
-            for rank in pids if hang.stalls else ():
-                self._channel.send(rank, ASKED)  # only ranks on an accelerator answer
+            for entry in self.workers if hang.stalls else ():
+                entry.line.send(ASKED)  # only ranks on an accelerator answer
         for text in self._remote.news():
             self.listeners.message(self.first_rank, {"kind": "note", "text": text})
 
@@ -224,6 +225,9 @@ class _Launcher:
         for _, number in self.meeting.of_others("halt"):
             self.halt.ask(number)
 
+    def _heard(self, rank: int, message: Message) -> None:
+        self._inbox.put((rank, message))
+
     def _deliver_one(self) -> None:
         try:
             rank, message = self._inbox.get(timeout=0.05)
@@ -247,7 +251,7 @@ class _Launcher:
         elif kind == "writes":
             if text := self._written.add(rank, **{name: value for name, value in message.items() if name != "kind"}):
                 self.listeners.message(rank, {"kind": "note", "text": text})
-        elif kind not in ("hello", "closed"):
+        else:
             self._saves = self._saves or kind == "stopping"
             self.listeners.message(rank, message)
 
@@ -287,11 +291,11 @@ class _Launcher:
         if waiting and now - self._asked > HALT_INTERVAL:  # ask again: a starting worker may have missed the request
             self._asked = now
             for entry in waiting:
-                self._channel.send(entry.rank, "halt")
+                entry.line.send("halt")
         if self._halting and not waiting and self._last is None:
             self._last = self._agreed_last(max(self._halting.values()))
             for entry in self.workers if self._last is not None else ():
-                self._channel.send(entry.rank, "last", step=self._last)
+                entry.line.send("last", step=self._last)
         if time.monotonic() - self._halted_at > HALT_TIMEOUT and not self._saves:
             raise WorkerFailed(
                 f"the workers did not stop within {HALT_TIMEOUT:.0f} s and were ended. What was saved before is kept.",
@@ -307,12 +311,10 @@ class _Launcher:
         return max(here, *begun) if len(begun) == self.meeting.nodes - 1 else None
 
     def end(self) -> None:
-        for entry in self.workers:
-            entry.kill()
         self.forks.end_launch([w.process for w in self.workers])
         for entry in self.workers:
             entry.process.wait()
             for reader in entry.readers:
                 reader.join(timeout=2)
             entry.log.close()
-        self._channel.close()
+            entry.line.close()

@@ -22,12 +22,6 @@ def listening(host: str = "", port: int = 0) -> socket.socket:
     raise OSError("no TCP port is free on this machine")
 
 
-def free_port(host: str = "") -> int:
-    """Return a TCP port of this machine on which no process listens now."""
-    with listening(host) as server:
-        return int(server.getsockname()[1])
-
-
 def port_of(start: str) -> int:
     """Return the port at which the processes of one start meet. Each process derives it from the name of the start,
     such as the number of a Slurm job."""

@@ -18,7 +18,7 @@ class RemoteBeat:
     """The state of a rank on another machine, as that machine last reported it."""
 
     beat: Beat = field(default_factory=Beat)
-    silence: float = 0.0
+    silent: bool = False
     stopped: bool = False
 
 
@@ -28,7 +28,7 @@ class RemoteBeats:
     def __init__(self, meeting: Meeting | None) -> None:
         """meeting: None on one machine, where nothing needs to be exchanged."""
         self._meeting, self._told = meeting, 0.0
-        self._heard: dict[int, tuple[Any, float]] = {}
+        self._heard: dict[int, tuple[Any, dict[int, RemoteBeat]]] = {}
         self._said: dict[int, Any] = {}
 
     def tell(self, here: Callable[[], Mapping[int, RemoteBeat]]) -> None:
@@ -37,17 +37,16 @@ class RemoteBeats:
         now = time.monotonic()
         if self._meeting is not None and now - self._told >= EVERY:
             self._told = now
-            self._meeting.set("silent", {rank: _plain(each) for rank, each in here().items() if each.silence})
+            self._meeting.set("silent", {rank: _plain(each) for rank, each in here().items()})
 
     def heard(self) -> dict[int, RemoteBeat]:
         """Return the state of each rank on the other machines, as far as these machines have reported it."""
         found = dict[int, RemoteBeat]()
         for node, news in () if self._meeting is None else self._meeting.of_others("silent"):
-            told, at = self._heard.get(node, (None, 0.0))
-            if news != told:
-                told, at = self._heard[node] = news, time.monotonic()
+            if node not in self._heard or self._heard[node][0] != news:
+                self._heard[node] = news, {int(rank): _read(told) for rank, told in news.items()}
             found |= dict.fromkeys(self._meeting.ranks_of(node), RemoteBeat())  # type: ignore[union-attr]
-            found |= {int(rank): _read(one, at) for rank, one in told.items()}
+            found |= self._heard[node][1]
         return found
 
     def say(self, text: str) -> None:
@@ -69,13 +68,12 @@ def _plain(remote: RemoteBeat) -> dict[str, Any]:
     return asdict(replace(remote, beat=last)) | {"sent": time.perf_counter_ns()}
 
 
-def _read(told: Mapping[str, Any], at: float) -> RemoteBeat:
-    """Return the state of a rank that another machine reported at time `at`, with times on this machine's clock."""
-    since = time.monotonic() - at
-    ahead = time.perf_counter_ns() - round(since * 1e9) - told["sent"]
+def _read(told: Mapping[str, Any]) -> RemoteBeat:
+    """Return the state of a rank that another machine has just reported, with times on this machine's clock."""
+    ahead = time.perf_counter_ns() - told["sent"]
     calls = [
         one and CollectiveCall(**{**one, "at": one["at"] + ahead})
         for one in (*told["beat"]["recent"], told["beat"]["waits_in"])
     ]
     beat = Beat(**{**told["beat"], "recent": calls[:-1], "waits_in": calls[-1]})
-    return RemoteBeat(beat, told["silence"] + since, told["stopped"])
+    return RemoteBeat(beat, told["silent"], told["stopped"])

@@ -71,15 +71,7 @@ def sweep(parent: str) -> None:
     for folder in Path(parent).glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError):
             facts = folder.lstat()
-            if stat.S_ISDIR(facts.st_mode) and facts.st_uid == os.geteuid() and _is_left(folder):
+            if stat.S_ISDIR(facts.st_mode) and facts.st_uid == os.geteuid():
+                with (folder / OWNED).open("rb") as file:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises OSError while a process uses the folder
                 shutil.rmtree(folder, ignore_errors=True)
-
-
-def _is_left(folder: Path) -> bool:
-    """Check whether all processes that use a temporary folder have ended."""
-    with (folder / OWNED).open("rb") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            return False
-    return True

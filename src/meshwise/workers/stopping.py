@@ -43,7 +43,7 @@ def pass_on(channel: WorkerChannel, gate: StepGate, *, leads: bool) -> None:
     _catch((*WARNINGS, signal.SIGINT), lambda: gate.interrupting)
     if leads:
         _in_thread(lambda: watch_time(gate, lambda: _asked.put(TIME_LIMIT), _over))
-    _in_thread(lambda: _each(lambda number: channel.send("stop", number=number)))
+    _in_thread(lambda: channel.send("stop", number=_asked.get()))  # later signals are ignored
 
 
 def agree_to_stop(world: World, gate: StepGate, *, interrupts: bool = False) -> None:
@@ -63,7 +63,7 @@ def agree_to_stop(world: World, gate: StepGate, *, interrupts: bool = False) -> 
         if world.rank == 0:
             _in_thread(lambda: watch_time(gate, lambda: _asked.put(TIME_LIMIT), _over))
         store = own_connection_to_store() if world.size > 1 else None
-        _in_thread(lambda: _each(lambda number: _ask(store, world, gate, number)))
+        _in_thread(lambda: _ask(store, world, gate, _asked.get()))  # later signals are ignored
         if store is not None:
             _in_thread(lambda: _follow(own_connection_to_store(), world, gate))
             atexit.register(_end, _threads[-1])
@@ -82,12 +82,6 @@ _threads: list[threading.Thread] = []
 def _in_thread(work: Callable[[], None]) -> None:
     _threads.append(threading.Thread(target=work, name="meshwise-stopping", daemon=True))
     _threads[-1].start()
-
-
-def _each(tell: Callable[[int], object]) -> None:
-    """Wait for the first signal, and pass its number to `tell`. Later signals are ignored."""
-    with contextlib.suppress(OSError):
-        tell(_asked.get())
 
 
 def _catch(numbers: Sequence[int], interrupting: Callable[[], bool] = lambda: False) -> None:

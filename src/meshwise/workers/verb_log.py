@@ -29,7 +29,7 @@ HEADER, ENTRY = struct.Struct("<QII"), struct.Struct("<IIIII")
 SLOTS = 4096
 LINES = HEADER.size + SLOTS * ENTRY.size
 BATCH = "batch"
-"""The name of the call by which a loop asks for its next batch (see `Verb`)."""
+"""The name of the call by which a loop asks for its next batch."""
 FACTOR, MASK = 1_000_003, (1 << 32) - 1  # for the checksum: a polynomial in FACTOR, modulo 2^32
 NOWHERE = (0, 0)
 UNKNOWN: tuple[int, None, int, list[int]] = 1, None, 0, []
@@ -38,22 +38,11 @@ in_progress: set[str] = set()
 
 
 @dataclass(frozen=True)
-class Verb:
-    """A call that a rank has made and that all ranks must make in the same order, such as a request for the next
-    batch.
-
-    left: says which loop was left just before the call, and after how many batches. Empty if none was.
-    """
-
-    name: str
-    place: str
-    times: int
-    left: str
-
-
-@dataclass(frozen=True)
 class VerbTrail:
-    """A rank's log of verbs, as read from the rank's file at one moment."""
+    """A rank's log of verbs, as read from the rank's file at one moment.
+
+    left: says which loop was left since the last call, and after how many batches. Empty if none was.
+    """
 
     count: int
     left: str
@@ -69,11 +58,18 @@ class VerbTrail:
         """Return the checksum of calls 1 to `number`. It is equal on ranks that have made the same calls."""
         return self._entry(number)[2]
 
-    def verb(self, number: int) -> Verb:
-        """Return what is logged about call `number` of this rank, counted from 1."""
-        line, times, _, left, batches = self._entry(number)
+    def verb(self, number: int) -> str:
+        """Describe call `number` of this rank, counted from 1, such as `mw.sum at train.py:31 (call 2)`."""
+        line, times, *_ = self._entry(number)
         name, _, where = self._lines[line].partition("\t")
-        return Verb(name, where, times, _left(self._lines, left, batches))
+        at = f" at {where}" if where else ""
+        if name == BATCH:
+            return f"batch {times} of the loop{at}"
+        return f"{name}{at}" + (f" (call {times})" if times > 1 else "")
+
+    def left_before(self, number: int) -> str:
+        """Say which loop was left just before call `number`, as `left` does."""
+        return _left(self._lines, *self._entry(number)[3:])
 
     def _entry(self, number: int) -> tuple[int, ...]:
         return ENTRY.unpack_from(self._data, HEADER.size + (number - 1) % SLOTS * ENTRY.size)
@@ -85,7 +81,7 @@ def _left(lines: list[str], line: int, batches: int) -> str:
 
 
 def read_trail(path: Path) -> VerbTrail | None:
-    """Read the calls (see `Verb`) that a rank has logged to a file. None if it has logged none."""
+    """Read the verbs that a rank has logged to a file. None if it has logged none."""
     try:
         data = path.read_bytes()
     except OSError:
@@ -98,7 +94,7 @@ def read_trail(path: Path) -> VerbTrail | None:
 
 
 class VerbLog:
-    """Logs the verbs of this rank (see `Verb`). If several threads call verbs, only the calls of the first thread are
+    """Logs the verbs of this rank. If several threads call verbs, only the calls of the first thread are
     logged."""
 
     def __init__(self, path: Path) -> None:
@@ -154,7 +150,7 @@ def log_verb(verb: str, *which: int, log: VerbLog | None = None) -> None:
 
     verb: the name of the call, such as `batch`.
     which: numbers of the call that must be equal on all ranks, such as the number of the batch. The last number is
-        logged as `Verb.times`.
+        logged as how often the line was called.
     log: the log to write to. By default, the log of this process.
     """
     log, here = log or _log, threading.get_ident()

@@ -13,10 +13,10 @@ from typing import Any, BinaryIO
 
 from meshwise.records.attempts import open_log
 from meshwise.workers import failure
-from meshwise.workers.channel import Message
+from meshwise.workers.channel import Line, Message
 from meshwise.workers.control_groups import Kills, evidence, kills
 from meshwise.workers.failure import Failure, is_gloo_abort
-from meshwise.workers.fork_server import ForkedWorker, kill_group
+from meshwise.workers.fork_server import ForkedWorker
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,7 @@ class WatchedWorker:
     rank: int
     process: ForkedWorker
     log: BinaryIO
+    line: Line
     state: State = State.RUNNING
     failure: Failure | None = None
     in_progress: bool = False
@@ -76,10 +77,6 @@ class WatchedWorker:
     def seconds(self) -> float:
         """For how many seconds the worker has been in its current `state`."""
         return time.monotonic() - self.since
-
-    def kill(self) -> None:
-        """Kill the worker and the processes that it has started in its process group."""
-        kill_group(self.process.pid)
 
 
 def shown(pipe: BinaryIO | Any, stream: str, log: BinaryIO, show: Callable[[str, str], None]) -> threading.Thread:

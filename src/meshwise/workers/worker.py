@@ -33,7 +33,7 @@ from meshwise.torch_compat.flight_recorder import GroupProgress, progress
 from meshwise.workers import failure, fast_exit, heartbeat, join, stopping, verb_log
 from meshwise.workers.channel import WorkerChannel
 from meshwise.workers.divergence import trail_path
-from meshwise.workers.environment import CORES, DEVICE_KIND, LISTENER, RUN_FOLDER, result_path
+from meshwise.workers.environment import CORES, DEVICE_KIND, RUN_FOLDER, result_path
 from meshwise.workers.failure import Failure
 from meshwise.workers.fork_server import CALL, answer_of
 from meshwise.workers.hang import ASKED
@@ -74,8 +74,7 @@ def main_of_fork() -> int:
     """Run the worker in a process that the fork server has forked. If the device cannot be used after the fork, start
     Python anew in this process."""
     if DEVICE_KIND in os.environ and lost_by_fork(os.environ[DEVICE_KIND]):
-        if LISTENER in os.environ:
-            os.set_inheritable(int(os.environ[LISTENER]), True)
+        # The sockets of CHANNEL and LISTENER stay open, since a descriptor that was received is inheritable.
         os.execve(sys.executable, [sys.executable, "-m", "meshwise.workers", *sys.argv[1:]], os.environ)
     return main()
 
@@ -108,7 +107,6 @@ def watch_files(channel: WorkerChannel) -> None:
     """From now on, tell the launcher about each file that the user's code writes."""
     records = [os.environ[RUN_FOLDER]] if RUN_FOLDER in os.environ else []
     watch = FileWatch(lambda path, where: channel.send("writes", path=path, where=where), ignored=records)
-    watch.begin()
     torch.save = watch.saving(torch.save)
 
 

@@ -21,38 +21,26 @@ from pathlib import Path
 from typing import Any
 
 from meshwise.spec.user_code import place, user_frame
+from meshwise.workers.file_view import free_folders
 
 MOST = 1000
 """The largest number of paths that a worker reports, since a program may write a new file in every step."""
 CREATES = os.O_CREAT | os.O_APPEND | os.O_TRUNC
-_SYSTEM = ("/dev/", "/proc/", "/sys/")
 _NOBODYS = re.compile(r"(/\.[^/]|/__pycache__/|\.lock$|\.pyc$)")  # caches, settings, bytecode and locks
-CACHES = (
-    "XDG_CACHE_HOME",
-    "TORCH_HOME",
-    "HF_HOME",
-    "HF_DATASETS_CACHE",
-    "TORCHINDUCTOR_CACHE_DIR",
-    "TRITON_CACHE_DIR",
-)
 _EVENTS = "events.out.tfevents."
 
 Tell = Callable[[str, str], None]
 
 
 class FileWatch:
-    """Reports each file that the user's code writes in a worker, with the source line that writes it."""
+    """Reports each file that the user's code writes in a worker from now on, with the source line that writes it."""
 
     def __init__(self, tell: Tell, *, ignored: Iterable[str] = ()) -> None:
         """tell: called once for each file that the user's code writes, with its path and the source line that writes
         it. ignored: folders whose files are never reported."""
-        caches = [os.environ[name] for name in CACHES if name in os.environ]
-        self._ignored = tuple(os.path.realpath(folder) + os.sep for folder in (*ignored, *caches))
+        self._ignored = tuple(each + os.sep for each in (*map(os.path.realpath, ignored), *free_folders()))
         self._temporary = os.path.realpath(tempfile.gettempdir()) + os.sep  # before the watch: `gettempdir` opens files
         self._tell, self._told, self._process = tell, set[str](), os.getpid()
-
-    def begin(self) -> None:
-        """Watch every file that this process opens from now on."""
         sys.addaudithook(lambda event, arguments: self._opened(*arguments) if event == "open" else None)
 
     def saving(self, save: Callable[..., None]) -> Callable[..., None]:
@@ -90,7 +78,7 @@ class FileWatch:
 
     def _is_ignored(self, path: str) -> bool:
         temporary = path.startswith(self._temporary) and not Path(path).is_relative_to(Path.cwd())
-        if temporary or path.startswith((*_SYSTEM, *self._ignored)) or _NOBODYS.search(path):
+        if temporary or path.startswith(self._ignored) or _NOBODYS.search(path):
             return True
         with contextlib.suppress(OSError):
             return not stat.S_ISREG(Path(path).stat().st_mode)

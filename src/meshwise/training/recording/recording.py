@@ -60,10 +60,9 @@ class Clocks:
         return () if self._probe is None else self._probe.sample(rounds)
 
     def close(self) -> None:
-        """Close the clock server on rank 0. On other ranks, close the connection to the server."""
-        end = self._probe or self._server
-        if end is not None:
-            end.close()
+        """Close the clock server, which rank 0 has."""
+        if self._server is not None:
+            self._server.close()
 
 
 class Recording:
