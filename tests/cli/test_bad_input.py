@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 
-from meshwise.launcher.start import refuse_restarts
 from meshwise.spec.errors import UsageError
 from meshwise.training.job.options import RunOptions
 from meshwise.training.jobs.mnist import MNIST
@@ -204,6 +203,7 @@ def test_a_plan_of_tables_within_tables_is_refused(verb: str, text: str, typed: 
 
 @pytest.mark.parametrize("given", [{"restarts": 2}, {"on_failure": "true"}])
 def test_restarts_where_nobody_starts_anything_again_are_refused(given: dict[str, Any]) -> None:
-    with pytest.raises(UsageError, match=r"on several machines: .* --resume RUN if the command exits with code 85"):
-        refuse_restarts(RunOptions("mlp", **given), "on several machines")
-    refuse_restarts(RunOptions("mlp", restarts=0), "on several machines")
+    with pytest.raises(UsageError, match=r"under torchrun: .* ends with exit code 85. Remove this option"):
+        RunOptions("mlp", **given).refuse_restarts("under torchrun", "on_failure")
+    RunOptions("mlp", restarts=0).refuse_restarts("under torchrun", "on_failure")
+    RunOptions("mlp", on_failure="true").refuse_restarts("on several machines")

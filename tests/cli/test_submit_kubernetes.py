@@ -180,7 +180,7 @@ def test_a_run_is_sent_shown_followed_and_stopped(command: Command, cluster: Pat
     assert faults(read((cluster / "applied").read_text())) == []
     assert (cluster / "applied").read_text() == (run / "submit.yaml").read_text()
     record = names.read_run(run)["submission"]
-    assert (record["engine"], record["namespace"], record["name"]) == ("kubernetes", "physics", name)
+    assert [*record["jobs"]] == [f"JobSet physics/{name}"]
     assert record["folder"] == str(run.absolute()) and (run / "code.json").is_file()
     assert "queued, no pods yet" in command("runs")[1]
     waits = {"reason": "Unschedulable", "message": "0/3 nodes are available: 3 Insufficient nvidia.com/gpu. more"}

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from meshwise.launcher.placing import check_kind
 from meshwise.launcher.restarts import Restarts
-from meshwise.launcher.start import opened, refuse_restarts
+from meshwise.launcher.start import opened
 from meshwise.launcher.supervise import LaunchedProgram, Started
 from meshwise.spec.devices import WorkerSlot
 from meshwise.spec.errors import WorkerFailed
@@ -30,7 +30,7 @@ def joined_run(
     goes_on: Callable[[], bool] = lambda: True,
 ) -> Iterator[Started]:
     """Run the `with` block as one rank of a run, in a process that another launcher, such as torchrun, has started."""
-    refuse_restarts(options, "under torchrun, srun or mpirun")
+    options.refuse_restarts("under torchrun, srun or mpirun", "on_failure")
     if (left := options.seconds_left(began)) is not None:
         set_time_limit(left)
     world = rank_context().world

@@ -46,27 +46,27 @@ def placed(options: RunOptions, environment: Mapping[str, str] = os.environ) -> 
     if place.size == 1:
         return options, False
     _refuse_contradiction(options, place)
-    if not place.one_a_node:
-        refuse_devices(options.devices, place, " or one for each machine (--ntasks-per-node=1)")
-    elif options.nnodes > 1 or options.folder is not None or _devices(options) > 1:  # meshwise submit sets `folder`
+    # `meshwise submit` sets `folder`.
+    if place.one_a_node and (options.nnodes > 1 or options.folder is not None or _devices(options) > 1):
         host, port = options.address or address_of(place)
         if place.launcher == "torchrun":  # its own store uses this port
             port = port_of(place.key)
         options = replace(options, nnodes=place.nodes, node_rank=place.node)
         return replace(options, master_addr=host, master_port=port, rdzv_endpoint=None), False
-    ask_for_kind(options.devices, place)
+    take_devices(options.devices, place)
     return options, True
 
 
-def ask_for_kind(devices: str | None, place: Place) -> None:
-    """Use the CPU for this rank if `devices` asks for it.
-    Raises UsageError for indices that do not count from 0."""
-    request = parse_devices(devices or "all")
-    if request.indices not in (None, tuple(range(place.tasks_here))):
+def take_devices(devices: str | None, place: Place) -> None:
+    """Use the CPU for this rank if `devices` asks for it. Raises UsageError if it asks for other devices than the first
+    ones, one for each process that the launcher started on this machine."""
+    request, tasks = parse_devices(devices or "all"), place.tasks_here
+    count = len(request.indices) if request.indices else request.count or 1
+    if count not in (1, tasks) or request.indices not in (None, tuple(range(tasks))):
         raise UsageError(
-            f"--devices {devices}: {place.launcher or 'the launcher'} started {plural(place.tasks_here, 'task')} on "
-            "this machine, which use its first devices. To use other devices, remove --devices and set "
-            f"{VISIBLE}={','.join(map(str, request.indices or ()))}."
+            f"--devices {devices}, but {place.launcher or 'the launcher'} started {plural(tasks, 'task')} on this "
+            f"machine, {place.size} in all, which use one device each, the first ones. Remove --devices. Start one "
+            f"task for each device (srun --ntasks-per-node={count}), and choose devices by {VISIBLE}."
         )
     if request.kind == "cpu":
         os.environ.setdefault(DEVICE_KIND, "cpu")
@@ -84,19 +84,6 @@ def check_kind(devices: str | None, world: World) -> None:
 
 def _devices(options: RunOptions) -> int:
     return len(find_devices(parse_devices(options.devices or "all")))
-
-
-def refuse_devices(devices: str | None, place: Place, otherwise: str = "") -> None:
-    """Raise UsageError if the number of devices in `--devices` differs from the number of processes that the launcher
-    started on this machine."""
-    request = parse_devices(devices or "all")
-    count = len(request.indices) if request.indices else request.count or 1
-    if count not in (1, place.tasks_here):
-        raise UsageError(
-            f"--devices {devices} asks for {count} devices, but {place.launcher or 'the launcher'} started "
-            f"{plural(place.tasks_here, 'task')} on this machine, {place.size} in all. Each uses one device. Remove "
-            f"--devices, and start one task for each device (srun --ntasks-per-node={count}){otherwise}."
-        )
 
 
 def _refuse_contradiction(options: RunOptions, place: Place) -> None:
@@ -118,12 +105,10 @@ def continued(options: RunOptions) -> RunOptions:
     asked = facts.get(ASKED)
     if not facts.get("sessions") or not isinstance(asked, dict):
         return options
-    if options.job is not None and asked.get("job") not in (None, options.record()["job"]):
-        raise UsageError(f"--folder {folder} contains a run of job '{asked['job']}', not of '{options.job}'.")
     now = options.record()
     same = {name for name, value in now.items() if json_value(value) == asked.get(name)}
     new = RunOptions()
-    given = replace(options, **{name: getattr(new, name) for name in {*same, "job"}})
+    given = replace(options, **{name: getattr(new, name) for name in same - {"job"}})
     return replace(given.resumed(facts), folder=folder)
 
 

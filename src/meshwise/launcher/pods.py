@@ -5,19 +5,16 @@ from __future__ import annotations
 import contextlib
 import math
 import shutil
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 from meshwise.launcher.engines import kubectl
 from meshwise.launcher.engines.batch_script import BatchJob, nodes_of
 from meshwise.launcher.engines.kubernetes import JOB, JOB_SET, TRAIN_JOB, PodJob, object_name
 from meshwise.launcher.engines.manifest import manifest
 from meshwise.launcher.engines.site import Site
-from meshwise.launcher.engines.slurm import SchedulerError
-from meshwise.launcher.submit import SubmitOptions
+from meshwise.launcher.submit import SubmitOptions, new_run, note_sent
 from meshwise.records import checkpoints, code_files
 from meshwise.records import folder as names
 from meshwise.records.files import write_text
@@ -77,32 +74,13 @@ def send(pods: PodJob, word: str, arguments: Sequence[str]) -> Sent:
     Where pods run in another folder than this one, the run folder is seen by them alone, and `runs` gets a folder with
     the manifest and the record of what was sent.
     """
-    here, seen, run = kubectl.is_here(), Path(pods.workdir) == Path.cwd(), Path(pods.folder)
+    seen, run = Path(pods.workdir) == Path.cwd(), Path(pods.folder)
     run = run if seen else RUNS.absolute() / run.name
-    try:
-        run.mkdir(parents=True)
-    except OSError as error:
-        raise UsageError(f"{run} cannot be created ({error.strerror}). Use another folder with --out.") from None
-    write_text(run / MANIFEST, manifest(pods))
-    if seen:
-        code_files.write_code(run, word)
-    record: dict[str, Any] = {
-        "engine": "kubernetes",
-        "job": word,
-        "nodes": str(pods.nodes),
-        "folder": pods.folder,
-        "namespace": pods.site.namespace,
-        "jobs": {},
-        "site": pods.site.file,
-        "sent": time.time(),
-    }
-    given = {"arguments": list(arguments)} if arguments else {}
-    names.write_run(run, {"job": word, "status": names.QUEUED, "submission": record, **given})
-    try:
-        return run / MANIFEST, _applied(run) if here else None
-    except SchedulerError:
-        shutil.rmtree(run)
-        raise
+    with new_run(run, word, arguments, folder=pods.folder, site=pods.site.file):
+        write_text(run / MANIFEST, manifest(pods))
+        if seen:
+            code_files.write_code(run, word)
+        return run / MANIFEST, _applied(run)
 
 
 def send_again(run: Path, cluster: SubmitOptions, sbatch: Sequence[str]) -> Sent:
@@ -122,11 +100,8 @@ def send_again(run: Path, cluster: SubmitOptions, sbatch: Sequence[str]) -> Sent
     (run / names.STOP).unlink(missing_ok=True)
     if facts["submission"]["folder"] == str(run.absolute()):
         code_files.write_code(run, facts["submission"]["job"])
-    if not kubectl.is_here():
-        return run / MANIFEST, None
     if load is not None:  # what has ended is still there, and would be left as it is
         kubectl.delete(load, run / MANIFEST, kubectl.PATIENCE)
-    names.change_run(run, status=names.QUEUED)
     return run / MANIFEST, _applied(run)
 
 
@@ -147,12 +122,12 @@ def _measured(run: Path) -> float | None:
     return max(found, default=None)
 
 
-def _applied(run: Path) -> kubectl.Workload:
-    record = names.read_run(run)["submission"]
-    load = kubectl.apply((run / MANIFEST).read_text(encoding="utf-8"), record["namespace"])
-    sent = time.time()
-    new = {"kind": load.kind, "name": load.name, "namespace": load.namespace, "sent": sent}
-    names.change_run(run, submission={**record, **new, "jobs": {**record["jobs"], str(load): sent}})
+def _applied(run: Path) -> kubectl.Workload | None:
+    """Apply a run's manifest. Return the workload (None without kubectl)."""
+    if shutil.which("kubectl") is None:
+        return None
+    load = kubectl.apply((run / MANIFEST).read_text(encoding="utf-8"))
+    note_sent(run, str(load))
     return load
 
 

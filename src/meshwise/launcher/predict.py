@@ -11,7 +11,7 @@ from rich.console import Console
 from torch import nn
 
 from meshwise.hardware.find import describe
-from meshwise.launcher.placing import ask_for_kind, check_kind, refuse_devices
+from meshwise.launcher.placing import check_kind, take_devices
 from meshwise.launcher.start import worker_slots
 from meshwise.parallel.fits import check_fits
 from meshwise.reports.views.live_progress import LiveView
@@ -54,8 +54,7 @@ def predict_with(options: PredictOptions, console: Console) -> Predictions:
     _check_out(options)
     place = place_in(os.environ)
     if place.size > 1:
-        refuse_devices(options.devices, place)
-        ask_for_kind(options.devices, place)
+        take_devices(options.devices, place)
         check_kind(options.devices, join().world)
         console.quiet |= join().world.rank > 0
         shares = gather_objects(_share(options), everyone())

@@ -59,7 +59,6 @@ class Restarts:
     """The number of the current attempt within the run. A resumed run counts the attempts of earlier commands, too."""
     step: int = 0
     """The last step that all ranks are known to have finished."""
-    began_at: int = 0
     failed: float | None = None
     """When the previous attempt failed (time.monotonic). None once the workers have made a step again."""
     smaller: str = ""
@@ -90,7 +89,7 @@ class Restarts:
     def after(self, error: WorkerFailed) -> WorkerFailed | None:
         """Return None if the run restarts after an attempt that failed with `error`, otherwise the error to raise."""
         failure = error.failure
-        self.step = max(self.began_at, failure.done if failure is not None else 0)
+        self.step = max(self.step, failure.done if failure is not None else 0)
         if failure is None or (self.most == 0 and self.alone):
             return error
         again = f"{STARTED_AGAIN}."
@@ -183,7 +182,7 @@ class Restarts:
 
     def began(self, step: int) -> dict[str, Any]:
         """Note that the workers begin after `step`, and return facts to record."""
-        lost, self.began_at, self.step = max(0, self.step - step), step, step
+        lost, self.step = max(0, self.step - step), step
         return {"from_step": step} | ({} if self.failed is None else {"steps_lost": lost})
 
     def stepped(self) -> dict[str, Any]:

@@ -152,8 +152,7 @@ def _job_program(job: Named, options: RunOptions, world: World) -> LaunchedProgr
 
 def predicted_of_run(options: RunOptions, job: Named, plan: Plan) -> dict[str, Any]:
     """Return run.json's entry about the prediction in the plan file, or {} if the file has none."""
-    predicted = prediction_in(options.plan.text) if isinstance(options.plan, PlanText) else None
-    if predicted is None or not isinstance(options.plan, PlanText):
+    if not isinstance(options.plan, PlanText) or (predicted := prediction_in(options.plan.text)) is None:
         return {}
     of = predicted.job, predicted.batch_size, plan_from_toml(options.plan.text, plan.devices)
     if of == (job.name, job.batch_size, plan):
@@ -198,8 +197,7 @@ def _run_joined(options: RunOptions, console: Console, began: float) -> tuple[Ru
         launcher.training.agree_to_stop(session.world, session.gate, interrupts=True)
         if options.folder is not None and names.saved_step(started.folder) is not None:
             options = replace(options, resume=started.folder)
-        devices = [f"rank {r}" for r in range(session.world.size)]
-        viewer = Viewer(LiveView(console), devices, started, session.gate, live=False)
+        viewer = Viewer(LiveView(console), started, session.gate, live=False)
         call = partial(launcher.training.run_job, job, options, send=viewer.send if leads else None)
         results = launcher.training.gather_objects(started.restarts.attempted(call)())
     summary = _finish(started, results, console if leads else Console(quiet=True), keep=leads)

@@ -71,11 +71,7 @@ def met(options: RunOptions, local_size: int) -> Meeting | None:
     place = found if found.one_a_node else options.place()
     if place is None or options.nnodes == 1:
         return None
-    if options.restarts:
-        raise UsageError(
-            f"--restarts {options.restarts}: on several machines, the run ends with exit code 85, and whoever started "
-            "it starts it again. Remove this option."
-        )
+    options.refuse_restarts("on several machines")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # or torch prints C++ frames as connections close
     meeting = Meeting(replace(place, address=options.address), local_size)
     meeting.meet()
@@ -92,16 +88,6 @@ def worker_slots(options: RunOptions) -> list[WorkerSlot]:
     return find_devices(parse_devices(f"{needs}x{kind}")) if kind == "cpu" or fewer else every
 
 
-def refuse_restarts(options: RunOptions, where: str) -> None:
-    """Raise UsageError if the user gave an option about restarts, such as `--restarts`."""
-    for name in ("restarts", "on_failure"):
-        if getattr(options, name):
-            raise UsageError(
-                f"--{name.replace('_', '-')} {where}: meshwise cannot restart a run there. Remove this option, and "
-                "start the command again with --resume RUN if the command exits with code 85."
-            )
-
-
 def _folder_of(program: LaunchedProgram, options: RunOptions, name: str | None) -> Path:
     """Return the folder of a run, new or resumed. name: the folder's name if another machine has chosen it, or
     None."""
@@ -111,9 +97,7 @@ def _folder_of(program: LaunchedProgram, options: RunOptions, name: str | None) 
         return names.own_run_folder(Path(options.folder))
     if name is None:
         return names.create_run_folder(Path(options.out), program.name)
-    folder = Path(options.out) / name
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
+    return names.own_run_folder(Path(options.out) / name)
 
 
 def opened(
@@ -137,8 +121,7 @@ def opened(
     kept = [path for path in (folder / names.RUN, folder / names.PLAN) if path.is_file()]
     before = {path: path.read_text(encoding="utf-8") for path in kept}
     shares = not told or newest(folder) == told["attempt"]
-    limit = options.hang_seconds()
-    started = Started(program, folder, slots, restarts, meeting, shares, before, hang_limit=limit)
+    started = Started(program, folder, slots, restarts, meeting, shares, before, options.hang_seconds())
     if meeting is None or meeting.node == 0 or not shares:
         number = _recorded(started, options, began, world, begins=not told)
         restarts.number = told.get("attempt", number)

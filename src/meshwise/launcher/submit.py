@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shlex
 import shutil
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 from meshwise.hardware.words import machine_from_words
 from meshwise.launcher.engines import slurm
-from meshwise.launcher.engines.batch_script import BatchJob, batch_script, joined_options, nodes_of, slurm_time
+from meshwise.launcher.engines.batch_script import BatchJob, batch_script, nodes_of, slurm_time
 from meshwise.launcher.engines.site import Site, find_site
 from meshwise.records import code_files
 from meshwise.records import folder as names
@@ -23,8 +24,8 @@ from meshwise.records.files import write_text
 from meshwise.records.run_list import SCRIPT, array_of, jobs_of, tasks_of
 from meshwise.spec.durations import seconds_of
 from meshwise.spec.errors import MeshwiseError, UsageError
-from meshwise.spec.options import Option, option_name, options_of
-from meshwise.training.job.options import STOP, RunOptions
+from meshwise.spec.options import Option, given_options, option_name
+from meshwise.training.job.options import RunOptions
 
 NOT_SENT = ("nnodes", "node_rank", "master_addr", "master_port", "rdzv_endpoint", "resume", "folder", "time_limit")
 """Options of `meshwise run` that `meshwise submit` lacks, because the cluster or the batch script decides them."""
@@ -54,8 +55,7 @@ class SubmitOptions:
 
     def __post_init__(self) -> None:
         nodes_of(self.nodes)
-        if self.time is not None:
-            self.seconds()
+        self.seconds()
 
     def seconds(self) -> float | None:
         """Return the time limit of an attempt in seconds, or None for the limit of the partition."""
@@ -74,25 +74,20 @@ def prepare(
             "meshwise submit needs a job such as train.py:job, or the folder of a run that was submitted before."
         )
     _refuse_decided(sbatch)
-    if run.restarts and nodes_of(options.nodes)[1] > 1:
-        raise UsageError(
-            f"--restarts {run.restarts}: on several nodes, the cluster starts a run again, whenever it ends with exit "
-            "code 85. Remove this option."
-        )
+    if nodes_of(options.nodes)[1] > 1:
+        run.refuse_restarts("on several nodes")
     word = str(run.job)
     file = Path(word if word.endswith(".py") else word.rpartition(":")[0])
     site = find_site(options.site, beside=file.parent)
     site = site if options.machine is None else replace(site, machine=options.machine)
-    if file.suffix == ".py" and not file.is_file():
-        raise UsageError(f"{file}: no such file. Name a Python file, or a job: mnist-mlp, train.py:job.")
-    out = Path(run.out if typed.get("out") not in (None, "runs") else site.runs or run.out).absolute()
+    out = Path(run.out if str(run.out) != "runs" else site.runs or run.out).absolute()
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", word.replace(".py", "")).strip("-") or "run"
     devices = [] if run.devices or not site.devices else ["--devices", site.devices]
     return BatchJob(
         name=name,
         workdir=Path.cwd(),
         run=out / f"{time.strftime('%Y%m%d-%H%M%S')}-{name}",
-        words=[*devices, *_words(typed), word, *arguments],
+        words=[*devices, *_words(run, str(typed.get("plan"))), word, *arguments],
         nodes=options.nodes,
         seconds=options.seconds(),
         gpus=_gpus(site, run.devices or site.devices),
@@ -105,30 +100,38 @@ def prepare(
 def send(job: BatchJob, word: str, arguments: Sequence[str]) -> tuple[Path, str]:
     """Make the run folder, and submit the batch script. Return its path and the job number."""
     _refuse_missing(job.site.secrets, job.site.file)
-    try:
-        job.run.mkdir(parents=True)
-    except OSError as error:
-        raise UsageError(f"{job.run} cannot be created ({error.strerror}). Use another folder with --out.") from None
-    write_text(job.run / SCRIPT, batch_script(job))
-    code_files.write_code(job.run, word)
-    record: dict[str, Any] = {
-        "job": word,
-        "nodes": job.nodes,
-        "time": job.seconds,
-        "jobs": {},
-        "site": job.site.file,
-        "secrets": list(job.site.secrets),
-        "sent": time.time(),
-    }
-    facts: dict[str, Any] = {"job": word, "status": names.QUEUED, "submission": record}
-    if arguments:
-        facts["arguments"] = list(arguments)
-    names.write_run(job.run, facts)
-    try:
+    with new_run(job.run, word, arguments, site=job.site.file, secrets=list(job.site.secrets)):
+        write_text(job.run / SCRIPT, batch_script(job))
+        code_files.write_code(job.run, word)
         return job.run / SCRIPT, _sent(job.run)
+
+
+@contextlib.contextmanager
+def new_run(run: Path, word: str, arguments: Sequence[str], **submission: Any) -> Iterator[None]:
+    """Make the folder and the record of a run that the `with` block sends. If it cannot be sent, remove them.
+
+    word: the program.
+    submission: further facts about what is sent.
+    """
+    try:
+        run.mkdir(parents=True)
+    except OSError as error:
+        raise UsageError(f"{run} cannot be created ({error.strerror}). Use another folder with --out.") from None
+    sent = {"job": word, "jobs": {}, "sent": time.time(), **submission}
+    given = {"arguments": list(arguments)} if arguments else {}
+    try:
+        names.write_run(run, {"job": word, "status": names.QUEUED, "submission": sent, **given})
+        yield
     except MeshwiseError:
-        shutil.rmtree(job.run)
+        shutil.rmtree(run)
         raise
+
+
+def note_sent(run: Path, job: str) -> None:
+    """Record that a cluster has taken a job of a run."""
+    sent, record = time.time(), names.read_run(run).get("submission", {})
+    jobs = {**record.get("jobs", {}), job: sent}
+    names.change_run(run, status=names.QUEUED, submission={**record, "jobs": jobs, "sent": sent})
 
 
 def send_again(run: Path, options: SubmitOptions, sbatch: Sequence[str]) -> tuple[Path, str]:
@@ -148,12 +151,7 @@ def send_again(run: Path, options: SubmitOptions, sbatch: Sequence[str]) -> tupl
     code_files.write_code(sent, str(record.get("job", "")))
     for each in (run, *(() if task else tasks_of(run))):
         (each / names.STOP).unlink(missing_ok=True)
-    names.change_run(run, status=names.QUEUED)
-    try:
-        return sent / SCRIPT, _sent(run, words)
-    except MeshwiseError:
-        names.change_run(run, status=facts.get("status"))
-        raise
+    return sent / SCRIPT, _sent(run, words)
 
 
 def _again_words(options: SubmitOptions, sbatch: Sequence[str], task: str = "") -> list[str]:
@@ -172,7 +170,9 @@ def _again_words(options: SubmitOptions, sbatch: Sequence[str], task: str = "") 
 
 
 def _refuse_decided(sbatch: Sequence[str]) -> None:
-    for word in joined_options(sbatch):
+    if sbatch and not sbatch[0].startswith("-"):
+        raise UsageError(f"'{sbatch[0]}': only options of sbatch may follow the last --, such as -- --partition gpu.")
+    for word in sbatch:
         if (word.partition("=")[0] if word.startswith("--") else word[:2]) in DECIDED:
             raise UsageError(
                 f"{word} after --: the batch script sets this option. Use --nodes and --time before the --."
@@ -187,18 +187,17 @@ def _refuse_missing(secrets: Sequence[str], file: str) -> None:
         )
 
 
-def refuse_options_of_runs(typed: Mapping[str, Any]) -> None:
+def refuse_options_of_runs(run: RunOptions) -> None:
     """Raise UsageError if options of `meshwise run` are given when a run is submitted again."""
-    if given := _words(typed):
+    if given := _words(run, ""):
         raise UsageError(f"{given[0]}: a run that is submitted again keeps its own options. Leave this option out.")
 
 
 def _sent(run: Path, words: Sequence[str] = ()) -> str:
-    sent, (folder, task) = time.time(), array_of(run)
+    folder, task = array_of(run)
     job = slurm.send(folder / SCRIPT, [f"--output={folder.absolute()}/slurm-%j.out", *words])
     job += f"_{task}" if task else ""
-    record: dict[str, Any] = names.read_run(run).get("submission", {})
-    names.change_run(run, submission={**record, "jobs": {**record.get("jobs", {}), job: sent}, "sent": sent})
+    note_sent(run, job)
     return job
 
 
@@ -207,20 +206,16 @@ def is_run(word: str) -> bool:
     return bool(word) and any((folder / names.RUN).is_file() for folder in (Path("runs", word), Path(word)))
 
 
-def _words(typed: Mapping[str, Any]) -> list[str]:
-    """Return the options of a run as words of a command line. The path of a plan file is made absolute."""
+def _words(run: RunOptions, plan: str) -> list[str]:
+    """Return the options of a run as words of a command line. plan: the file of its plan, or `auto`."""
     words: list[str] = []
-    for name, _, option in options_of(RunOptions):
-        value = typed.get(name)
-        if option.argument or name == "out" or value in (None, False, [], (), "", STOP):
+    for name, value, option in given_options(run):
+        if option.argument or name == "out":
             continue
-        if value is True:
-            words.append(option_name(name, option))
-        elif name == "plan" and Path(str(value)).is_file():
-            words += ["--plan", str(Path(str(value)).absolute())]
-        else:
-            for each in value if isinstance(value, list | tuple) else [value]:
-                words += [option_name(name, option), str(each)]
+        if name == "plan":
+            value = Path(plan).absolute() if Path(plan).is_file() else plan
+        for each in value if isinstance(value, tuple) else [value]:
+            words += [option_name(name, option)] if each is True else [option_name(name, option), str(each)]
     return words
 
 

@@ -97,27 +97,21 @@ class Started:
 class Viewer:
     """Shows a run to the user. It prints what the messages of the run's workers report."""
 
-    def __init__(
-        self, view: LiveView, devices: Sequence[str], started: Started, halt: Halt | StepGate, *, live: bool
-    ) -> None:
+    def __init__(self, view: LiveView, started: Started, halt: Halt | StepGate, *, live: bool) -> None:
         """live: whether the view redraws progress."""
         self._view, self._started, self._halt, self._live = view, started, halt, live
         self._restarts = started.restarts
         self.stopped = ""
-        self._devices = tuple(devices)
-        self._memory: list[int | None] = [None] * len(devices)
-        self._job = ""
+        self._memory: list[int | None] = [None] * len(started.slots)
         self._lost, self._looked = False, time.monotonic()
         self._told: list[str] = []
         """The messages of the attempt that are recorded in run.json."""
 
     def message(self, rank: int, message: Message) -> None:
         kind = message["kind"]
-        if kind == "began":
-            self._job = message["job"]
-            if rank == self._started.first_rank:
-                self._told = []
-                self._keep(self._restarts.began(message["step"]))
+        if kind == "began" and rank == self._started.first_rank:
+            self._told = []
+            self._keep(self._restarts.began(message["step"]))
         elif kind == "stepped":
             self._keep(self._restarts.stepped())
         elif kind == "restores":
@@ -168,7 +162,7 @@ class Viewer:
 
     def _progress(self, message: Message) -> TrainingProgress:
         facts = {name: value for name, value in message.items() if name != "kind"}
-        return TrainingProgress(self._job, memory=tuple(self._memory), devices=self._devices, **facts)
+        return TrainingProgress(self._started.program.name, memory=tuple(self._memory), **facts)
 
 
 def metrics_line(message: Mapping[str, Any]) -> str:
@@ -184,11 +178,10 @@ def supervise(
 ) -> tuple[list[Any], int]:
     """Launch workers, show the run, and restart it while `restarts` allows.
     Return the results and the exit code."""
-    restarts, meeting, slots = started.restarts, started.meeting, started.slots
+    restarts, meeting = started.restarts, started.meeting
     halt, forks = Halt(), forks or Forks(PRELOAD)
     with LiveView(console) as view, forwarded_signals(halt, view), halt.after(limit):
-        named, devices = [f"rank {rank} {slot.name}" for rank, slot in enumerate(slots)], DevicesLeft(slots)
-        viewer = Viewer(view, named, started, halt, live=view.draws)
+        devices, viewer = DevicesLeft(started.slots), Viewer(view, started, halt, live=view.draws)
 
         def log(folder: Path, rank: int) -> BinaryIO:
             return open_log(folder, rank, restarts.number)

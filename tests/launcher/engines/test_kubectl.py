@@ -47,7 +47,7 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, processes: None) -> 
 @pytest.mark.parametrize("namespace", ["physics", ""])
 def test_a_run_is_applied_asked_for_and_deleted(kind: str, namespace: str, server: Server, tmp_path: Path) -> None:
     text = manifest(replace(RUN, kind=kind, site=replace(RUN.site, namespace=namespace)))
-    load = kubectl.apply(text, namespace)
+    load = kubectl.apply(text)
     assert load == kubectl.Workload(kind, namespace or "team", RUN.name)
     assert kubectl.states([load])[load] == State("queued", "no pods yet")
     pod = {"apiVersion": "v1", "kind": "Pod", "spec": {"containers": [{"name": "node"}]}}

@@ -23,9 +23,7 @@ from meshwise.reports.views.live_progress import (
 )
 
 GIB = 2**30
-FIRST = TrainingProgress(
-    "mnist-mlp", 1, 5, 100, 938, 0.23451, 12300.4, 84.0, (GIB // 2, None), ("rank 0 cpu", "rank 1 cpu")
-)
+FIRST = TrainingProgress("mnist-mlp", 1, 5, 100, 938, 0.23451, 12300.4, 84.0, (GIB // 2, None))
 
 
 class Lost(io.StringIO):

@@ -88,7 +88,7 @@ def test_what_is_given_of_the_plan_goes_before_it_in_other_words(
 
 def test_the_same_job_may_be_named_again_but_no_other() -> None:
     assert RunOptions("mlp").resumed(recorded(FULL)) == FULL
-    with pytest.raises(UsageError, match=r"--resume continues a run of 'mlp', not of 'gpt'\. Leave the job out"):
+    with pytest.raises(UsageError, match=r"the run to continue is of 'mlp', not of 'gpt'\. Leave the job out"):
         RunOptions("gpt").resumed(recorded(FULL))
 
 

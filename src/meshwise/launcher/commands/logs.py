@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -52,8 +52,11 @@ def logs(
         for text in kubectl.output(load, follow=follow):
             print(printable(text), flush=True)
         return
+    missing = sorted(set(rank) - {number for number, _, _ in logs_of(found)})
+    if missing and not follow:
+        raise UsageError(f"rank {missing[0]} has printed nothing in {found}.")
     shown = 1
-    for attempt, number, host, text in _log_lines(found, rank, follow, _progress(found)):
+    for attempt, number, host, text in _log_lines(found, rank, follow):
         if attempt != shown:
             shown = attempt
             print(f"--- attempt {attempt}", flush=True)
@@ -69,7 +72,6 @@ class _Log:
     """The log file of one rank, which is read while it grows.
 
     at: how many bytes were read so far.
-    rest: the bytes of the last line, if this line is not yet completely written.
     """
 
     path: Path
@@ -77,61 +79,47 @@ class _Log:
     attempt: int
     host: str = ""
     at: int = 0
-    rest: bytes = field(default=b"", repr=False)
 
     def lines(self) -> Iterator[Line]:
         """Yield the lines written since the last call."""
         with self.path.open("rb") as file:
             file.seek(self.at)
-            read = file.read()
-        self.at += len(read)
-        *whole, self.rest = (self.rest + read).split(b"\n")
-        for line in whole:
-            text = line.decode(errors="replace")
-            if (begins := BEGINS.fullmatch(text)) is not None:
-                self.host = begins["host"]
-            else:
-                yield self.attempt, self.rank, self.host, printable(text)
+            for line in file:
+                if not line.endswith(b"\n"):  # not yet completely written
+                    return
+                self.at += len(line)
+                text = line[:-1].decode(errors="replace")
+                if (begins := BEGINS.fullmatch(text)) is not None:
+                    self.host = begins["host"]
+                else:
+                    yield self.attempt, self.rank, self.host, printable(text)
 
 
-def _log_lines(folder: Path, ranks: Sequence[int], follow: bool, look: Callable[[], object]) -> Iterator[Line]:
-    """Yield the lines that ranks printed, sorted by attempt and rank. Raises UsageError for a rank without a log.
+def _log_lines(folder: Path, ranks: Sequence[int], follow: bool) -> Iterator[Line]:
+    """Yield the lines that ranks printed, sorted by attempt and rank. In between, show how far the run is.
 
     ranks: the ranks. If empty, all.
     follow: whether to continue with new lines until the run is over.
-    look: called whenever there is no new line.
     """
     logs: dict[Path, _Log] = {}
-    first = list(_new_lines(folder, logs, ranks))
-    yield from sorted(first, key=lambda line: line[:2])
-    missing = sorted(set(ranks) - {log.rank for log in logs.values()})
-    if missing and not follow:
-        raise UsageError(f"rank {missing[0]} has printed nothing in {folder}.")
-    while follow:
-        over = _is_over(folder)  # checked before the lines are read, so that no line is missed
-        yield from _new_lines(folder, logs, ranks)
+    metrics, told = Metrics(folder), time.monotonic()
+    while True:
+        over = not follow or _is_over(folder)  # checked before the lines are read, so that no line is missed
+        yield from sorted(_new_lines(folder, logs, ranks), key=lambda line: line[:2])
         if over:
             return
-        look()
+        if time.monotonic() - told >= EVERY:
+            told = time.monotonic()
+            _show_progress(metrics)
         time.sleep(ROUND)
 
 
-def _progress(folder: Path) -> Callable[[], None]:
-    """Return a function that prints a line such as `step 1,200  loss 0.2345`, at most once in EVERY seconds."""
-    metrics, at, shown = Metrics(folder), time.monotonic(), ""
-
-    def look() -> None:
-        nonlocal at, shown
-        if time.monotonic() - at < EVERY:
-            return
-        at = time.monotonic()
-        metrics.read_on()
-        for step, loss in [*metrics.losses.items()][-1:]:
-            before, shown = shown, f"step {step:,}  loss {loss_text(loss)}"
-            if shown != before:
-                print(shown, flush=True)
-
-    return look
+def _show_progress(metrics: Metrics) -> None:
+    """Print a line such as `step 1,200  loss 0.2345`, if the run has come further."""
+    before = len(metrics.losses)
+    if len(metrics.read_on().losses) != before and metrics.losses:
+        step, loss = [*metrics.losses.items()][-1]
+        print(f"step {step:,}  loss {loss_text(loss)}", flush=True)
 
 
 def _new_lines(folder: Path, logs: dict[Path, _Log], ranks: Sequence[int]) -> Iterator[Line]:

@@ -64,7 +64,7 @@ def _stop_job(folder: Path, job: str, wait: float) -> None:
         (each / names.STOP).touch()
     if tasks:
         slurm.cancel_waiting(job)
-    while found := slurm.queued(job):
+    while found := slurm.newest([job]):
         new = found.state not in told
         told.add(found.state)
         if found.state == slurm.PENDING and new:  # the job has not begun, or it waits for its next start
@@ -74,9 +74,7 @@ def _stop_job(folder: Path, job: str, wait: float) -> None:
             slurm.tell(job, "TERM")
             print(f"Slurm job {job} is running. It was asked to save and to end.")
         if time.monotonic() > until:
-            print(
-                f"Slurm job {job} is still {found.state} after {seconds_text(wait)}; to end it at once: scancel {job}"
-            )
+            print(f"Slurm job {job} is still {found.state} after {seconds_text(wait)}. To end it: scancel {job}")
             return
         time.sleep(ROUND)
 

@@ -60,11 +60,12 @@ def submit(context: typer.Context, cluster: SubmitOptions, options: RunOptions) 
     own, sbatch = _parts(context, options)
     word = str(options.job or "")
     if launcher.submit.is_run(word):
-        launcher.submit.refuse_options_of_runs(context.params)
-        if (run := find_run(Path("runs"), word) / MANIFEST).is_file():
-            _say_applied(*launcher.pods.send_again(run.parent, cluster, sbatch))
-            return
-        _say_sent(*launcher.submit.send_again(find_run(Path("runs"), word), cluster, sbatch))
+        launcher.submit.refuse_options_of_runs(options)
+        run = find_run(Path("runs"), word)
+        if (run / MANIFEST).is_file():
+            _say_sent(*launcher.pods.send_again(run, cluster, sbatch))
+        else:
+            _say_sent(*launcher.submit.send_again(run, cluster, sbatch))
         return
     job = launcher.submit.prepare(cluster, options, context.params, own, sbatch)
     pods = None
@@ -82,14 +83,12 @@ def submit(context: typer.Context, cluster: SubmitOptions, options: RunOptions) 
         _say(told)
     if cluster.dry_run:
         print(manifest(pods) if pods else ray.driver_text(job) if cluster.ray else batch_script(job), end="")
-        return
-    if pods is not None:
-        _say_applied(*launcher.pods.send(pods, word, own))
-        return
-    if cluster.ray:
+    elif pods is not None:
+        _say_sent(*launcher.pods.send(pods, word, own))
+    elif cluster.ray:
         print(f"driver      {ray.send(job, cluster.ray)}")
-        return
-    _say_sent(*launcher.submit.send(job, word, own))
+    else:
+        _say_sent(*launcher.submit.send(job, word, own))
 
 
 def _say(line: str) -> None:
@@ -189,20 +188,15 @@ def too_short(step: float, limit: float) -> str:
     )
 
 
-def _say_sent(script: Path, job: str) -> None:
-    run = script.parent
-    _say_where(run, f"Slurm job {job}", f"output      {run}/slurm-{job}.out")
-
-
-def _say_applied(path: Path, load: kubectl.Workload | None) -> None:
-    if load is None:
-        print(f"This machine has no kubectl. The manifest is written. On one that has: kubectl apply -f {path}")
-        return
-    pods = f"pods        kubectl get pods -n {load.namespace} -l {INSTANCE}={load.name}"
-    _say_where(path.parent, str(load), f"manifest    {path}\n{pods}")
-
-
-def _say_where(run: Path, sent: str, lines: str) -> None:
+def _say_sent(path: Path, sent: str | kubectl.Workload | None) -> None:
+    """Say what was sent, and where it is found again. path: the batch script, or the manifest."""
+    run = path.parent
     where = "" if run.absolute().parent == Path("runs").absolute() else f" --in {run.parent}"
-    print(f"sent        {sent}\nrecords     {run}\n{lines}")
-    print(f"more with   meshwise runs{where}, meshwise logs {run.name} -f{where}")
+    if sent is None:
+        print(f"This machine has no kubectl. The manifest is written. On one that has: kubectl apply -f {path}")
+    elif isinstance(sent, str):
+        print(f"sent        Slurm job {sent}\noutput      {run}/slurm-{sent}.out")
+    else:
+        pods = f"kubectl get pods -n {sent.namespace} -l {INSTANCE}={sent.name}"
+        print(f"sent        {sent}\nmanifest    {path}\npods        {pods}")
+    print(f"records     {run}\nmore with   meshwise runs{where}, meshwise logs {run.name} -f{where}")

@@ -77,22 +77,8 @@ def _options(job: BatchJob, *, elastic: bool) -> list[str]:
     lines += [f"--{option}={_word(value)}" for option, value in named.items() if value]
     lines += [f"--time={slurm_time(job.seconds)}"] if job.seconds is not None else []
     lines += ["--requeue  # after a lost node or a preemption Slurm starts it again", "--open-mode=append"]
-    return lines + [_word(option) for option in (*site.options, *joined_options(job.options))]
-
-
-def joined_options(words: Sequence[str]) -> list[str]:
-    """Join options with their values: `--partition gpu` becomes `--partition=gpu`, `-p gpu` becomes `-pgpu`."""
-    joined: list[str] = []
-    for word in words:
-        if word.startswith("-"):
-            joined.append(word)
-        elif joined and joined[-1].startswith("--") and "=" not in joined[-1]:
-            joined[-1] += f"={word}"
-        elif joined and len(joined[-1]) == 2:
-            joined[-1] += word
-        else:
-            raise UsageError(f"'{word}': only options of sbatch may follow the last --, such as -- --partition gpu.")
-    return joined
+    lines += [_word(option) for option in site.options]
+    return [*lines, " ".join(map(_word, job.options))] if job.options else lines
 
 
 def _step(job: BatchJob, srun: str = "srun") -> list[str]:

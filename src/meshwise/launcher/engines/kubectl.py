@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import shutil
 import subprocess
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwise.launcher.engines import slurm
-from meshwise.spec.errors import MeshwiseError, UsageError
+from meshwise.spec.errors import MeshwiseError
 from meshwise.spec.exit_codes import AGAIN
 
 PATIENCE, SHORT = 30.0, 10.0  # seconds to wait for an answer of the cluster
@@ -62,11 +61,6 @@ class State:
         return self.status in (FINISHED, FAILED, GONE)
 
 
-def is_here() -> bool:
-    """Return whether this machine has `kubectl`."""
-    return shutil.which("kubectl") is not None
-
-
 def workload_of(jobs: Sequence[str]) -> Workload | None:
     """Return the workload that the last of a run's jobs names. Return None for a job of another engine."""
     found = _TEXT.fullmatch(jobs[-1]) if jobs else None
@@ -75,22 +69,23 @@ def workload_of(jobs: Sequence[str]) -> Workload | None:
 
 def has_job_sets() -> bool | None:
     """Return whether the cluster knows JobSets, or None without an answer."""
+    words = ["kubectl", "api-resources", "--api-group=jobset.x-k8s.io", "-o=name"]
     try:
-        return "jobsets" in _asked(["api-resources", "--api-group=jobset.x-k8s.io", "-o=name"], patience=SHORT)
+        return "jobsets" in slurm.asked(words, patience=SHORT)
     except MeshwiseError:
         return None
 
 
-def apply(text: str, namespace: str = "") -> Workload:
+def apply(text: str) -> Workload:
     """Apply a manifest, and return its workload. Raises SchedulerError with kubectl's message."""
-    words = ["apply", "-o=json", "-f=-", *_space(namespace)]
+    words = ["kubectl", "apply", "-o=json", "-f=-"]
     try:
-        told = json.loads(_asked(words, text=text))
+        told = json.loads(slurm.asked(words, text=text))
     except slurm.SchedulerError as error:
         if "TrainingRuntime" not in str(error):
             raise
         time.sleep(LOOK)  # Trainer may not know yet the runtime that was made a moment before
-        told = json.loads(_asked(words, text=text))
+        told = json.loads(slurm.asked(words, text=text))
     found = next(each for each in told.get("items", [told]) if each["kind"] in KINDS)
     return Workload(found["kind"], found["metadata"]["namespace"], found["metadata"]["name"])
 
@@ -98,9 +93,9 @@ def apply(text: str, namespace: str = "") -> Workload:
 def delete(load: Workload, manifest: Path, wait: float) -> bool:
     """Delete all objects of a manifest, so that their pods save and end. Return whether all pods have ended within
     `wait` seconds."""
-    words = ["delete", f"-f={manifest}", "--ignore-not-found", "--cascade=foreground"]
+    words = ["kubectl", "delete", f"-f={manifest}", "--ignore-not-found", "--cascade=foreground"]
     try:
-        _asked([*words, f"--timeout={math.ceil(wait)}s", *_space(load.namespace)], patience=wait + PATIENCE)
+        slurm.asked([*words, f"--timeout={math.ceil(wait)}s", *_space(load.namespace)], patience=wait + PATIENCE)
     except slurm.SchedulerError as error:
         if "timed out" not in str(error):
             raise
@@ -185,27 +180,12 @@ def _waiting(pod: Any) -> str:
 
 def _items(what: str, namespace: str) -> list[Any] | None:
     """Return our own objects of a kind, or None without an answer."""
-    words = ["get", what, f"--selector={OWN}", "-o=json", *_space(namespace)]
+    words = ["kubectl", "get", what, f"--selector={OWN}", "-o=json", *_space(namespace)]
     try:
-        return list(json.loads(_asked(words, patience=SHORT))["items"])
+        return list(json.loads(slurm.asked(words, patience=SHORT))["items"])
     except MeshwiseError:
         return None
 
 
 def _space(namespace: str) -> list[str]:
     return [f"--namespace={namespace}"] if namespace else []
-
-
-def _asked(words: Sequence[str], *, text: str | None = None, patience: float = PATIENCE) -> str:
-    command = ["kubectl", *words]
-    try:
-        done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=patience)
-    except FileNotFoundError:
-        raise UsageError("kubectl is not installed here. Run meshwise where it is.") from None
-    except subprocess.TimeoutExpired:
-        raise slurm.SchedulerError(
-            f"kubectl {words[0]} did not answer in {patience:.0f} s. Check the cluster: kubectl cluster-info"
-        ) from None
-    if done.returncode:
-        raise slurm.SchedulerError(f"kubectl {words[0]}: {done.stderr.strip() or f'exit code {done.returncode}'}")
-    return done.stdout

@@ -28,7 +28,6 @@ NODE = "node"  # the container, and the JobSet's only kind of pod; Trainer's wor
 PORT = 29500  # of the launchers' meeting, on machine 0
 TRIES = 10  # of pods that were killed, for instance without memory
 GONE = 30  # seconds after which pods of a silent machine are given up
-SHARED_MEMORY = "8Gi"
 INSTANCE = "app.kubernetes.io/instance"
 OWN = {"app.kubernetes.io/managed-by": "meshwise"}
 Values = dict[str, Any]
@@ -169,7 +168,7 @@ def _pod(job: PodJob) -> Values:
         spec["nodeSelector"] = dict(each.split("=", 1) for each in site.node_selector)
     ends = {"operator": "Exists", "effect": "NoExecute", "tolerationSeconds": GONE}
     silent = [{"key": f"node.kubernetes.io/{state}", **ends} for state in ("unreachable", "not-ready")]
-    memory = {"medium": "Memory", "sizeLimit": site.shared_memory or SHARED_MEMORY}
+    memory = {"medium": "Memory", "sizeLimit": site.shared_memory}
     volumes = [
         {"name": "shared-memory", "emptyDir": memory},
         {"name": "claim", "persistentVolumeClaim": {"claimName": site.claim}},

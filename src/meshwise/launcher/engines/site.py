@@ -60,7 +60,7 @@ class Site:
     namespace: str = ""
     queue: str = ""
     kind: str = ""
-    shared_memory: str = ""
+    shared_memory: str = "8Gi"
     gpu_resource: str = "nvidia.com/gpu"
     node_selector: tuple[str, ...] = ()
     secret: str = ""

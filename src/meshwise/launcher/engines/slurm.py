@@ -1,4 +1,7 @@
-"""Call Slurm's commands: submit, query, cancel."""
+"""Call Slurm's commands: submit, query, cancel.
+
+`asked` calls any command of a cluster, kubectl too.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,7 @@ def clean_environment(environment: Mapping[str, str]) -> dict[str, str]:
 
 def send(script: Path, options: Sequence[str] = ()) -> str:
     """Submit a batch script with sbatch. Return its job number. Raises SchedulerError with sbatch's message."""
-    said = _asked(["sbatch", "--parsable", *options, str(script)])
+    said = asked(["sbatch", "--parsable", *options, str(script)])
     return said.strip().partition(";")[0]
 
 
@@ -49,11 +52,6 @@ def queue(jobs: Iterable[str]) -> dict[str, Queued]:
     return {job: one for one in there for job in (one.job, one.job.partition("_")[0]) if job in wanted}
 
 
-def queued(job: str) -> Queued | None:
-    """Return the queue entry of a job, or None if the job is not in the queue."""
-    return queue([job]).get(job)
-
-
 def answers() -> bool:
     """Return True if squeue can be called on this machine and answers."""
     return bool(_queue())
@@ -62,34 +60,34 @@ def answers() -> bool:
 def _queue() -> str:
     """Return what squeue prints, a line for each task of an array, with a header line first."""
     with contextlib.suppress(MeshwiseError):
-        return _asked(["squeue", "--all", "--array", "--format", "%i|%T|%r|%P"], patience=5.0)
+        return asked(["squeue", "--all", "--array", "--format", "%i|%T|%r|%P"], patience=5.0)
     return ""
 
 
 def newest(jobs: Sequence[str]) -> Queued | None:
     """Return the queue entry of the last of a run's jobs, or None if it is not in the queue."""
-    return queued(jobs[-1]) if jobs else None
+    return queue(jobs[-1:]).get(jobs[-1]) if jobs else None
 
 
 def cancel_waiting(job: str) -> None:
     """Cancel a job if it waits in the queue. If it is a job array, cancel its waiting tasks."""
-    _asked(["scancel", f"--state={PENDING}", job])
+    asked(["scancel", f"--state={PENDING}", job])
 
 
 def tell(job: str, signal: str) -> None:
     """Send a signal to the steps of a running job, but not to its batch script. signal: a name such as `TERM`."""
-    _asked(["scancel", f"--signal={signal}", job])
+    asked(["scancel", f"--signal={signal}", job])
 
 
-def _asked(command: Sequence[str], patience: float = PATIENCE) -> str:
+def asked(command: Sequence[str], *, text: str | None = None, patience: float = PATIENCE) -> str:
+    """Call a command with `text` as its input. Return what it prints. Raises SchedulerError with its message."""
+    own = clean_environment(os.environ)
     try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=patience, env=clean_environment(os.environ)
-        )
+        done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=patience, env=own)
     except FileNotFoundError:
-        raise UsageError(f"{command[0]} is not installed here. Run meshwise where Slurm is installed.") from None
+        raise UsageError(f"{command[0]} is not installed here. Run meshwise where it is.") from None
     except subprocess.TimeoutExpired:
-        raise SchedulerError(f"{command[0]} did not answer in {patience:.0f} s. Check Slurm's controller.") from None
+        raise SchedulerError(f"{command[0]} did not answer in {patience:.0f} s. Check the cluster.") from None
     if done.returncode:
         raise SchedulerError(f"{command[0]}: {done.stderr.strip() or f'ended with exit code {done.returncode}'}")
     return done.stdout

@@ -45,7 +45,6 @@ class TrainingProgress:
     samples_per_second: float | None
     seconds_left: float | None
     memory: tuple[int | None, ...]
-    devices: tuple[str, ...]
 
 
 def progress_line(p: TrainingProgress) -> str:

@@ -160,6 +160,15 @@ class RunOptions(NodeOptions):
         """Return how many seconds a rank may make no progress before the run is ended."""
         return HANG_LIMIT if self.hang_limit is None else seconds_of(self.hang_limit, "--hang-limit")
 
+    def refuse_restarts(self, where: str, *also: str) -> None:
+        """Raise UsageError for `--restarts`, where something else starts a run again. also: further such options."""
+        for name in ("restarts", *also):
+            if getattr(self, name):
+                raise UsageError(
+                    f"--{name.replace('_', '-')} {where}: meshwise cannot restart a run there, which ends with exit "
+                    "code 85. Remove this option, and start it again, or let the cluster do so."
+                )
+
     def override(self, job: Job) -> Job:
         """Return a copy of `job` with the number of epochs, the batch size and the seed of these options. If the user
         did not give such an option, the copy keeps the job's value."""
@@ -185,7 +194,7 @@ class RunOptions(NodeOptions):
                 "loader.load_state_dict). Start it again without --resume."
             )
         if job is not None and job != earlier.get("job"):
-            raise UsageError(f"--resume continues a run of '{earlier.get('job')}', not of '{job}'. Leave the job out.")
+            raise UsageError(f"the run to continue is of '{earlier.get('job')}', not of '{job}'. Leave the job out.")
         before = tuple(earlier.get("args") or ())
         if other := [text for text in self.args if text not in before]:
             had = ", ".join(before) or "no arguments"
