@@ -23,24 +23,10 @@ from meshwise.arrays.creation import Placement, made
 from meshwise.arrays.dtypes import numpy_dtype
 from meshwise.arrays.moves import agreed
 from meshwise.arrays.space import Space
+from meshwise.spec.dtypes import SAFETENSORS
 from meshwise.spec.errors import DataError, UsageError
 
 KINDS = (".npy", ".safetensors")
-SAFETENSORS = {
-    torch.bool: "BOOL",
-    torch.uint8: "U8",
-    torch.int8: "I8",
-    torch.int16: "I16",
-    torch.int32: "I32",
-    torch.int64: "I64",
-    torch.uint16: "U16",
-    torch.uint32: "U32",
-    torch.uint64: "U64",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float32: "F32",
-    torch.float64: "F64",
-}
 _RAW = {torch.bfloat16: np.dtype(np.int16)}
 
 
@@ -137,10 +123,11 @@ def _safetensors_header(named: Mapping[str, Array]) -> tuple[bytes, list[int]]:
     table: dict[str, Any] = {}
     begins, at = [], 0
     for name, x in named.items():
-        if x.dtype not in SAFETENSORS:
+        code = SAFETENSORS.get(str(x.dtype).removeprefix("torch."))
+        if code is None:
             raise UsageError(f"save {name}: safetensors files cannot store {x.dtype}. Save the array to a .npy file.")
         size = math.prod(x.shape) * x.dtype.itemsize
-        table[name] = {"dtype": SAFETENSORS[x.dtype], "shape": list(x.shape), "data_offsets": [at, at + size]}
+        table[name] = {"dtype": code, "shape": list(x.shape), "data_offsets": [at, at + size]}
         begins.append(at)
         at += size
     text = json.dumps(table).encode()

@@ -26,7 +26,6 @@ Most techniques have a field in the plan and a file (`technique.py` describes it
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from importlib import import_module
 from itertools import chain
 
@@ -34,7 +33,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from meshwise import parallel
-from meshwise.parallel.technique import Setup, Technique
+from meshwise.parallel.technique import Cost, Samples, Setup, Technique
 from meshwise.spec.plan import Plan, changed
 from meshwise.spec.plan_devices import check_devices
 from meshwise.spec.world import World
@@ -80,8 +79,8 @@ def apply(
     world: World,
     *,
     piggyback_loss: bool = False,
-    samples: Callable[[], int | None] | None = None,
-    stage_cost: Callable[[str, nn.Module], float] | None = None,
+    samples: Samples | None = None,
+    stage_cost: Cost | None = None,
 ) -> Setup:
     """Change `model` in place as `plan` requires, on this rank's device and with the start values of rank 0.
     Collective.
@@ -96,8 +95,7 @@ def apply(
         collective.
     stage_cost: returns the cost of a block, given its name and the block; see `Job`.
     """
-    if plan.devices != world.size * plan.within_samples:
-        check_devices(plan, world.size * plan.within_samples)
+    check_devices(plan, world.size * plan.within_samples)
     setup = Setup(model, plan, world, samples, piggyback_loss, was_compiled=uncompile(model), stage_cost=stage_cost)
     techniques = techniques_of(plan, compiled=setup.was_compiled)
     for technique in techniques:

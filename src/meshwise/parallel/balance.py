@@ -23,13 +23,12 @@ from torch.autograd.function import Function, FunctionCtx
 from torch.nn import functional
 
 from meshwise.parallel.splits.crossing import gather, through
-from meshwise.parallel.technique import Setup, Technique
+from meshwise.parallel.technique import Samples, Setup, Technique
 from meshwise.spec.words import some
 from meshwise.torch_compat.modules import put_forward
 from meshwise.transfer import collectives
 
 NAME = "load_balancing_loss_func"
-Samples = Callable[[], int | None]
 _running: list[Samples] = []
 """For each distributed model whose forward runs now, a function that returns the number of this rank's samples."""
 

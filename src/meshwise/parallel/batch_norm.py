@@ -25,7 +25,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from meshwise.parallel.splits.tensor import SplitTensor, split
-from meshwise.parallel.technique import Setup, Technique
+from meshwise.parallel.technique import Samples, Setup, Technique
 from meshwise.spec.errors import PlanError
 from meshwise.torch_compat.dispatch import rehearsing
 from meshwise.torch_compat.modules import BatchNorm
@@ -33,8 +33,6 @@ from meshwise.torch_compat.reducer import base_of, version
 from meshwise.torch_compat.torch_function import on_parts
 from meshwise.transfer import collectives
 
-Samples = Callable[[], int | None]
-"""Returns the number of samples that this rank works on now: 0 for a padding sample, None outside of batches."""
 BY_HAND: tuple[Any, ...] = (functional.batch_norm, torch.batch_norm)
 _AS_TORCH = ("input", "weight", "bias", "running_mean", "running_var", "training", "momentum", "eps")
 

@@ -30,23 +30,23 @@ from meshwise.torch_compat.modules import put_forward
 BACKEND = "inductor"
 
 
-def compile_blocks(model: nn.Module, backend: str | None = None) -> list[str]:
+def compile_blocks(model: nn.Module) -> list[str]:
     """Make torch compile the forward of each block of `model` at its first call. Return the blocks' names."""
     blocks = repeated_blocks(model) or blocks_of(model) or [("", model)]
     for _, block in blocks:
         for part in block.modules():
             if isinstance(part.forward, functools.partial):  # a wrapper that communicates: keep it out of the graph
                 vars(part)["forward"] = torch.compiler.disable(part.forward)
-        put_forward(block, _Compiled(block.forward, backend or BACKEND))
+        put_forward(block, _Compiled(block.forward))
     return [name or "the whole model" for name, _ in blocks]
 
 
 class _Compiled:
     """A compiled forward. A deep copy of the module gets its own compiled forward."""
 
-    def __init__(self, forward: Callable[..., Any], backend: str) -> None:
-        self._forward, self._backend = forward, backend
-        self._run = torch.compile(forward, backend=backend)
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        self._forward = forward
+        self._run = torch.compile(forward, backend=BACKEND)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # A compiled graph cannot take SplitTensors as inputs.
@@ -54,10 +54,10 @@ class _Compiled:
         return (self._forward if split else self._run)(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Compiled:
-        return _Compiled(copy.deepcopy(self._forward, memo), self._backend)
+        return _Compiled(copy.deepcopy(self._forward, memo))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _Compiled, (self._forward, self._backend)
+        return _Compiled, (self._forward,)
 
 
 def check_can_compile(device: str) -> None:
@@ -76,13 +76,10 @@ def check_can_compile(device: str) -> None:
 
 
 def _check_model(setup: Setup) -> None:
-    if setup.plan.compile or setup.was_compiled:
-        check_can_compile(setup.world.device)
+    check_can_compile(setup.world.device)
 
 
 def _apply(setup: Setup) -> None:
-    if not setup.plan.compile and not setup.was_compiled:
-        return
     blocks = compile_blocks(unwrapped(setup.model))
     before = "torch.compile of the whole model is removed, and " if setup.was_compiled else ""
     setup.notes.append(f"compile: {before}each of {len(blocks)} blocks is compiled separately: {some(blocks)}.")

@@ -36,8 +36,6 @@ AXIS = "context"
 
 
 def _apply(setup: Setup) -> None:
-    if setup.plan.context == 1:
-        return
     rules.prepare()
     axis = MeshAxis.of(make_mesh(setup.plan, setup.world), AXIS)
     for root in called_in(setup.model):

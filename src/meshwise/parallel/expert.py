@@ -87,8 +87,6 @@ AXIS = "expert"
 
 def _check_model(setup: Setup) -> None:
     ranks = setup.plan.expert
-    if ranks == 1:
-        return
     found = list(_experts(setup.model))
     if listed := _list_of_experts(setup.model):
         raise PlanError(
@@ -145,8 +143,6 @@ def _layout(module: nn.Module) -> str:
 
 
 def _apply(setup: Setup) -> None:
-    if setup.plan.expert == 1:
-        return
     take_several_meshes()
     mesh = make_mesh(setup.plan, setup.world)
     others = mesh[tuple(name for name in mesh.mesh_dim_names or () if name in ("data", "shard"))]

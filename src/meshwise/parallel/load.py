@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from meshwise.parallel.op_record import record_of
 from meshwise.parallel.op_replay import StorageView
+from meshwise.spec.dtypes import SAFETENSORS
 from meshwise.spec.errors import UsageError
 from meshwise.spec.words import some
 from meshwise.torch_compat.dispatch import is_fake
@@ -30,18 +31,7 @@ from meshwise.torch_compat.sharding import with_local
 from meshwise.transfer.sharded import local_part
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
+DTYPES = {code: getattr(torch, name) for name, code in SAFETENSORS.items()}
 
 
 @dataclass(frozen=True)

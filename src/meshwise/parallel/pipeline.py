@@ -29,7 +29,7 @@ from meshwise.parallel.passing import Pass, Passing
 from meshwise.parallel.probe_optimizer import unlike_by_parameters
 from meshwise.parallel.schedule import CHUNKS, Action, forwards, orders, stage_ranges
 from meshwise.parallel.step_hooks import needs_closure
-from meshwise.parallel.technique import Setup, Technique, reached_parameters
+from meshwise.parallel.technique import Cost, Setup, Technique, reached_parameters
 from meshwise.spec.errors import MeshwiseError, PlanError
 from meshwise.spec.plan import Plan
 from meshwise.spec.units import bytes_text
@@ -39,7 +39,6 @@ from meshwise.torch_compat.modules import put_forward, takes_hooks
 from meshwise.transfer import collectives, stages
 from meshwise.transfer.stages import Pipe
 
-Cost = Callable[[str, nn.Module], float]
 LOOKS = 3  # forwards of each stage to check for NaN, from the start and again after the first step
 
 
@@ -260,8 +259,6 @@ def costs_of(blocks: Sequence[tuple[str, nn.Module]], cost: Cost | None) -> list
 
 def _check_model(setup: Setup) -> None:
     plan = setup.plan
-    if plan.pipeline == 1:
-        return
     blocks = repeated_blocks(setup.model)
     needed = plan.pipeline * CHUNKS.get(plan.schedule, 1)
     if not blocks:
@@ -295,7 +292,7 @@ def _check_model(setup: Setup) -> None:
 
 def _hold(setup: Setup) -> None:
     pipe = stages.pipe()
-    if setup.plan.pipeline == 1 or pipe is None:
+    if pipe is None:
         return
     whole = sum(p.numel() for p in setup.model.parameters())
     setup.pipeline = pipeline = Pipeline(setup.model, setup.plan, pipe, setup.stage_cost)
@@ -308,8 +305,6 @@ def _apply(setup: Setup) -> None:
 
 
 def _bind(optimizer: Optimizer, plan: Plan, world: World) -> None:
-    if plan.pipeline == 1:
-        return
     kind = type(optimizer).__name__
     if needs_closure(optimizer) or not takes_hooks(optimizer):
         raise PlanError(

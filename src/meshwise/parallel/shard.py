@@ -347,7 +347,7 @@ class Sharded:
 
 def _apply(setup: Setup) -> None:
     plan = setup.plan
-    if not plan.parameters_divided or plan.data * plan.expert * plan.shard == 1:
+    if plan.data * plan.expert * plan.shard == 1:  # tensor alone
         return
     generates_together(setup.model)
     setup.notes += make_contiguous(setup.model)
@@ -363,9 +363,8 @@ def _apply(setup: Setup) -> None:
 
 
 def _bind(optimizer: Optimizer, plan: Plan, world: World) -> None:
-    check_steps_on_parts(optimizer, plan)
-    if plan.parameters_divided:
-        register_optimizer_load_hook(optimizer)
+    check_steps_on_parts(optimizer)
+    register_optimizer_load_hook(optimizer)
 
 
 SHARD = Technique(apply=_apply, bind=_bind)

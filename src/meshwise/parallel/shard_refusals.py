@@ -21,7 +21,6 @@ from meshwise.parallel.shard_units import AGAIN
 from meshwise.parallel.step_hooks import held_parameters
 from meshwise.parallel.technique import SKIPPED
 from meshwise.spec.errors import PlanError
-from meshwise.spec.plan import Plan
 from meshwise.torch_compat.dispatch import rehearsing
 from meshwise.torch_compat.modules import takes_hooks
 from meshwise.torch_compat.sharding import Group
@@ -72,9 +71,9 @@ def add_advice(error: BaseException) -> None:
         )
 
 
-def check_steps_on_parts(optimizer: Optimizer, plan: Plan | None) -> None:
+def check_steps_on_parts(optimizer: Optimizer) -> None:
     """Raise PlanError for an optimizer that may make a wrong step on parameter shards, or that may fail on them."""
-    if plan is None or not plan.parameters_divided or optimizer in _tried:
+    if optimizer in _tried:
         return
     name, divided = type(optimizer).__name__, any(isinstance(p, DTensor) for p in held_parameters(optimizer))
     if isinstance(optimizer, LBFGS):

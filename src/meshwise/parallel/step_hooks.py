@@ -48,11 +48,9 @@ class Order(enum.IntEnum):
     step, they are called in reverse order."""
 
     GUARD = 1  # first, so that it can refuse a step before anything has changed
-    WATCH = 2  # sees all parameters' gradients before the step, and the parameters of all ranks after it
-    DRAWS = 3  # makes the optimizer draw random numbers for parameters, not for a rank's samples
-    PHASE = 4  # before the techniques, so that their cost belongs to the optimizer's span
-    ZERO1 = 5  # before OFFLOAD, so that only the state of parameters that this rank steps is offloaded
-    OFFLOAD = 6  # last, because offloading itself steps all buckets except the last one
+    PHASE = 2  # before the techniques, so that their cost belongs to the optimizer's span
+    ZERO1 = 3  # before OFFLOAD, so that only the state of parameters that this rank steps is offloaded
+    OFFLOAD = 4  # last, because offloading itself steps all buckets except the last one
 
 
 @dataclass(eq=False)

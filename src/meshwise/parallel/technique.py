@@ -22,6 +22,11 @@ from meshwise.spec.dtypes import Dtypes
 from meshwise.spec.plan import Plan
 from meshwise.spec.world import World
 
+Samples = Callable[[], int | None]
+"""Returns the number of samples that this rank works on now: 0 for a padding sample, None outside of batches."""
+Cost = Callable[[str, nn.Module], float]
+"""Returns the cost of a block, given its name and the block."""
+
 
 @dataclass
 class Setup:
@@ -31,10 +36,10 @@ class Setup:
     model: nn.Module
     plan: Plan
     world: World
-    samples: Callable[[], int | None] | None = None
+    samples: Samples | None = None
     piggyback_loss: bool = False
     was_compiled: bool = False
-    stage_cost: Callable[[str, nn.Module], float] | None = None
+    stage_cost: Cost | None = None
     fill: Callable[[torch.device | str, torch.device | str], None] | None = None
     parts_on_host: bool = False
     gather_dtypes: MixedPrecisionPolicy | None = None
@@ -50,8 +55,8 @@ class Setup:
 
 @dataclass(frozen=True)
 class Technique:
-    """The functions of a technique. They do nothing under a plan that does not use the technique. A function that is
-    not needed is None."""
+    """The functions of a technique. They are called only under a plan that uses the technique (see
+    `apply.TECHNIQUES`). A function that is not needed is None."""
 
     check_model: Callable[[Setup], None] | None = None
     apply: Callable[[Setup], None] | None = None

@@ -22,21 +22,18 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
-from torch.optim import Optimizer
 
 from meshwise.parallel.blocks import blocks_to_recompute, called_in, repeated_blocks
 from meshwise.parallel.layout import cuts_of
 from meshwise.parallel.mesh import make_mesh
-from meshwise.parallel.rebind import register_model_load_hooks, register_optimizer_load_hook
+from meshwise.parallel.rebind import register_model_load_hooks
 from meshwise.parallel.splits import rules
 from meshwise.parallel.splits.axis import Axis, MeshAxis, SplitPart
 from meshwise.parallel.splits.crossing import entering_once, gather_over
 from meshwise.parallel.splits.tensor import split
 from meshwise.parallel.technique import Setup, Technique
 from meshwise.spec.errors import PlanError
-from meshwise.spec.plan import Plan
 from meshwise.spec.words import some
-from meshwise.spec.world import World
 from meshwise.torch_compat.compiling import unwrapped
 from meshwise.torch_compat.modules import (
     around_pre_hooks,
@@ -61,8 +58,6 @@ SPLIT = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.MultiheadA
 
 
 def _apply(setup: Setup) -> None:
-    if setup.plan.tensor == 1:
-        return
     rules.prepare()
     whole_mesh = make_mesh(setup.plan, setup.world)
     mesh, axis = whole_mesh[AXIS], MeshAxis.of(whole_mesh, AXIS, sequence=setup.plan.sequence)
@@ -221,9 +216,4 @@ def _part_of(p: DTensor, axis: Axis) -> Tensor:
     return found
 
 
-def _bind(optimizer: Optimizer, plan: Plan, world: World) -> None:
-    if plan.tensor > 1 and plan.data * plan.shard == 1:
-        register_optimizer_load_hook(optimizer)
-
-
-TENSOR = Technique(apply=_apply, bind=_bind)
+TENSOR = Technique(apply=_apply)

@@ -113,8 +113,7 @@ def owners(parameters: Sequence[nn.Parameter], size: int) -> list[list[nn.Parame
 
 
 def _bind(optimizer: Optimizer, plan: Plan, world: World) -> None:
-    if plan.zero1:
-        DividedOptimizer(optimizer, world.rank, world.size)
+    DividedOptimizer(optimizer, world.rank, world.size)
 
 
 ZERO1 = Technique(bind=_bind)

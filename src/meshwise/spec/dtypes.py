@@ -10,6 +10,23 @@ from dataclasses import dataclass
 
 from meshwise.spec.errors import PlanError, check_known
 
+SAFETENSORS = {
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "complex64": "C64",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint64": "U64",
+    "uint32": "U32",
+    "uint16": "U16",
+    "uint8": "U8",
+    "bool": "BOOL",
+}
+"""The names of torch's dtypes in safetensors files."""
 WIDTHS = {"fp16": 1, "bf16": 1, "fp32": 2, "fp64": 3}
 PRECISIONS = {
     "fp32": "parameters and computing in float32",

@@ -22,7 +22,7 @@ from meshwise.transfer.splitmix import GOLDEN, signed
 BLOCK_WORDS = 1 << 16
 BLOCK_BYTES = 4 * BLOCK_WORDS
 _AT_ONCE = 16  # blocks that a device multiplies at once (8 MiB); the host takes one at a time, which fits in its cache
-_NOT_ZERO = signed(GOLDEN)  # added to each sum, so that sums corrupted to zero are detected
+_ODD = signed(GOLDEN)  # also added to each sum, so that sums corrupted to zero are detected
 
 
 def block_sums(tensor: Tensor) -> list[int]:
@@ -39,7 +39,7 @@ def block_sums(tensor: Tensor) -> list[int]:
     if rest.numel():
         filled = torch.nn.functional.pad(rest, (0, -rest.numel() % 4)).view(torch.int32)
         sums.append((filled * keys[: filled.numel()]).sum(0, keepdim=True))
-    return (torch.cat(sums) + _NOT_ZERO).tolist() if sums else []
+    return (torch.cat(sums) + _ODD).tolist() if sums else []
 
 
 def first_difference(tensor: Tensor, other: Tensor) -> int | None:
@@ -70,50 +70,29 @@ def _keys(device: torch.device) -> Tensor:
     return words(0, BLOCK_WORDS, 0, device) | 1
 
 
-_ODD = signed(GOLDEN)
 _KEY = 0xD1B54A32D192ED03  # a second odd constant, which spreads the keys of `words`
 _CHUNK = 1 << 20  # words generated at once: 8 MiB
 LARGEST_TERM = 64  # with up to 2^17 ranks, every partial sum is exact in float32
 
 
 def fill(tensor: Tensor, key: int) -> Tensor:
-    """Write the test pattern of `key` to a contiguous uint8 tensor on any device, and return the tensor."""
+    """Write the test pattern of `key` to a contiguous tensor on any device, and return the tensor.
+
+    A uint8 tensor gets bytes. Any other tensor gets whole numbers from 0 to 63, for a sum over ranks.
+    """
     for start, part in _chunks(tensor):
-        part.copy_(_bytes(start, part.numel(), key, part.device))
+        part.copy_(_pattern(start, part, key))
     return tensor
 
 
-def first_wrong_byte(tensor: Tensor, key: int) -> int | None:
-    """Return the offset of the first byte that differs from the test pattern of `key`. None if no byte differs.
+def first_wrong(tensor: Tensor, key: int, ranks: int = 1) -> int | None:
+    """Return the index of the first element that differs from the test pattern of `key`. None if no element differs.
 
-    tensor: a contiguous uint8 tensor.
+    tensor: a contiguous tensor.
+    ranks: if above 1, `tensor` is the sum of the patterns of `key` to `key + ranks - 1`. It is exact in float32.
     """
     for start, part in _chunks(tensor):
-        expected = _bytes(start, part.numel(), key, part.device)
-        if not torch.equal(part, expected):
-            return start + int((part != expected).nonzero()[0])
-    return None
-
-
-def fill_terms(tensor: Tensor, rank: int) -> Tensor:
-    """Fill a contiguous floating-point tensor with test values for a sum over ranks, and return the tensor.
-
-    The values are whole numbers from 0 to 63, and differ between ranks. `first_wrong_sum` checks the sum.
-    """
-    for start, part in _chunks(tensor):
-        part.copy_(_terms(start, part.numel(), rank, part.device))
-    return tensor
-
-
-def first_wrong_sum(tensor: Tensor, ranks: int, first: int = 0) -> int | None:
-    """Check a sum over ranks of tensors that `fill_terms` has filled. Return the index of the first wrong element, or
-    None if all elements are right.
-
-    tensor: the sum over the ranks `first` to `first + ranks - 1`. It is exact in float32.
-    """
-    for start, part in _chunks(tensor):
-        expected = sum(_terms(start, part.numel(), rank, part.device) for rank in range(first, first + ranks))
-        wrong = part.to(torch.int64) != expected
+        wrong = part != sum(_pattern(start, part, each) for each in range(key, key + ranks))
         if bool(wrong.any()):
             return start + int(wrong.nonzero()[0])
     return None
@@ -133,9 +112,8 @@ def words(first: int, count: int, key: int, device: torch.device) -> Tensor:
     return made.bitwise_xor_(made >> 32)
 
 
-def _bytes(start: int, count: int, key: int, device: torch.device) -> Tensor:
-    return words(start // 8, (count + 7) // 8, key, device).view(torch.uint8)[:count]
-
-
-def _terms(start: int, count: int, rank: int, device: torch.device) -> Tensor:
-    return words(start, count, rank + 1, device) & (LARGEST_TERM - 1)
+def _pattern(start: int, part: Tensor, key: int) -> Tensor:
+    """Return the test pattern of a part that begins at element `start`."""
+    if part.dtype == torch.uint8:
+        return words(start // 8, (len(part) + 7) // 8, key, part.device).view(torch.uint8)[: len(part)]
+    return words(start, len(part), key, part.device) & (LARGEST_TERM - 1)

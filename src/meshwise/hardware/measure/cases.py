@@ -16,7 +16,7 @@ from torch import Tensor
 
 from meshwise.torch_compat.collectives import Group
 from meshwise.transfer import collectives
-from meshwise.transfer.checksum import fill, fill_terms, first_wrong_byte, first_wrong_sum
+from meshwise.transfer.checksum import fill, first_wrong
 
 ACK = 8
 """The size in bytes of the answer that the target of a copy sends."""
@@ -162,7 +162,7 @@ def _of_parts(
 
     def wrong(number: int) -> str | None:
         for pair, tensor in incoming.items():
-            at = first_wrong_byte(tensor, member.key(number, *pair))
+            at = first_wrong(tensor, member.key(number, *pair))
             if at is not None:
                 return f"on rank {member.rank}, the data of rank {pair[0]} is wrong from byte {at}"
         return None
@@ -175,10 +175,10 @@ def _of_sums(member: Member, tensor: Tensor, out: Tensor, own: int, call: Callab
 
     def write(number: int) -> None:
         for part, row in enumerate(tensor):
-            fill_terms(row, member.key(number, part, member.rank))
+            fill(row, member.key(number, part, member.rank))
 
     def wrong(number: int) -> str | None:
-        at = first_wrong_sum(out, member.ranks, member.key(number, own, 0))
+        at = first_wrong(out, member.key(number, own, 0), member.ranks)
         return None if at is None else f"the sum on rank {member.rank} is wrong from byte {4 * at}"
 
     return Case(tensor.nbytes, write, call, wrong)

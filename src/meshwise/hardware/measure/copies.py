@@ -24,7 +24,7 @@ from meshwise.hardware.measure.result import PathResult, PathSpec, Progress, res
 from meshwise.hardware.measure.timing import held_seconds, repeat, wait
 from meshwise.spec.devices import has_streams
 from meshwise.spec.units import bytes_text
-from meshwise.transfer.checksum import fill, first_wrong_byte
+from meshwise.transfer.checksum import fill, first_wrong
 from meshwise.transfer.copy import CopyOptions, copy, move
 from meshwise.transfer.path import AUTO, PEER, STAGED, reads_directly
 
@@ -86,7 +86,7 @@ def check_copy(path: PathSpec, target: Tensor, source: Tensor, move: Move) -> st
     move(target, source, path.path)
     for tensor in (target, source):
         wait(tensor.device)
-    at = first_wrong_byte(target, 1)
+    at = first_wrong(target, 1)
     if at is None:
         return None
     return f"{path.source} -> {path.target}, {path.path}: byte {at:,} of {target.numel():,} is not what was sent"

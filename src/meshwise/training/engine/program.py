@@ -20,7 +20,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from meshwise import parallel
 from meshwise.parallel.apply import apply, bind
 from meshwise.parallel.step_hooks import held_parameters, is_by_numbers
-from meshwise.parallel.technique import Reduction
+from meshwise.parallel.technique import Cost, Reduction, Samples
 from meshwise.spec.errors import UsageError
 from meshwise.spec.plan import Plan
 from meshwise.spec.world import World
@@ -48,9 +48,7 @@ class _Holds:
 class Program:
     """The models and optimizers that were given to `mw.distribute` or made by a job."""
 
-    def __init__(
-        self, world: World, samples: Callable[[], int | None], notify: Callable[[str], None], *, piggyback_loss: bool
-    ) -> None:
+    def __init__(self, world: World, samples: Samples, notify: Callable[[str], None], *, piggyback_loss: bool) -> None:
         """samples: returns how many samples this rank has in the current batch, or None."""
         self.world, self._samples, self._notify, self._piggyback_loss = world, samples, notify, piggyback_loss
         self.plan: Plan | None = None
@@ -63,7 +61,7 @@ class Program:
         """Whether ranks exchange gradients in the backward, so that they depend on other ranks' losses."""
         self.pipeline: parallel.pipeline.Pipeline | None = None
         """Runs the stages of this rank, if the plan has a pipeline; otherwise None."""
-        self.stage_cost: Callable[[str, nn.Module], float] | None = None  # see `Job.stage_cost`
+        self.stage_cost: Cost | None = None  # see `Job.stage_cost`
         self.backwards = self.began = 0
         """The number of backwards in this session or job. `began` is its value when the current program began."""
         self.by_construction = False
@@ -74,9 +72,9 @@ class Program:
         """Modules that directly hold parameters, by model number and name. They may outlive the model."""
         self._alive = 0
         self._numbers = itertools.count()
-        self._given = set[weakref.ref[Optimizer]]()
-        self.optimizers: weakref.WeakKeyDictionary[Optimizer, None] = weakref.WeakKeyDictionary()
-        """Optimizers that were passed to `mw.distribute`, or that have stepped, in the same order on all ranks."""
+        self.optimizers: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()
+        """Optimizers that were passed to `mw.distribute` (True), or that have stepped, in the same order on all
+        ranks."""
         self._bound: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._stepped: list[weakref.ref[Optimizer]] = []  # optimizers that stepped since the last backward
         self.in_use: list[weakref.ref[Optimizer]] = []
@@ -142,7 +140,7 @@ class Program:
         now = {id(p) for p in self.named_parameters().values()}
         self._replaced.update({p: name for name, p in before.items() if id(p) not in now})
         self._holds.clear()
-        for optimizer in [each for ref in self._given if (each := ref()) is not None]:
+        for optimizer in [each for each, given in self.optimizers.items() if given]:
             self.add_optimizer(optimizer)
 
     def forget_unused(self) -> None:
@@ -211,8 +209,7 @@ class Program:
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
         """Replace the parameters in `optimizer` with the parameters that the plan has made from them."""
-        self._given.add(weakref.ref(optimizer, self._given.discard))
-        self.optimizers.setdefault(optimizer, None)
+        self.optimizers[optimizer] = True
         if optimizer in self._bound:
             return
         now = self.named_parameters()
@@ -290,12 +287,12 @@ class Program:
                     reduction.reduce_now()
         if own not in self._stepped:
             self._stepped.append(own)
-        return ours or own in self._given
+        return ours or self.optimizers.get(optimizer, False)
 
     def _first_step(self, optimizer: Optimizer, holds: _Holds) -> None:
         if self.plan and self.plan.parameters_divided:
-            parallel.shard_refusals.check_steps_on_parts(optimizer, self.plan)
-        self.optimizers.setdefault(optimizer, None)
+            parallel.shard_refusals.check_steps_on_parts(optimizer)
+        self.optimizers.setdefault(optimizer, False)
         self._holds[weakref.ref(optimizer)] = replace(holds, new=False)
 
     def _check_backward(self, optimizer: Optimizer) -> None:
@@ -328,7 +325,7 @@ class Program:
                 "mw.distribute with the model, or create it afterwards."
             )
         if not holds.ours:
-            if weakref.ref(optimizer) in self._given:
+            if self.optimizers.get(optimizer):
                 raise UsageError(
                     "optimizer.step(): this optimizer was passed to mw.distribute, but none of its parameters belongs "
                     "to a distributed model. Pass the model that it trains to mw.distribute too."

@@ -23,24 +23,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from meshwise.records.checkpoints import Box, StoredPiece, StoredTensor, cover, disjoint, volume
+from meshwise.spec.dtypes import SAFETENSORS
 from meshwise.spec.errors import CheckpointError
 from meshwise.torch_compat.sharding import division, local_of
 from meshwise.transfer.sharded import full_tensor, local_boxes
 
 SMALL = 64 << 10  # a part of fewer bytes is written by the first rank that holds it, not by the least loaded one
-NAMES = {
-    "float64": "F64",
-    "float32": "F32",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "int64": "I64",
-    "int32": "I32",
-    "int16": "I16",
-    "int8": "I8",
-    "uint8": "U8",
-    "bool": "BOOL",
-    "complex64": "C64",
-}
 ALIGNED = 64  # the header is padded to a multiple of this many bytes
 
 
@@ -143,7 +131,7 @@ def laid_out(parts: Iterable[WriteItem], shapes: Mapping[str, Held]) -> tuple[by
     for part in sorted(parts, key=lambda part: -itemsize(shapes[part.name].dtype)):
         held = shapes[part.name]
         size = volume(part.box) * itemsize(held.dtype)
-        known = NAMES.get(held.dtype)  # a dtype that is not in NAMES is written as bytes, and the manifest names it
+        known = SAFETENSORS.get(held.dtype)  # any other dtype is written as bytes, and the manifest names it
         place = ",".join(f"{begin}:{end}" for begin, end in part.box)
         header[part.name if part.box == whole_box(held.shape) else f"{part.name}[{place}]"] = {
             "dtype": known or "U8",
