@@ -64,7 +64,7 @@ def _load_npy(space: Space, file: Path, placement: tuple[Any, Placement]) -> Arr
 
 def _of_slice(space: Space, stored: Any, placement: tuple[Any, Placement]) -> Array:
     shape = tuple(stored.get_shape())
-    kinds = {name: dtype for dtype, name in SAFETENSORS.items()}
+    kinds = {name: getattr(torch, dtype) for dtype, name in SAFETENSORS.items()}
     if stored.get_dtype() not in kinds:
         raise UsageError(f"the file has dtype {stored.get_dtype()}, which arrays do not support. Convert the file.")
 

@@ -9,11 +9,12 @@ from typing import BinaryIO
 
 from meshwise.records.checkpoints import CHECKPOINTS
 from meshwise.records.files import write_with
+from meshwise.spec.dtypes import SAFETENSORS
 from meshwise.spec.errors import UsageError
 from meshwise.spec.units import bytes_text, plural
 from meshwise.spec.words import some
 from meshwise.training.recovery.loading import Stored, load
-from meshwise.training.recovery.tensor_files import NAMES, Held, WriteItem, as_bytes, laid_out, whole_box
+from meshwise.training.recovery.tensor_files import Held, WriteItem, as_bytes, laid_out, whole_box
 
 FOLDER = "weights"
 
@@ -31,7 +32,7 @@ def weights(folder: Path, out: Path | None, only: str | None, say: Callable[[str
     if other := model.keys() - tensors.keys():
         say(f"left out because they are not tensors: {some(sorted(other))}")
     shapes = {name: Held(each.tensor.dtype, each.shape, (whole_box(each.shape),)) for name, each in tensors.items()}
-    if strange := sorted({each.dtype for each in shapes.values()} - NAMES.keys()):
+    if strange := sorted({each.dtype for each in shapes.values()} - SAFETENSORS.keys()):
         raise UsageError(f"safetensors cannot store {strange[0]} of this model. Use mw.checkpoint instead.")
     write_with(out / "model.safetensors", partial(_write, tensors, shapes))
     written = f"{plural(len(shapes), 'tensor')}, {bytes_text(sum(each.size for each in shapes.values()))}"
