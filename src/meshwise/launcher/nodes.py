@@ -103,7 +103,7 @@ def judge(place: Place, reports: Sequence[Mapping[str, Any]]) -> tuple[dict[str,
     }
     found = [*_links(place, shut, names)]
     keys = dict.fromkeys(key for told in reports for key in told["alike"])
-    most = {key: Counter(told["alike"].get(key) for told in reports).most_common(1)[0][0] for key in keys}
+    most = {key: Counter(told["alike"].get(key, "none") for told in reports).most_common(1)[0][0] for key in keys}
     for name, told, clock in zip(names, reports, clocks, strict=True):
         if abs(off := clock - middle) > MOST_AHEAD:
             why = f"{seconds_text(abs(off))} {'ahead of' if off > 0 else 'behind'} the others"
@@ -111,9 +111,9 @@ def judge(place: Place, reports: Sequence[Mapping[str, Any]]) -> tuple[dict[str,
         if not told["seen"]:
             why = f"{folder} is not the folder of {names[0]}"
             found.append(Finding("folder", name, why, "--out FOLDER, a folder that all nodes share"))
-        other = {key: told["alike"].get(key) for key in keys if told["alike"].get(key) != most[key]}
-        if other:
-            why = printable(some([f"{key} {value}, not {most[key]}" for key, value in other.items()]))
+        own = {key: told["alike"].get(key, "none") for key in keys}
+        if own != most:
+            why = printable(some([f"{key} {own[key]}, not {most[key]}" for key in keys if own[key] != most[key]]))
             found.append(Finding("alike", name, why, ALIKE))
         for kind, figure, why, mend in (map(printable, each) for each in told["findings"]):
             found.append(Finding(kind, name, f"{figure}: {why}", mend))
