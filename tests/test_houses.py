@@ -2,7 +2,7 @@
 
     python -m pytest -m slow tests/test_houses.py
 
-The tests of the core pass without them, except the files in USE_A_HOUSE, which need one for what they compare.
+The quick tests of the core pass without them, except the files in USE_A_HOUSE, which need one for what they compare.
 """
 
 from __future__ import annotations
@@ -111,11 +111,10 @@ def test_a_run_does_without(house: str, tmp_path: Path, processes: None) -> None
 
 @pytest.mark.slow
 @pytest.mark.workers
-@pytest.mark.parametrize("part", ["not workers and not seconds", "workers or seconds"])
-def test_the_core_does_without_all_of_them(part: str, tmp_path: Path, processes: None) -> None:
+def test_the_core_does_without_all_of_them(tmp_path: Path, processes: None) -> None:
     settings, tests = without(HOUSES, tmp_path), Path(__file__).parent
     left_out = [f"--ignore={tests / name}" for name in (*OF_HOUSES, *USE_A_HOUSE)]
     command = [sys.executable, "-m", "pytest", "-q", "-n", "2", "--dist", "loadfile", "-p", "no:cacheprovider"]
-    command += ["-m", f"({part}) and not slow and not night", *left_out, str(tests)]
+    command += ["-m", "not workers and not seconds and not slow and not night", *left_out, str(tests)]
     done = subprocess.run(command, env=settings, cwd=tests.parent, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
