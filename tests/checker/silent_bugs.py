@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from meshwise.checker.proof import Proof
 from meshwise.parallel.splits import rules
-from meshwise.parallel.splits.axis import MeshAxis, SplitPart
+from meshwise.parallel.splits.axis import SplitPart
 from meshwise.parallel.splits.crossing import add_up
 from meshwise.parallel.splits.tensor import SplitTensor, split
 from meshwise.spec.plan import Plan

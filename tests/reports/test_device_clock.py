@@ -54,7 +54,7 @@ def test_six_hours_stay_within_a_tenth_of_a_millisecond(drift: float, lag: int) 
     for _ in range(1000):
         mark = clock.mark()
         world.now += 100_000  # the log looks soon after
-        assert clock.passed(mark)
+        assert mark.event.query()
         told = clock.time(mark)
         assert mark.host <= told <= world.now
         world.now += 21_600_000_000

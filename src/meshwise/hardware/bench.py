@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
@@ -102,8 +102,7 @@ def bench(
     keep_busy(device_names(slots))  # the driver reports too few lanes for an idle PCIe link
     machine = only_devices(find_machine(), device_names(slots))
     try:
-        for part in _parts(slots, what, chosen, seconds, measured):
-            part()
+        _measure(slots, what, chosen, seconds, measured.progress)
     except (KeyboardInterrupt, WorkerFailed) as error:
         stopped = stop_by(error)
     return measured.bench(machine, stopped)
@@ -134,32 +133,25 @@ def sizes_for(slots: Sequence[WorkerSlot], words: str | None) -> tuple[int, ...]
     return fitting(fitting(sizes, host, BUFFERS, asked), free, max(BUFFERS, len(slots) + 1), asked)
 
 
-def _parts(
-    slots: Sequence[WorkerSlot], what: Sequence[str], sizes: tuple[int, ...], seconds: float | None, measured: Measured
-) -> Iterator[Callable[[], object]]:
-    """Yield one function for each part of the bench, in order."""
+def _measure(
+    slots: Sequence[WorkerSlot], what: Sequence[str], sizes: tuple[int, ...], seconds: float | None, progress: Progress
+) -> None:
+    """Run each part of the bench, in order."""
     alone, together = "compute" in what, [part for part in what if part != "compute"]
     on_cpu = slots[0].device == "cpu"
     copies = "links" in what and not on_cpu
     processes = len(slots) > 1 and bool(together)
-    progress = measured.progress
     budget = (seconds or (SECONDS_ON_CPU if on_cpu else SECONDS)) / max(alone + copies + processes, 1)
     if alone:
         progress.starts(f"each of {len(slots)} devices alone")
-        yield lambda: measure_alone(slots, budget, progress)
+        measure_alone(slots, budget, progress)
     if copies:
-        yield lambda: measure_in_process(device_names(slots), sizes, budget, progress)
+        measure_in_process(device_names(slots), sizes, budget, progress)
     if processes:
-        yield lambda: measure_processes(slots, sizes, budget, together, progress)
+        measure_processes(slots, sizes, budget, together, progress)
 
 
-def bench_hosts(
-    *,
-    what: Sequence[str] = WHAT[1:],
-    sizes: str | None = None,
-    seconds: float | None = None,
-    progress: Progress = SILENT,
-) -> Bench | None:
+def bench_hosts(*, what: Sequence[str], sizes: str | None, seconds: float | None, progress: Progress) -> Bench | None:
     """Measure the paths between hosts, check every byte, and judge the results. Only rank 0 returns them."""
     # There is one worker per host, on the first accelerator or on all cores.
     kind, _ = accelerators()

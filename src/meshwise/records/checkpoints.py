@@ -14,11 +14,13 @@ gets its final name. The hash is XXH3 of 128 bits, which detects bit rot and tor
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import math
 import os
 import re
 import shutil
+import stat
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -30,7 +32,6 @@ from meshwise.records.claims import CLAIMS, claims_of
 from meshwise.spec.errors import CheckpointError
 
 FORMAT, CHECKPOINTS, MANIFEST, PART = 2, "checkpoint", "manifest.json", ".part"
-CHUNK = 4 << 20  # bytes to hash in one call
 _NAME = re.compile(r"step-(\d{8,})\.(\d{1,9})")
 _HEAD, _MIDDLE, _TAIL = '{"hash": "', '",\n"checkpoint": ', "}\n"
 Box = tuple[tuple[int, int], ...]
@@ -157,14 +158,11 @@ def sync_folder(folder: Path) -> None:
 def write_file(path: Path, *contents: bytes | memoryview) -> StoredFile:
     """Write a file, sync it to the disk, and return its description. Raises OSError if this fails."""
     hashed, size = xxhash.xxh3_128(), 0
-    with path.open("wb", buffering=0) as file:
+    with path.open("wb") as file:
         for each in contents:
-            for begin in range(0, len(each), CHUNK):
-                chunk = memoryview(each)[begin : begin + CHUNK]
-                hashed.update(chunk)
-                size += len(chunk)
-                while len(chunk):
-                    chunk = chunk[file.write(chunk) :]
+            hashed.update(each)
+            size += file.write(each)
+        file.flush()
         os.fsync(file.fileno())
     return StoredFile(path.name, size, hashed.hexdigest())
 
@@ -232,11 +230,8 @@ def wrong_with(folder: Path, file: StoredFile) -> str:
 
 def hash_of(path: Path) -> str:
     """Return the hash of a file's bytes, in hexadecimal."""
-    found, buffer = xxhash.xxh3_128(), memoryview(bytearray(CHUNK))
     with path.open("rb", buffering=0) as file:
-        while count := file.readinto(buffer):
-            found.update(buffer[:count])
-    return found.hexdigest()
+        return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
 
 
 def verified(saved: Checkpoint) -> str:
@@ -304,19 +299,13 @@ def prune(folder: Path, *, keep: int, abandoned: Iterable[Path] = (), room: Path
 
 
 def size_of(folder: Path) -> int:
-    """Return the total size of a folder's files, in bytes."""
+    """Return the total size of a folder's files, in bytes, with those in folders below. Links do not count."""
     size = 0
-    for path in folder.iterdir() if folder.is_dir() else ():
+    for path in folder.rglob("*"):
         with contextlib.suppress(OSError):
-            size += path.lstat().st_size
+            facts = path.lstat()
+            size += facts.st_size if stat.S_ISREG(facts.st_mode) else 0
     return size
-
-
-def abandoned_by(found: Sequence[Checkpoint], resumed: Checkpoint | None) -> list[Path]:
-    """Return the checkpoints that a run abandons when it resumes from `resumed`: all checkpoints that are newer. Either
-    they are damaged, or the user chose to resume from an earlier one.
-    """
-    return [] if resumed is None else [saved.path for saved in found if saved > resumed]
 
 
 def volume(box: Box) -> int:

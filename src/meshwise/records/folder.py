@@ -40,7 +40,7 @@ from typing import Any
 from meshwise.records.checkpoints import CHECKPOINTS as CHECKPOINTS
 from meshwise.records.checkpoints import checkpoints_in
 from meshwise.records.claims import claim, newest, newest_record, record_path, write_of
-from meshwise.records.files import Record, kept_lines, read_json, write_text
+from meshwise.records.files import Record, kept_lines, write_text
 from meshwise.records.lock import is_abandoned
 from meshwise.spec.errors import UsageError
 from meshwise.spec.words import error_text, printable
@@ -96,11 +96,8 @@ def own_run_folder(folder: Path) -> Path:
 
 def saved_step(folder: Path) -> int | None:
     """Return the step of the newest complete checkpoint in a run folder, or None if there is none."""
-    if newest := checkpoints_in(folder / CHECKPOINTS)[-1:]:
-        return newest[0].step
-    latest = read_json(folder / CHECKPOINTS / "latest.json")  # older versions of meshwise wrote this file
-    found = re.match(r"step-(\d+)\.pt", str(latest.get("file")))
-    return int(found[1]) if found else None
+    found = checkpoints_in(folder / CHECKPOINTS)
+    return found[-1].step if found else None
 
 
 def span_log(folder: Path, rank: int, attempt: int = 1) -> Path:

@@ -80,14 +80,9 @@ class Metrics:
             if name not in ("epoch", "step", "test") and _is_number(value):
                 place = 0 if name in tested else _place(name)
                 self._values.setdefault((place, printable(name)), []).append(float(value))
-        if isinstance(step, int) and isinstance(loss, int | float) and (_is_number(loss) or isinstance(loss, float)):
+        if isinstance(step, int) and loss is not None and (isinstance(loss, float) or _is_number(loss)):
             self.losses[step] = float(loss)
         return True
-
-
-def metrics_of(folder: Path) -> dict[str, list[float]]:
-    """Return a dict from the name of each metric of a run to its values."""
-    return Metrics(folder).read_on().by_name()
 
 
 def _place(name: str) -> int:

@@ -18,7 +18,8 @@ from typing import Any
 
 from meshwise.records import folder as names
 from meshwise.records.attempts import Attempt, attempts_of
-from meshwise.records.metrics import Best, metrics_of, read_best
+from meshwise.records.checkpoints import size_of
+from meshwise.records.metrics import Best, Metrics, read_best
 from meshwise.spec.errors import UsageError, nearest
 from meshwise.spec.plan_file import plan_from_toml
 
@@ -36,7 +37,7 @@ class RunEntry:
     args: the arguments of the job, such as `lr=3e-4`, or of the script.
     plan: the non-default fields of the plan, or "" without a plan.
     status: running, finished, stopped, failed, queued or unreadable.
-    metric: the name of the metric that represents the run (see `metrics_of`), or "" if the run has no metrics.
+    metric: the name of the metric that represents the run (see `Metrics`), or "" if the run has no metrics.
     last, best: the last and the best value of this metric.
     seconds: how long the workers have run, over all attempts.
     size: the size of the folder in bytes.
@@ -82,10 +83,10 @@ def run_entry(folder: Path) -> RunEntry:
         facts = names.read_run(folder)
     except UsageError:
         facts = {"status": UNREADABLE}
-    metric, values = next(iter(metrics_of(folder).items()), ("", []))
-    known = best_of(folder)
+    metrics, known = Metrics(folder).read_on().by_name(), best_of(folder)
+    metric, values = next(iter(metrics.items()), ("", []))
     if known is not None:
-        metric, values = known.metric, metrics_of(folder).get(known.metric, [])
+        metric, values = known.metric, metrics.get(known.metric, [])
     best = min if any(word in metric for word in LOWER_IS_BETTER) else max
     return RunEntry(
         folder,
@@ -100,7 +101,7 @@ def run_entry(folder: Path) -> RunEntry:
         seconds=_seconds(facts.get("sessions")),
         attempts=attempts_of(facts),
         scheduler_job=next(iter(jobs_of(facts)[-1:]), ""),
-        size=sum(_size(path) for path in folder.rglob("*")),
+        size=size_of(folder),
     )
 
 
@@ -196,10 +197,3 @@ def _seconds(sessions: Any) -> float | None:
 
 def _text(value: Any) -> str:
     return value if isinstance(value, str) else "" if value is None else json.dumps(value)
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.lstat().st_size if path.is_file() and not path.is_symlink() else 0
-    except OSError:
-        return 0

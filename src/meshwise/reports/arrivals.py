@@ -145,10 +145,24 @@ OUTSIDE = len(KINDS)
 
 OWNERS = np.array(
     [
-        *(KIND[kind] for kind in ("waiting", "communication")),  # a blocking collective
-        *(KIND[kind] for kind in ("forward", "backward", "optimizer", "evaluate", "checkpoint", "transfer")),
-        *(KIND[kind] for kind in ("waiting", "communication")),  # a collective that overlaps with computing
-        *(KIND[kind] for kind in ("backward", "data", "waiting")),  # `backward`: the time after its last bucket
+        *(
+            KIND[kind]
+            for kind in (
+                "waiting",  # a blocking collective
+                "communication",
+                "forward",
+                "backward",
+                "optimizer",
+                "evaluate",
+                "checkpoint",
+                "transfer",
+                "waiting",  # a collective that overlaps with computing
+                "communication",
+                "backward",  # the time after its last bucket
+                "data",
+                "waiting",
+            )
+        ),
         OUTSIDE,
         KIND["idle"],
     ]

@@ -54,10 +54,6 @@ class DeviceClock:
         event.record()
         return DeviceMark(event, self._clock())
 
-    def passed(self, mark: DeviceMark) -> bool:
-        """Return whether the device has reached the mark. Does not wait."""
-        return bool(mark.event.query())
-
     def time(self, mark: DeviceMark) -> int:
         """Return when the device reached the mark, in ns of the host's clock."""
         if self._base is None:

@@ -122,7 +122,7 @@ class Recorder:
     def ended(self, kind: str, start: Mark) -> None:
         """Record a span that began at `start` and ends now. If `request_memory` was called for this step, measure the
         memory too."""
-        end = self.clock() if self.device is None or not self.on else self.device.mark()
+        end = self.mark()
         if self.on:
             self._rows.extend((self.code(kind), start, end, self.step, 0, NO_COLLECTIVE))
         if self.takes_memory:
@@ -190,27 +190,16 @@ class Recorder:
             self.dtypes[code, moved.nbytes] = moved.dtype
             self._rows.extend((code, start, end, self.step, moved.nbytes, number))
 
-    def count(self, name: str, value: Any, step: int | None = None) -> None:
+    def count(self, name: str, value: Any) -> None:
         """Record the present value of a counter. The value is a number, or a tensor of one number, which another thread
         reads later."""
         if self.on and (self.device is None or not is_captured()):
-            self._counters.append((self.clock(), self.step if step is None else step, -1, name, value))
+            self._counters.append((self.clock(), self.step, -1, name, value))
 
     def span(self, kind: str, name: str = "") -> _Open:
         """Return a context manager that records its `with` block as one span."""
         code = self._codes.get((kind, "main", name))
         return _Open(self, kind, self.code(kind, name) if code is None else code)
-
-    @property
-    def host_lane(self) -> str:
-        """The lane for work of the host: `host`, or `main` if the host itself does the computing."""
-        return "main" if self.device is None else "host"
-
-    @property
-    def overlapped_lane(self) -> str:
-        """The lane for collectives in a separate stream. This is `communication`, or `main` if the host does the
-        computing."""
-        return "main" if self.device is None else "communication"
 
     def collective(
         self, name: str, bytes: int, lane: str = "main", *, numbered: bool = True, dtype: Any = None
@@ -240,7 +229,7 @@ class Recorder:
         for at in range(0, len(rows), WIDTH):
             row = rows[at : at + WIDTH]
             marks = [mark for mark in row[1:3] if isinstance(mark, DeviceMark)]
-            if all(device.passed(mark) for mark in marks):
+            if all(mark.event.query() for mark in marks):  # reached by the device; this does not wait
                 ready += [device.time(value) if isinstance(value, DeviceMark) else value for value in row]
             else:
                 later += row

@@ -16,22 +16,13 @@ DEFINITIONS = "nccl-tests"
 # differs: it doubles the algorithm bandwidth of an all-reduce, and uses the factor 1 for gather and scatter.
 FACTORS: dict[str, Callable[[int], float]] = {
     "all-reduce": lambda ranks: 2 * (ranks - 1) / ranks,
-    "all-gather": lambda ranks: (ranks - 1) / ranks,
-    "reduce-scatter": lambda ranks: (ranks - 1) / ranks,
-    "all-to-all": lambda ranks: (ranks - 1) / ranks,
-    "gather": lambda ranks: (ranks - 1) / ranks,
-    "scatter": lambda ranks: (ranks - 1) / ranks,
-    "broadcast": lambda ranks: 1.0,
-    "reduce": lambda ranks: 1.0,
-    "send-receive": lambda ranks: 1.0,
+    **dict.fromkeys(
+        ("all-gather", "reduce-scatter", "all-to-all", "gather", "scatter"), lambda ranks: (ranks - 1) / ranks
+    ),
+    **dict.fromkeys(("broadcast", "reduce", "send-receive"), lambda ranks: 1.0),
 }
 """For each collective, bus bandwidth divided by algorithm bandwidth. Both count the bytes of one tensor for all-reduce,
 broadcast, reduce and send-receive, and the bytes of all ranks' parts together for the other collectives."""
-
-
-def algorithm_bandwidth(size: int, seconds: float) -> float:
-    """Return the size of the collective's data divided by its time, in bytes/s."""
-    return size / seconds
 
 
 def bus_factor(operation: str, ranks: int) -> float:
@@ -45,4 +36,4 @@ def bus_bandwidth(operation: str, ranks: int, size: int, seconds: float) -> floa
     The ranks are assumed to compute the sums. If the switch computes them (NVLS, SHARP), the links carry less than
     this.
     """
-    return bus_factor(operation, ranks) * algorithm_bandwidth(size, seconds)
+    return bus_factor(operation, ranks) * size / seconds

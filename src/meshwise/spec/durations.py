@@ -6,7 +6,7 @@ import re
 
 from meshwise.spec.errors import UsageError
 
-_UNITS = {"s": 1, "sec": 1, "min": 60, "m": 60, "h": 3600, "d": 86400}
+_UNITS = {"": 1, "s": 1, "sec": 1, "min": 60, "m": 60, "h": 3600, "d": 86400}
 _PART = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)")
 
 
@@ -22,10 +22,9 @@ def seconds_of(text: str, what: str) -> float:
         total: float = ((days * 24 + hours) * 60 + minutes) * 60 + seconds
     else:
         parts = _PART.findall(text.lower())
-        units = [unit or "s" for _, unit in parts]
         whole = "".join(number + unit for number, unit in parts) == re.sub(r"\s", "", text.lower())
-        known = all(unit in _UNITS for unit in units) and len({_UNITS.get(unit) for unit in units}) == len(units)
-        total = sum(float(number) * _UNITS[unit or "s"] for number, unit in parts) if whole and known else 0.0
+        known = len({_UNITS[unit] for _, unit in parts if unit in _UNITS}) == len(parts)
+        total = sum(float(number) * _UNITS[unit] for number, unit in parts) if whole and known else 0.0
     if total <= 0:
         raise UsageError(f"{what} {text} is not a duration. Write 90s, 10min, 4h, 1h30min or 4:00:00.")
     return total

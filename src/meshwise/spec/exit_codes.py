@@ -11,9 +11,9 @@ from collections.abc import Mapping
 
 DONE, FAILED, USAGE, DOUBTFUL, AGAIN, NO_PROGRESS, INTERRUPTED = 0, 1, 2, 4, 85, 93, 130
 """Exit codes (see MEANINGS). DOUBTFUL: `meshwise check` found equal float64 values, but also some other difference."""
-TIME_LIMIT = int(getattr(signal, "SIGALRM", 14))
+TIME_LIMIT = int(signal.SIGALRM)
 """A signal number. It is recorded as the reason for the end of a run that its time limit has stopped."""
-WARNINGS = tuple(int(getattr(signal, name)) for name in ("SIGTERM", "SIGUSR1", "SIGUSR2") if hasattr(signal, name))
+WARNINGS = (int(signal.SIGTERM), int(signal.SIGUSR1), int(signal.SIGUSR2))
 """The signals that schedulers send some time before they kill a job, often to every process of a task."""
 OF_SCHEDULERS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "KUBERNETES_SERVICE_HOST")
 """Environment variables that schedulers set in the processes they start."""
@@ -40,18 +40,10 @@ def code_of_stop(number: int, environment: Mapping[str, str] = os.environ) -> in
     It is 85 if the run should be started again, and otherwise 128 + the number of the signal.
     """
     scheduled = number == signal.SIGTERM and under_scheduler(environment)
-    return AGAIN if scheduled or number in (TIME_LIMIT, _number("SIGUSR1"), _number("SIGUSR2")) else 128 + number
+    return AGAIN if scheduled or number in (TIME_LIMIT, signal.SIGUSR1, signal.SIGUSR2) else 128 + number
 
 
 def stop_text(number: int) -> str:
     """Return what stopped a run, in words: `Ctrl-C`, `SIGTERM`, `its time limit`."""
-    told = {
-        signal.SIGINT: "Ctrl-C",
-        _number("SIGHUP"): "a closed terminal",
-        TIME_LIMIT: "its time limit",
-    }
+    told = {int(signal.SIGINT): "Ctrl-C", int(signal.SIGHUP): "a closed terminal", TIME_LIMIT: "its time limit"}
     return told.get(number) or next((name.name for name in signal.Signals if name == number), f"signal {number}")
-
-
-def _number(name: str) -> int:
-    return int(getattr(signal, name, -1))

@@ -60,11 +60,13 @@ def _is_possible(plan: Plan, values: dict[str, Any]) -> bool:
     return True
 
 
+_OFF: dict[str, Any] = {f.name: f.default for f in fields(Plan) if f.metadata.get("conflicts") and f.name not in AXES}
+"""The techniques that may be impossible for another number of devices, each with the value that turns it off."""
+
+
 def on_one_device(plan: Plan) -> Plan:
     """Return `plan` for one device: all axes are 1, and techniques that need several devices are off."""
-    techniques = [f for f in fields(plan) if f.metadata.get("conflicts")]
-    off: dict[str, Any] = {**dict.fromkeys(AXES, 1), **{f.name: f.default for f in techniques}}
-    return _with_possible(replace(plan, **off), plan)
+    return _with_possible(replace(plan, **(_OFF | dict.fromkeys(AXES, 1))), plan)
 
 
 def on_devices(plan: Plan, devices: int) -> Plan:
@@ -82,8 +84,7 @@ def on_devices(plan: Plan, devices: int) -> Plan:
         axes: dict[str, Any] = {"data": parts // shard, "shard": shard}
         if axes == {"data": plan.data, "shard": plan.shard}:
             return plan
-        off = {f.name: f.default for f in fields(plan) if f.metadata.get("conflicts") and f.name not in AXES}
-        bare: dict[str, Any] = {**off, **axes}
+        bare = _OFF | axes
         if _is_possible(plan, bare):
             return _with_possible(replace(plan, **bare), plan)
     raise PlanError(f"{_axes_text(plan)} needs at least {plural(fixed, 'device')}, but the run now has {devices}.")
@@ -91,14 +92,10 @@ def on_devices(plan: Plan, devices: int) -> Plan:
 
 def _with_possible(bare: Plan, plan: Plan) -> Plan:
     """Return `bare` with those techniques of `plan`, such as `zero1`, that are possible for it."""
-    techniques = [f for f in fields(plan) if f.metadata.get("conflicts")]
-    one = bare
-    for f in techniques:
-        if f.name in AXES:
-            continue
-        value = getattr(plan, f.name)
+    for name in _OFF:
+        value = getattr(plan, name)
         if isinstance(value, tuple):
-            value = tuple(word for word in value if _is_possible(one, {f.name: (word,)}))
-        if _is_possible(one, {f.name: value}):
-            one = replace(one, **{f.name: value})
-    return one
+            value = tuple(word for word in value if _is_possible(bare, {name: (word,)}))
+        if _is_possible(bare, {name: value}):
+            bare = replace(bare, **{name: value})
+    return bare

@@ -83,17 +83,16 @@ def _line(sizes: Sequence[int], seconds: Sequence[float]) -> tuple[float, float]
 
 
 def _weighted(sizes: Sequence[int], seconds: Sequence[float], weights: Sequence[float]) -> tuple[float, float]:
-    total = sum(weights)
-    mean_size = sum(w * s for w, s in zip(weights, sizes, strict=True)) / total
-    mean_time = sum(w * t for w, t in zip(weights, seconds, strict=True)) / total
-    spread = sum(w * (s - mean_size) ** 2 for w, s in zip(weights, sizes, strict=True))
-    both = sum(w * (s - mean_size) * (t - mean_time) for w, s, t in zip(weights, sizes, seconds, strict=True))
+    rows, total = [*zip(weights, sizes, seconds, strict=True)], sum(weights)
+    mean_size = sum(w * s for w, s, _ in rows) / total
+    mean_time = sum(w * t for w, _, t in rows) / total
+    spread = sum(w * (s - mean_size) ** 2 for w, s, _ in rows)
+    both = sum(w * (s - mean_size) * (t - mean_time) for w, s, t in rows)
     per_byte = max(both / spread, 0.0)
     latency = mean_time - per_byte * mean_size
     if latency >= 0:
         return latency, per_byte
-    squares = sum(w * s * s for w, s in zip(weights, sizes, strict=True))
-    return 0.0, sum(w * s * t for w, s, t in zip(weights, sizes, seconds, strict=True)) / squares
+    return 0.0, sum(w * s * t for w, s, t in rows) / sum(w * s * s for w, s, _ in rows)
 
 
 def seconds_at(timings: Timings, size: int) -> float:

@@ -200,10 +200,6 @@ def is_collective(operator: Any) -> bool:
 def touched(operator: Any, args: Any, kwargs: dict[str, Any], result: Any) -> Iterator[tuple[Tensor, bool]]:
     """Yield (tensor, written) for each tensor in an operator call. `written` is True if the operator writes the
     tensor's memory, and False if it only reads the memory. Tensors without storage are skipped."""
-    yield from (each for each in _touched(operator, args, kwargs, result) if _memory(each[0]))
-
-
-def _touched(operator: Any, args: Any, kwargs: dict[str, Any], result: Any) -> Iterator[tuple[Tensor, bool]]:
     name, schema = operator_name(operator), operator._schema
     if name in NOTHING or torch.Tag.inplace_view in operator.tags:
         return
@@ -211,17 +207,18 @@ def _touched(operator: Any, args: Any, kwargs: dict[str, Any], result: Any) -> I
     made = [] if collective else list(_made(schema, result))
     own = {_memory(tensor) for tensor in tensors_in((args, list(kwargs.values())))} if made else set()
     of_torch = schema.name.startswith("aten::")
-    yield from ((tensor, True) for tensor in made if _memory(tensor) not in own or not of_torch)
+    new = [tensor for tensor in made if _memory(tensor) not in own or not of_torch]
+    yield from ((tensor, True) for tensor in new if _memory(tensor))
     asks_the_shape = name.endswith("_like") or name.startswith("new_")
     asks_the_shape |= of_torch and any(_memory(tensor) in own for tensor in made)  # a view not declared in the schema
-    named = dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | kwargs
+    named = named_arguments(operator, args, kwargs)
     for argument in schema.arguments:
         alias = argument.alias_info
         writes = alias is not None and alias.is_write
         if collective:
             writes = not argument.name.startswith("input") and name not in SENDS
         if writes or collective or (alias is None and not asks_the_shape):
-            yield from ((tensor, writes) for tensor in tensors_in(named.get(argument.name)))
+            yield from ((tensor, writes) for tensor in tensors_in(named.get(argument.name)) if _memory(tensor))
 
 
 def _made(schema: Any, result: Any) -> Iterator[Tensor]:

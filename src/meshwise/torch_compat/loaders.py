@@ -145,9 +145,8 @@ class Spared:
 
 def spare() -> None:
     """Make this DataLoader worker ignore SIGINT and the warning signals of schedulers."""
-    if hasattr(signal, "sigwaitinfo"):  # macOS and Windows lack this function
-        signal.pthread_sigmask(signal.SIG_BLOCK, SPARED)
-        threading.Thread(target=_wait, args=(os.getppid(),), name="meshwise-signals", daemon=True).start()
+    signal.pthread_sigmask(signal.SIG_BLOCK, SPARED)
+    threading.Thread(target=_wait, args=(os.getppid(),), name="meshwise-signals", daemon=True).start()
 
 
 def _wait(rank: int) -> None:

@@ -260,7 +260,7 @@ def recorded(
     lane: the lane of the timeline in which the span is drawn. By default, it is `communication` if this rank computes
         on an accelerator, and otherwise `main`.
     """
-    beat, where = _enter(group, kind), lane or current().overlapped_lane
+    beat, where = _enter(group, kind), lane or ("main" if current().device is None else "communication")
     with ours(), current().collective(kind, size, where, numbered=_is_of_all(group), dtype=dtype):
         yield
     leave(beat)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
+from operator import truediv
 from typing import Any
 
 from rich.console import RenderableType
@@ -17,7 +18,7 @@ from rich.text import Text
 
 from meshwise.hardware.measure.result import COPY, Bench, DeviceResult, PathResult
 from meshwise.hardware.views.devices import devices_dict
-from meshwise.spec.bandwidth import DEFINITIONS, algorithm_bandwidth, bus_bandwidth
+from meshwise.spec.bandwidth import DEFINITIONS, bus_bandwidth
 from meshwise.spec.json_values import json_value
 from meshwise.spec.machine import Device
 from meshwise.spec.timings import Timings, rate_at, seconds_at
@@ -183,7 +184,7 @@ def _result(result: PathResult) -> dict[str, Any]:
         "p95": t.p95,
         "p99": t.p99,
         "in_step": t.in_step,
-        "algorithm_bandwidth": list(map(algorithm_bandwidth, t.sizes, t.seconds)),
+        "algorithm_bandwidth": list(map(truediv, t.sizes, t.seconds)),
         "bus_bandwidth": list(map(partial(bus_bandwidth, result.operation, result.ranks), t.sizes, t.seconds)),
     }
     rows = [{name: column[at] if column else None for name, column in columns.items()} for at in range(len(t.sizes))]

@@ -220,20 +220,17 @@ class _GuardedFile:
     def flush(self) -> None:
         self._while_read(self._file.flush)
 
-    def isatty(self) -> bool:
-        return self._while_read(self._file.isatty) is True
-
     def __getattr__(self, name: str) -> Any:
         return getattr(self._file, name)
 
-    def _while_read(self, act: Callable[..., object], *arguments: object) -> object:
+    def _while_read(self, act: Callable[..., object], *arguments: object) -> None:
         try:
-            return None if self._gone else act(*arguments)
+            if not self._gone:
+                act(*arguments)
         except BlockingIOError:
-            return None  # the reader is slow, not gone
+            pass  # the reader is slow, not gone
         except (OSError, ValueError):  # ValueError: the file was closed
             self._gone = True
-            return None
 
     def _write(self, text: str) -> None:
         try:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean
 
 from rich.console import RenderableType
 from rich.text import Text
@@ -22,6 +22,7 @@ from meshwise.records.run_list import RunEntry
 from meshwise.reports.compare_runs import Figure, RunComparison, TimeDifference, clearly, signed
 from meshwise.reports.spans import KINDS
 from meshwise.reports.views.live_progress import memory_text
+from meshwise.reports.views.report_text import SPREAD
 from meshwise.spec.units import bytes_text, count_text, percent_text, plural, rate_text, seconds_text
 from meshwise.terminal.kind_marks import MARKS, style_of
 from meshwise.terminal.screen import Drawn, Screen, spaced
@@ -82,7 +83,6 @@ class RunSummary:
 OTHER = "other"
 BLOCKS = " ▏▎▍▌▋▊▉█"
 BAR, LEAST_BAR, MOST_BAR = " ", 8, 24
-SPREAD: Mapping[str, Callable[[Sequence[float]], float]] = {"min": min, "median": median, "max": max}
 
 
 def summary_text(summary: RunSummary, width: int | None) -> RenderableType:
@@ -148,8 +148,7 @@ def _end(s: RunSummary) -> list[Text]:
 
 def _rows(s: RunSummary) -> dict[str, list[float]]:
     """Return the seconds of each phase on each rank. Phases that took no time on any rank are left out."""
-    kinds = [*KINDS, *sorted({kind for phases in s.phases for kind in phases} - {*KINDS})]
-    rows = {kind: [phases.get(kind, 0.0) for phases in s.phases] for kind in kinds}
+    rows = {kind: [phases.get(kind, 0.0) for phases in s.phases] for kind in KINDS}
     rows[OTHER] = [max(0.0, s.train_seconds - sum(phases.values())) for phases in s.phases]
     return {kind: row for kind, row in rows.items() if any(row)}
 

@@ -199,7 +199,8 @@ class PlainProgram:
         recorder.on = True
         recorder.begin_step(1)
         if self._read and isinstance(since, int):
-            recorder.add(recorder.code("data", lane=recorder.host_lane), self._asked, since)
+            lane = "main" if recorder.device is None else "host"
+            recorder.add(recorder.code("data", lane=lane), self._asked, since)
 
     # Several workers.
 

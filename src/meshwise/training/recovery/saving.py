@@ -228,7 +228,9 @@ class Saver:
             self.tell(f"saving works again: step {step} is saved.")
         if writing.rank == 0 and (writing.room is not None or not newest(files.claims_folder(self.folder))):
             found = self._known()
-            left = files.abandoned_by([c for c in found if c.attempt < writing.facts["attempt"]], self._resumed)
+            # Those that the run abandoned when it resumed: they are damaged, or the user chose an earlier one.
+            earlier = [c for c in found if c.attempt < writing.facts["attempt"]]
+            left = [] if self._resumed is None else [c.path for c in earlier if c > self._resumed]
             old = [] if writing.facts.get(BACKGROUND) or not self._saves.in_background else in_background(found[:-1])
             keep = min(self._saves.keep, len(found) - len(old))
             files.prune(self.folder, keep=keep, abandoned=[*old, *left], room=writing.room)
