@@ -12,8 +12,6 @@ QUICK = ("SB032", "SB034", "SB044", "SB087")
 """Of tensor parallel, of a pipeline, and of a run that is resumed."""
 OTHER_CAUSE = {
     "SB004": "missing reduction: a sum over a wrong group looks the same, whichever run of a block it is in",
-    "SB092": "backward: that equal gradients are added up is not looked for",
-    "SB093": "backward: that equal gradients are added up is not looked for",
 }
 """Rows whose cause check does not name as the list does, and what it says."""
 
