@@ -81,7 +81,7 @@ def examine(out: Path, place: Place) -> Health:
         "/dev/shm": bytes_text(limits["shared memory"]) if "shared memory" in limits else "unknown",
         "nofile": f"{limits['open files']:,.0f}" if "open files" in limits else "unlimited",
         "memlock": bytes_text(limits["locked memory"]) if "locked memory" in limits else "unlimited",
-        "listens": f"torch's store at {store}, gloo at {gloo}",
+        "listens": f"gloo at {gloo}; torch's store at {store}, in a run on one machine at 127.0.0.1",
         "disk": disk,
     }
     machine = replace(machine, versions={**_versions(), **machine.versions})

@@ -33,7 +33,7 @@ from meshwise.spec.prediction import prediction_of, prediction_to_toml
 from meshwise.spec.world import World
 from meshwise.training.job.options import RESTARTS, RunOptions
 from meshwise.workers.fork_server import Forks
-from meshwise.workers.meeting import Meeting
+from meshwise.workers.meeting import SAVED, Meeting
 from meshwise.workers.place import place_in
 
 OWN_OPTIONS = ("job", "devices", "log")
@@ -59,7 +59,7 @@ def _compared(program: LaunchedProgram, options: RunOptions) -> dict[str, Any]:
     """Return what must be alike on all machines."""
     facts = {**options.record(), **program.record.get("request", {})}
     if options.folder is not None:
-        facts["saved state"] = names.saved_step(Path(options.folder))
+        facts[SAVED] = names.saved_step(Path(options.folder))
     facts |= {"plan": str(program.plan or ""), "arguments": program.record.get("arguments", [])}
     alike = {name: value for name, value in facts.items() if name not in OWN_OPTIONS}
     return alike | {"job": Path(program.name).name, "versions": names.versions()}

@@ -36,6 +36,7 @@ from meshwise.spec.errors import MeshwiseError, WorkerFailed
 from meshwise.spec.exit_codes import WARNINGS
 from meshwise.workers.channel import CHANNEL
 from meshwise.workers.environment import LISTENER
+from meshwise.workers.stuck import stat_of
 
 PACKET = 1 << 16
 KILL_TIMEOUT = 2.0  # seconds for killed workers to end
@@ -149,7 +150,7 @@ class Forks:
             for worker in workers:  # again and again: a newly forked worker may become a group leader only now
                 kill_group(worker.pid)
             time.sleep(0.01)
-            ended = all(worker.poll() is not None for worker in workers)
+            ended = all("status" in self.hear(worker.facts) for worker in workers)  # a stopped server tells nothing
         if not ended or (self.process is not None and self.process.poll() is not None):
             self.close()
 
@@ -171,21 +172,24 @@ class ForkedWorker:
     """A forked worker, with the interface of a `subprocess.Popen`."""
 
     def __init__(self, server: Forks, facts: dict[str, int]) -> None:
-        self.server, self._facts = server, facts
+        self.server, self.facts = server, facts
 
     @property
     def pid(self) -> int | None:
         """The process id of the worker. None until the server has forked it."""
-        return self.server.hear(self._facts).get("pid")
+        return self.server.hear(self.facts).get("pid")
 
     def poll(self) -> int | None:
         """Return the worker's exit code, or minus the number of the signal that killed it.
         None while it runs."""
-        return self.server.hear(self._facts).get("status")
+        status, pid = self.server.hear(self.facts).get("status"), self.pid
+        if status is None and pid is not None and (fields := stat_of(pid))[:1] == ["Z"]:  # the server may be stopped
+            return os.waitstatus_to_exitcode(int(fields[-1]))
+        return status
 
     def wait(self) -> int:
         """Wait until the worker has ended. Return its exit status."""
-        return self.server.hear(self._facts, wait=True)["status"]
+        return self.server.hear(self.facts, wait=True)["status"]
 
 
 def serve(line: socket.socket, work: Callable[[], int], interrupted: Any = signal.default_int_handler) -> int:

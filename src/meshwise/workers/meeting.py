@@ -29,20 +29,21 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from meshwise.spec.errors import MeshwiseError, UsageError, WorkerFailed
-from meshwise.spec.exit_codes import AGAIN
+from meshwise.spec.errors import MeshwiseError, WorkerFailed
+from meshwise.spec.exit_codes import AGAIN, USAGE
 from meshwise.spec.units import seconds_text
 from meshwise.spec.words import ranks_text, some
 from meshwise.workers.board import Board
 from meshwise.workers.failure import Failure
 from meshwise.workers.places.place import Place
-from meshwise.workers.ports import is_loopback, listening
+from meshwise.workers.ports import listening_as
 from meshwise.workers.rendezvous import COME, PATIENCE
 
 EVERY, QUICK = 0.5, 0.05  # seconds between exchanges: in a run, and while this machine waits for an answer
 SILENCE = 10.0  # seconds without a beat after which a machine is lost
 TELL_TIMEOUT = 3.0  # seconds for the others to learn how this machine ends
 STOOD = 2.0  # seconds: if this process itself stood still for longer, it hears the others again before it judges them
+SAVED = "saved state"  # what machines compare of a run that goes on
 ELSEWHERE = "on another machine:\n"
 
 
@@ -70,7 +71,7 @@ class Meeting:
         self.place, self.node, self.nodes = place, place.node, place.nodes
         self.master = place.address[0]
         self.first_rank, self.size, self.port = 0, local_size, 0
-        self.listener = listening("127.0.0.1" if is_loopback(self.master) else "") if self.node == 0 else None
+        self.listener = listening_as(self.master) if self.node == 0 else None
         self._machines = [Machine() for _ in range(self.nodes)]
         self._said: dict[str, Any] = {}
         self._version, self._sent = 0, -1
@@ -118,15 +119,17 @@ class Meeting:
 
     def compare(self, facts: Mapping[str, object]) -> None:
         """Check that these facts are equal on all machines, before workers are started. If they differ, raises
-        UsageError on every machine."""
+        WorkerFailed on every machine."""
         self.set("facts", facts)
         first, *others = [self.get(node, "facts") for node in range(self.nodes)]
         for node, other in enumerate(others, 1):
             for name in first:
                 if other.get(name) != first[name]:
-                    raise UsageError(
+                    code = AGAIN if name == SAVED else USAGE  # a network disk may show a new state late
+                    raise WorkerFailed(
                         f"machines 0 and {node} differ in their {name}: {first[name]} and {other.get(name)}. Start "
-                        "every machine with the same command, except for --node-rank and --devices."
+                        "every machine with the same command, except for --node-rank and --devices.",
+                        exit_code=code,
                     )
 
     def set(self, name: str, value: object) -> None:

@@ -30,8 +30,6 @@ class NodeOptions:
                 f"--node-rank must be from 0 to {self.nnodes - 1} with --nnodes {self.nnodes}, but it is "
                 f"{self.node_rank}."
             )
-        if self.address is not None and not 1 <= self.address[1] < 1 << 16:
-            raise UsageError(f"port {self.address[1]}: a port is a number from 1 to 65535, such as {PORT}.")
 
     @property
     def address(self) -> tuple[str, int] | None:

@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import random
 import socket
+from typing import Any
 
 LISTENING_PORTS = range(20_000, 32_768)
 """Ports to listen at. Ports of outgoing connections are higher on Linux: 32768 to 60999 (ip_local_port_range)."""
@@ -13,13 +14,20 @@ LISTENING_PORTS = range(20_000, 32_768)
 
 def listening(host: str = "", port: int = 0) -> socket.socket:
     """Return a socket that listens at a TCP port. host: "" for all addresses. port: 0 for any free port."""
-    every = {"family": socket.AF_INET6, "dualstack_ipv6": True} if not host and socket.has_dualstack_ipv6() else {}
+    every: dict[str, Any] = {"family": socket.AF_INET6} if ":" in host else {}
+    if not host and socket.has_dualstack_ipv6():
+        every = {"family": socket.AF_INET6, "dualstack_ipv6": True}
     if port:
-        return socket.create_server((host, port), backlog=512, **every)  # type: ignore[arg-type]
+        return socket.create_server((host, port), backlog=512, **every)
     for free in (*random.SystemRandom().sample(LISTENING_PORTS, 100), 0):
         with contextlib.suppress(OSError):
-            return socket.create_server((host, free), backlog=512, **every)  # type: ignore[arg-type]
+            return socket.create_server((host, free), backlog=512, **every)
     raise OSError("no TCP port is free on this machine")
+
+
+def listening_as(host: str, port: int = 0) -> socket.socket:
+    """Return a socket that listens where others reach this machine as `host`: only there if it is a loopback name."""
+    return listening("::1" if host == "::1" else "127.0.0.1" if is_loopback(host) else "", port)
 
 
 def port_of(start: str) -> int:

@@ -13,7 +13,7 @@ from datetime import timedelta
 from typing import Any
 
 from meshwise.spec.errors import UsageError
-from meshwise.workers.ports import is_loopback, listening
+from meshwise.workers.ports import listening_as
 
 COME = 600.0  # seconds for the process that serves the store to come
 TRY = 5.0  # seconds for one try to reach it; Ctrl-C takes effect between two tries
@@ -29,7 +29,7 @@ def served(address: tuple[str, int], start: str) -> Any:
 
     host, port = address
     try:
-        listener = listening("127.0.0.1" if is_loopback(host) else "", port)
+        listener = listening_as(host, port)
     except OSError as error:
         why = os.strerror(error.errno or 0)
         raise UsageError(f"this process cannot listen at port {port} ({why}). {OTHER_PORT}") from None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import sys
 from functools import partial
 from pathlib import Path
@@ -47,7 +48,8 @@ def submit(context: typer.Context, cluster: SubmitOptions, options: RunOptions) 
     gpus_per_node, cpus, memory, command, runs, secrets. For Slurm: gpu_type,
     partition, account, qos, setup, container, runtime, mounts, options. For
     Kubernetes: image, claim, mount, workdir, namespace, queue, kind,
-    shared_memory, gpu_resource, node_selector, secret.
+    shared_memory, gpu_resource, node_selector, tolerations, secret,
+    pull_secret, service_account.
 
     \b
     meshwise submit train.py:job --nodes 4 --time 4h
@@ -116,9 +118,12 @@ def _verdict(options: RunOptions, arguments: list[str], site: Site, nodes: tuple
     if is_script(job):
         check_script(str(job), options)
         try:
-            compile(Path(str(job)).read_text(encoding="utf-8"), str(job), "exec")
+            text = Path(str(job)).read_text(encoding="utf-8")
+            compile(text, str(job), "exec")
         except (SyntaxError, ValueError) as error:
             raise UsageError(f"{job} is not a valid Python program ({error}).") from None
+        if not re.search("checkpoint|Trainer", text):
+            _say(f"{job} does not name mw.checkpoint: if it saves no state, a run that is cut short begins anew.")
     else:
         job = options.override(launcher.training.find_job(job, seed=options.seed, args=options.args))
     if not site.machine:

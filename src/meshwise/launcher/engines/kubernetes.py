@@ -166,6 +166,11 @@ def _pod(job: PodJob) -> Values:
         spec["subdomain"] = job.name
     if site.node_selector:
         spec["nodeSelector"] = dict(each.split("=", 1) for each in site.node_selector)
+    if site.pull_secret:
+        spec["imagePullSecrets"] = [{"name": site.pull_secret}]
+    if site.service_account:
+        spec["serviceAccountName"] = site.service_account
+    taints = [{"key": key, "operator": "Exists"} for key in site.tolerations]
     ends = {"operator": "Exists", "effect": "NoExecute", "tolerationSeconds": GONE}
     silent = [{"key": f"node.kubernetes.io/{state}", **ends} for state in ("unreachable", "not-ready")]
     memory = {"medium": "Memory", "sizeLimit": site.shared_memory}
@@ -173,7 +178,7 @@ def _pod(job: PodJob) -> Values:
         {"name": "shared-memory", "emptyDir": memory},
         {"name": "claim", "persistentVolumeClaim": {"claimName": site.claim}},
     ]
-    return spec | {"tolerations": silent, "containers": [_container(job)], "volumes": volumes}
+    return spec | {"tolerations": [*taints, *silent], "containers": [_container(job)], "volumes": volumes}
 
 
 def _container(job: PodJob) -> Values:

@@ -51,7 +51,7 @@ def manifest(job: PodJob) -> str:
         comments["podFailurePolicy"] += " Neither is counted; each pod starts anew."
     form = {"sort_keys": False, "default_flow_style": None, "width": math.inf, "allow_unicode": True}
     texts = [yaml.dump(each, Dumper=dumper, **form) for each in objects(job)]
-    head = f"# {job.name}: written by meshwise submit. By hand: kubectl apply -f submit.yaml\n"
+    head = f"# {job.name}: written by meshwise submit. By hand: kubectl apply -f FILE\n"
     return head + "---\n".join(_commented(text, comments) for text in texts)
 
 

@@ -39,12 +39,17 @@ def node(rank, nodes, host, port):
     return subprocess.call([*RUN, *map(str, where), *WORDS], cwd={workdir})
 
 ray.init()
-code = {again}
-while code == {again}:  # start it again: a lost node, or a state that was saved before a limit
+code, killed = {again}, 0
+while code == {again} or code < 0 and killed < 10:  # a lost node, a state that was saved before a limit, a kill
     up = [each["Resources"] for each in ray.nodes() if each["Alive"]]
     nodes = max(LEAST, min(MOST, sum(all(each.get(kind, 0) >= NODE[kind] for kind in NODE) for each in up)))
     group = placement_group([NODE] * nodes, strategy="STRICT_SPREAD")
-    ray.get(group.ready())
+    while not group.wait(60):  # nodes may be in use
+        print("waiting for", nodes, "nodes with", NODE, flush=True)
+        if nodes > LEAST:
+            remove_placement_group(group)
+            nodes -= 1
+            group = placement_group([NODE] * nodes, strategy="STRICT_SPREAD")
     on = [On(group, rank) for rank in range(nodes)]
     try:
         where = ray.get(address.options(scheduling_strategy=on[0]).remote())
@@ -52,6 +57,7 @@ while code == {again}:  # start it again: a lost node, or a state that was saved
         ray.wait(tasks, num_returns=nodes)  # when a node is lost, the others end by themselves
         codes = ray.get(tasks)
         code = next((each for each in codes if each not in (0, {again})), max(codes))
+        killed += code < 0
     except (ray.exceptions.NodeDiedError, ray.exceptions.WorkerCrashedError, ray.exceptions.ObjectLostError) as lost:
         print(lost, flush=True)  # any other error ends the job
         time.sleep(10)

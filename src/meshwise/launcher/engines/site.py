@@ -63,6 +63,9 @@ class Site:
     shared_memory: str = "8Gi"
     gpu_resource: str = "nvidia.com/gpu"
     node_selector: tuple[str, ...] = ()
+    tolerations: tuple[str, ...] = ()
+    pull_secret: str = ""
+    service_account: str = ""
     secret: str = ""
     file: str = ""
 

@@ -39,6 +39,10 @@ class Place:
     address: tuple[str, int] | None = None
     key: str = ""
 
+    def __post_init__(self) -> None:
+        if self.address is not None and not 1 <= self.address[1] < 1 << 16:
+            raise UsageError(f"port {self.address[1]}: a port is a number from 1 to 65535, such as 29500.")
+
     @property
     def one_a_node(self) -> bool:
         """Whether the launcher has started one process on each of several machines. Such a process can start the
