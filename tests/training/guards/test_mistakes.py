@@ -12,7 +12,7 @@ MISTAKES = sorted(SCRIPTS.glob("*.py"))
 BY_CHECK = (
     *("rate_times_ranks", "scheduler_times_ranks", "steps_divided", "sum_twice", "dice_metric"),
     *("local_count", "replay_class", "padded_by_rank", "val_loader_forgotten", "model_behind_loop"),
-    *("break_on_local_loss", "rows_in_a_loop"),
+    *("break_on_local_loss", "rows_in_a_loop", "set_epoch_forgotten"),
     *("sum_forgotten", "joined_behind_another_loop", "local_means_averaged"),
 )
 """What only `meshwise check` names."""
