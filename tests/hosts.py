@@ -27,8 +27,6 @@ from typing import Any
 
 import psutil
 
-from meshwise.workers.ports import listening
-
 INTERFACE = "eth0"
 NAMESPACES = Path("/run/netns")
 ROOT = Path(__file__).parents[1]
@@ -44,8 +42,10 @@ NAME = 'echo "$0" >/proc/sys/kernel/hostname && exec "$@"'  # hosts have names: 
 
 
 def free_port() -> int:
-    """A TCP port on which nobody listens now."""
-    with listening("") as server:
+    """A TCP port on which nobody listens now, and from which no connection goes out."""
+    from meshwise.workers.ports import listening
+
+    with listening() as server:
         return int(server.getsockname()[1])
 
 
