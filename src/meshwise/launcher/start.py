@@ -23,6 +23,7 @@ from meshwise.launcher.supervise import LaunchedProgram, Started, supervise
 from meshwise.records import folder as names
 from meshwise.records.checkpoints import run_and_checkpoint
 from meshwise.records.claims import newest, write_of
+from meshwise.records.code_files import code_files
 from meshwise.records.files import stay_in, write_text
 from meshwise.records.lock import FolderLock
 from meshwise.spec.devices import WorkerSlot, parse_devices
@@ -61,6 +62,7 @@ def _compared(program: LaunchedProgram, options: RunOptions) -> dict[str, Any]:
     if options.folder is not None:
         facts[SAVED] = names.saved_step(Path(options.folder))
     facts |= {"plan": str(program.plan or ""), "arguments": program.record.get("arguments", [])}
+    facts |= {f"file {path}": digest for path, digest in code_files(str(options.job)).items()}
     alike = {name: value for name, value in facts.items() if name not in OWN_OPTIONS}
     return alike | {"job": Path(program.name).name, "versions": names.versions()}
 
