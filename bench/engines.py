@@ -169,6 +169,9 @@ def tried(case: str, side: str, one: list[float], show: bool) -> dict[str, Any]:
         goes_on(size, 0.0)
         first = steps_of(log)[-1][4]
         victim = next(host for host in nodes if workers(host) and first not in workers(host))
+        gone = "node" in case and any("TrainController" in words for words in processes(victim).values())
+        if gone or not all(map(has_raylet, nodes)):
+            raise TimeoutError  # Ray goes on without its own controller or a spare node with nobody
         at = lose(case, victim)
         if show:
             print(f"the fault: {time.time():.1f}")
@@ -286,7 +289,7 @@ def main() -> None:
                 try:
                     whole["tries"].append(tried(case, side, one, given.show))
                 except TimeoutError:
-                    print(f"{case}, {side}: Ray did not come up. Start this again.")
+                    print(f"{case}, {side}: Ray did not come up on all nodes. Start this again.")
                     continue
                 print(json.dumps(whole["tries"][-1]), flush=True)
                 keep("engines", {"ray": ray.__version__, **summary(whole["tries"])}, whole)
