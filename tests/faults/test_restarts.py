@@ -90,8 +90,6 @@ def test_it_says_where_the_next_attempt_begins(restarts: Restarts) -> None:
     for name in ("step-00000008.1", "step-00000012.2.part", "step-00000010.1"):
         write_text(restarts.folder / names.CHECKPOINTS / name / "manifest.json", "{}")
     assert restarts.next() == "attempt 3 of 4 begins from the state saved at step 10."
-    write_text(restarts.folder / "old" / names.CHECKPOINTS / "latest.json", '{"file": "step-00000011.pt"}')
-    assert names.saved_step(restarts.folder / "old") == 11
 
 
 def test_faults_belong_to_an_attempt_and_those_that_did_not_happen_are_said(tmp_path: Path) -> None:

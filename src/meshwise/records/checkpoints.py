@@ -32,6 +32,7 @@ from meshwise.records.claims import CLAIMS, claims_of
 from meshwise.spec.errors import CheckpointError
 
 FORMAT, CHECKPOINTS, MANIFEST, PART = 2, "checkpoint", "manifest.json", ".part"
+CHUNK = 4 << 20  # bytes to write in one call
 _NAME = re.compile(r"step-(\d{8,})\.(\d{1,9})")
 _HEAD, _MIDDLE, _TAIL = '{"hash": "', '",\n"checkpoint": ', "}\n"
 Box = tuple[tuple[int, int], ...]
@@ -158,11 +159,14 @@ def sync_folder(folder: Path) -> None:
 def write_file(path: Path, *contents: bytes | memoryview) -> StoredFile:
     """Write a file, sync it to the disk, and return its description. Raises OSError if this fails."""
     hashed, size = xxhash.xxh3_128(), 0
-    with path.open("wb") as file:
+    with path.open("wb", buffering=0) as file:
         for each in contents:
-            hashed.update(each)
-            size += file.write(each)
-        file.flush()
+            for begin in range(0, len(each), CHUNK):
+                chunk = memoryview(each)[begin : begin + CHUNK]
+                hashed.update(chunk)
+                size += len(chunk)
+                while len(chunk):
+                    chunk = chunk[file.write(chunk) :]
         os.fsync(file.fileno())
     return StoredFile(path.name, size, hashed.hexdigest())
 
