@@ -61,13 +61,12 @@ class SplitTensor(Tensor):
         return self.parts[level if level >= 0 else min(self.parts)]
 
     @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if "axis" in kwargs or "keepdims" in kwargs:
-            kwargs = {NUMPYS.get(name, name): value for name, value in kwargs.items()}
-        return _dispatch[0](func, args, kwargs)
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _dispatch[0](func, args, _renamed(kwargs) if kwargs and NUMPYS.keys() & kwargs.keys() else kwargs or {})
+
+
+def _renamed(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    return {NUMPYS.get(name, name): value for name, value in kwargs.items()}
 
 
 def is_split(thing: Any) -> TypeGuard[SplitTensor]:
