@@ -59,15 +59,6 @@ class Ranks(OfTrainer):
         return self.engine.program.plain(wholes(tree))
 
 
-def _plain(name: str) -> Callable[..., Any]:
-    """Return a method that calls the strategy's method `name`, and returns plain tensors of the whole batch."""
-
-    def step(self: DistributedStrategy, *args: Any, **options: Any) -> Any:
-        return self.meshwise.plain(getattr(super(DistributedStrategy, self), name)(*args, **options))
-
-    return step
-
-
 # An ABC like Lightning's strategies: an object's class can only be changed to a class of the same layout.
 class DistributedStrategy(ABC):
     """Overrides methods of Lightning's strategy for a single device."""
@@ -149,7 +140,14 @@ class DistributedStrategy(ABC):
 
     # Steps.
 
-    validation_step, test_step, predict_step = map(_plain, ("validation_step", "test_step", "predict_step"))
+    def validation_step(self, *args: Any, **options: Any) -> Any:
+        return self.meshwise.plain(super().validation_step(*args, **options))  # type: ignore[misc]
+
+    def test_step(self, *args: Any, **options: Any) -> Any:
+        return self.meshwise.plain(super().test_step(*args, **options))  # type: ignore[misc]
+
+    def predict_step(self, *args: Any, **options: Any) -> Any:
+        return self.meshwise.plain(super().predict_step(*args, **options))  # type: ignore[misc]
 
     def backward(self, *args: Any, **options: Any) -> Any:
         engine, waits = self.meshwise.engine, accumulates(self.meshwise.trainer)

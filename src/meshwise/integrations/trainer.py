@@ -59,18 +59,6 @@ def own_names(model: Any) -> contextlib.AbstractContextManager[object]:
     return mock.patch.object(model, "save_pretrained", functools.partial(save, save_original_format=False))
 
 
-LOADERS = ("get_train_dataloader", "get_eval_dataloader", "get_test_dataloader")
-
-
-def _loader(name: str) -> Any:
-    """Return a method that calls the Trainer's method `name`, and distributes the loader that it returns."""
-
-    def get(self: Any, *args: Any, **options: Any) -> Any:
-        return self.accelerator.prepare_data_loader(getattr(super(DistributedTrainer, self), name)(*args, **options))
-
-    return get
-
-
 class DistributedTrainer:
     """Overrides methods of transformers' Trainer."""
 
@@ -91,7 +79,14 @@ class DistributedTrainer:
                     engine.notify(SAVED.format(folder, "train(resume_from_checkpoint=True)"))
                 raise
 
-    get_train_dataloader, get_eval_dataloader, get_test_dataloader = map(_loader, LOADERS)
+    def get_train_dataloader(self: Any) -> Any:
+        return self.accelerator.prepare_data_loader(super().get_train_dataloader())  # type: ignore[misc]
+
+    def get_eval_dataloader(self: Any, *args: Any, **options: Any) -> Any:
+        return self.accelerator.prepare_data_loader(super().get_eval_dataloader(*args, **options))  # type: ignore[misc]
+
+    def get_test_dataloader(self: Any, *args: Any, **options: Any) -> Any:
+        return self.accelerator.prepare_data_loader(super().get_test_dataloader(*args, **options))  # type: ignore[misc]
 
     def get_batch_samples(self: Any, epoch_iterator: Any, num_batches: int, device: Any) -> tuple[Any, Any]:
         ahead = epoch_iterator.look(num_batches)
