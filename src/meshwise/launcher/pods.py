@@ -102,6 +102,8 @@ def send_again(run: Path, cluster: SubmitOptions, sbatch: Sequence[str]) -> Sent
         code_files.write_code(run, facts["submission"]["job"])
     if load is not None:  # what has ended is still there, and would be left as it is
         kubectl.delete(load, run / MANIFEST, kubectl.PATIENCE)
+    if shutil.which("kubectl") is not None:
+        names.change_run(run, status=names.QUEUED)  # before its pods begin
     return run / MANIFEST, _applied(run)
 
 

@@ -131,7 +131,7 @@ def note_sent(run: Path, job: str) -> None:
     """Record that a cluster has taken a job of a run."""
     sent, record = time.time(), names.read_run(run).get("submission", {})
     jobs = {**record.get("jobs", {}), job: sent}
-    names.change_run(run, status=names.QUEUED, submission={**record, "jobs": jobs, "sent": sent})
+    names.change_run(run, submission={**record, "jobs": jobs, "sent": sent})
 
 
 def send_again(run: Path, options: SubmitOptions, sbatch: Sequence[str]) -> tuple[Path, str]:
@@ -151,7 +151,12 @@ def send_again(run: Path, options: SubmitOptions, sbatch: Sequence[str]) -> tupl
     code_files.write_code(sent, str(record.get("job", "")))
     for each in (run, *(() if task else tasks_of(run))):
         (each / names.STOP).unlink(missing_ok=True)
-    return sent / SCRIPT, _sent(run, words)
+    names.change_run(run, status=names.QUEUED)  # before the job is sent, which may begin at once
+    try:
+        return sent / SCRIPT, _sent(run, words)
+    except MeshwiseError:
+        names.change_run(run, status=facts.get("status"))
+        raise
 
 
 def _again_words(options: SubmitOptions, sbatch: Sequence[str], task: str = "") -> list[str]:
