@@ -56,12 +56,12 @@ class Health:
 
         program: a script or job whose files are compared. It may be empty.
         """
-        own = json.dumps(code_files(str(PACKAGE))).encode()
+        digest = hashlib.sha256(json.dumps(code_files(str(PACKAGE))).encode()).hexdigest()[:16]
         return {
             "name": self.machine.hosts[0].name,
             "folder": str(self.folder),
             "findings": [astuple(each) for each in self.findings],
-            "alike": {**self.machine.versions, "meshwise": hashlib.sha256(own).hexdigest()[:16], **code_files(program)},
+            "alike": {**self.machine.versions, "meshwise's files": digest, **code_files(program)},
         }
 
 

@@ -125,11 +125,11 @@ def _links(place: Place, shut: Sequence[tuple[int, int]], names: Sequence[str]) 
     while shut:
         node = Counter(end for way in shut for end in way).most_common(1)[0][0]
         own = [f"{names[a]} → {names[b]}" for a, b in shut if node in (a, b)]
-        yield Finding("links", names[node], f"no connection {some(own)}", f"{without(place, names[node])}, or {OPEN}")
+        yield Finding("links", names[node], f"no connection {some(own)}", f"{_without(place, names[node])}, or {OPEN}")
         shut = [way for way in shut if node not in way]
 
 
-def without(place: Place, name: str) -> str:
+def _without(place: Place, name: str) -> str:
     """Return the line that leaves a node out."""
     return f"#SBATCH --exclude={name}" if place.launcher == SLURM else f"the other nodes, without {name}"
 

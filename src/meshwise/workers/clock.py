@@ -15,6 +15,8 @@ import threading
 import time
 from collections.abc import Callable
 
+from meshwise.workers.ports import listening
+
 ROUND = b"?"
 REPLY = struct.Struct("<q")
 TIMEOUT = 2.0  # seconds: a longer round trip tells too little about the difference of the clocks
@@ -28,7 +30,7 @@ class ClockServer:
 
     def __init__(self, host: str, clock: Callable[[], int]) -> None:
         self._clock, self._over = clock, False
-        self._server = socket.create_server((host, 0), backlog=512)
+        self._server = listening(host)
         self.port = int(self._server.getsockname()[1])
         threading.Thread(target=self._run, name="meshwise-clock", daemon=True).start()
 
