@@ -22,12 +22,14 @@ class Pair:
     def __init__(self) -> None:
         self.told: queue.Queue[dict[str, Any]] = queue.Queue()
         self.orphans: queue.Queue[str] = queue.Queue()
+        before = set(threading.enumerate())  # a pool of this process has channels too
         ours, theirs = socket.socketpair()
         self.variables = {CHANNEL: str(theirs.detach())}
         self.launcher = Line(ours, self.told.put)
         made = connect(self.variables)
         assert made is not None
         self.worker: WorkerChannel = made
+        self.threads = set(threading.enumerate()) - before
 
     def next(self) -> dict[str, Any]:
         return self.told.get(timeout=PATIENCE)
@@ -100,9 +102,8 @@ def test_however_the_launcher_goes_away_the_worker_ends(monkeypatch: pytest.Monk
 
 
 def test_a_closed_channel_leaves_no_thread_behind(pair: Pair) -> None:
-    threads = [thread for thread in threading.enumerate() if thread.name == "meshwise-channel"]
-    assert len(threads) >= 2
+    assert [thread.name for thread in pair.threads] == ["meshwise-channel"] * 2
     pair.launcher.close()
-    for thread in threads:
+    for thread in pair.threads:
         thread.join(timeout=PATIENCE)
-    assert not any(thread.is_alive() for thread in threads)
+    assert not any(thread.is_alive() for thread in pair.threads)
