@@ -64,6 +64,10 @@ class NotedNumbers:
             self._keys[id(number)] = key, number
         return result
 
+    def forget(self) -> None:
+        """Forget all scalars, since a step is over."""
+        self._numbers, self._keys, self._calls = {}, {}, Counter()
+
     def of(self, loss: Tensor) -> Numbers:
         """Return the scalars that `loss` is computed from, and `loss` itself as the last."""
         wanted = {self._keys[id(loss)][0]} if id(loss) in self._keys else set()

@@ -1,21 +1,29 @@
 """Compare the ranks of a plain script with one process.
 
-A plain script is one that does not use meshwise. Tested in tests/checker/test_plain_scripts.py.
+A plain script is one that does not use meshwise. The causes stand in a table, in the order of their evidence: the first
+that holds in the first step that differs is named. Tested in tests/checker/test_plain_scripts.py.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from meshwise.checker.difference import LIMIT
+from meshwise.checker.diagnose_weights import line_of
+from meshwise.checker.difference import FLOOR, LIMIT
+from meshwise.checker.loss_numbers import Joined, joined
 from meshwise.checker.plain import counts
 from meshwise.checker.plain.record import Record, Step
 from meshwise.checker.proof import Finding, PlainProof
+from meshwise.checker.rank_weights import shown as weights_text
+from meshwise.checker.rank_weights import solve
+from meshwise.checker.sketches import pieces
+from meshwise.spec.words import some
 
 MEANS = "DistributedDataParallel takes the mean over the ranks: the loss of a rank must be a mean."
 COUNTS = (
@@ -25,24 +33,79 @@ OF_TRAINER = (
     "Divide a sum by num_items_in_batch, in compute_loss_func= or in the model's forward. If the forward has **kwargs "
     "and the loss is a mean over equally many items on each rank, set accepts_loss_kwargs = False in the model's class."
 )
+REDUCE = "Call the DistributedDataParallel, and run the last backward of a step outside of no_sync()."
+AFTER = "Change the gradients after the backward."
+WHOLE_BATCH = "Gather what it is computed from, with its gradient, or sum its parts over the ranks."
+UNKNOWN = "cause unknown"
+Tensors = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class At:
+    """One step of an optimizer, on the ranks and in one process.
+
+    number: counts the steps of all optimizers, from 1.
+    trained: the names of all parameters that an optimizer has.
+    joined: those of them that differ between ranks after some step, and are equal again at the start of a later one.
+    """
+
+    number: int
+    ranks: list[Step]
+    one: Step
+    before: At | None
+    trained: frozenset[str]
+    joined: frozenset[str]
+
+    @property
+    def many(self) -> dict[str, Tensor]:
+        """The gradients before any clipping, each of the first rank that has it."""
+        return {k: g for step in reversed(self.ranks) for k, g in step.before_clipping.gradients.items()}
+
+    @property
+    def apart(self) -> set[str]:
+        """The parameters whose gradients differ between ranks."""
+        first, *others = (step.gradients for step in self.ranks)
+        return {name for other in others for name in first.keys() & other.keys() if _far(first, other, [name])}
+
+    @property
+    def is_local(self) -> bool:
+        """Whether each rank makes this step by itself, in a program that averages parameters later."""
+        first, *others = (step.starts for step in self.ranks)
+        return bool(self.apart & self.joined) or any(_far(first, other, self.joined) for other in others)
+
+    def says(self, kind: str, evidence: str, *places: str, instead: str = "") -> Finding:
+        """Return a finding of this step."""
+        where = tuple(dict.fromkeys(place for place in places if place))
+        return Finding(kind, True, where, f"step {self.number}: {evidence}", instead)
 
 
 def judge(script: str, devices: str, ranks: Sequence[Record], one: Record, repeat: Any = list) -> PlainProof:
     """Compare the run of a script on several ranks with its run in one process, and return the result of the check."""
-    not_judged = list(_not_judged(ranks, one))
-    pairs = [(a, b) for a, b in zip(ranks[0].steps, one.steps, strict=False) if a.optimizer == b.optimizer]
-    clipped = [(a.before_clipping, b.before_clipping) for a, b in pairs if a.clips]
-    largest = max((_apart(b, a)[0] for a, b in [*pairs, *clipped]), default=0.0)
-    between = [*_unreduced(ranks), *_clips(ranks)]
+    steps, other_data = list(_steps(ranks, one)), bool(one.refused) or _reads_others(ranks)
+    drawn = [at for at in steps if any(step.draws for step in (*at.ranks, at.one))]
+    local = [at for at in steps if at.is_local]
+    found, largest = list[Finding](), 0.0
+    for at in steps:
+        rules = OF_RANKS if other_data or at in drawn or at in local else RULES
+        hits = [hit for rule in rules if (hit := rule(at)) is not None]
+        largest = max([largest, *(far for far, _ in hits)])
+        found += [finding for _, finding in hits[:1] if not found]
+    not_judged = [*_not_judged(ranks, one)]
+    if local:
+        names = some(sorted(set().union(*(at.apart & at.joined for at in local))))
+        said = f"step {_numbers(local)}: the ranks step with other gradients of {names}, and later have the same values"
+        not_judged.append(f"{said}. Such local steps between averages cannot be repeated by one process.")
+    if drawn:
+        said = "the script draws random numbers between a batch and its backward, and each rank draws others."
+        not_judged.append(f"the gradients of step {_numbers(drawn)}: {said}")
     shown = list(counts.shown(ranks, one, devices, one))
     if any(finding.wrong for finding in shown):  # a printed number may be a measurement, which differs in a second run
         shown = list(counts.shown(ranks, one, devices, next(iter(repeat()), None) or one))
     found = [
         *counts.reads(ranks, one, counts.agrees(ranks[0], one, shown)),
-        *between,
-        *([] if not_judged or between else _gradients(ranks, pairs)),
+        *found,
         *_scales(ranks),
-        *counts.schedule(ranks, one, pairs),
+        *counts.schedule(ranks, one, [(at.ranks[0], at.one) for at in steps]),
         *counts.rates(ranks),
         *counts.norms(ranks),
         *counts.left_over(ranks[0]),
@@ -50,7 +113,247 @@ def judge(script: str, devices: str, ranks: Sequence[Record], one: Record, repea
     ]
     once = {(each.kind, each.places): each for each in reversed(found)}  # keep the first of each kind and line
     epochs = len({p.number for p in ranks[0].passes if p.trained})
-    return PlainProof(script, devices, len(pairs), epochs, largest, tuple(reversed(once.values())), tuple(not_judged))
+    return PlainProof(script, devices, len(steps), epochs, largest, tuple(reversed(once.values())), tuple(not_judged))
+
+
+def _numbers(steps: Sequence[At]) -> str:
+    return some([str(at.number) for at in steps], 8)
+
+
+def _steps(ranks: Sequence[Record], one: Record) -> Iterator[At]:
+    """Yield the steps that all ranks make, in the order of rank 0. What one process lacks is empty."""
+    sides = [_by_optimizer(record) for record in (*ranks, one)]
+    trained = frozenset(name for step in ranks[0].steps for name in step.starts)
+    before, joined_of = dict[int, At](), dict[int, frozenset[str]]()
+    made = dict.fromkeys(sides[0], 0)
+    for number, first in enumerate(ranks[0].steps, 1):
+        of, at = first.optimizer, made[first.optimizer]
+        made[of] += 1
+        found = [side.get(of, [])[at : at + 1] for side in sides]
+        if not all(found[:-1]):
+            continue
+        if of not in joined_of:
+            joined_of[of] = _joined([list(each) for each in zip(*(side[of] for side in sides[:-1]), strict=False)])
+        alone = found[-1][0] if found[-1] else Step()
+        before[of] = At(number, [step for (step,) in found[:-1]], alone, before.get(of), trained, joined_of[of])
+        yield before[of]
+
+
+def _by_optimizer(record: Record) -> dict[int, list[Step]]:
+    found = dict[int, list[Step]]()
+    for step in record.steps:
+        found.setdefault(step.optimizer, []).append(step)
+    return found
+
+
+def _joined(steps: Sequence[list[Step]]) -> frozenset[str]:
+    """Return the parameters that ranks update from other gradients, and that are equal again at a later start."""
+    parted, found = set[str](), set[str]()
+    for first, *others in steps:
+        found |= {n for n in parted if not any(_far(first.starts, other.starts, [n]) for other in others)}
+        for other in others:
+            held = first.gradients.keys() & other.gradients.keys()
+            parted |= {name for name in held if _far(first.gradients, other.gradients, [name])}
+    return frozenset(found)
+
+
+def _far(one: Tensors, other: Tensors, names: Iterable[str] | None = None) -> tuple[float, str] | None:
+    """Return the largest difference between tensors of the same name, relative to the tensor's norm or a thousandth of
+    the largest, and the name. Return None if it is at most LIMIT."""
+    most = FLOOR * max((float(value.norm()) for value in one.values()), default=0.0)
+    found = list[tuple[float, str]]()
+    for name in sorted((one.keys() if names is None else set(names)) & one.keys() & other.keys()):
+        alike = one[name].shape == other[name].shape
+        far = float((one[name] - other[name]).norm()) if alike else float("inf")
+        size = max(float(one[name].norm()), most)
+        found.append((far / size if size else far and float("inf"), name))
+    worst = max(found, default=(0.0, ""))
+    return None if worst[0] <= LIMIT else worst
+
+
+Hit = tuple[float, Finding] | None
+"""How far the values are apart on which a finding rests, and the finding."""
+
+
+def _starts_apart(at: At) -> Hit:
+    """Name a parameter that ranks have with other values as the step begins."""
+    first, *others = at.ranks
+    hit = next((far for other in others if (far := _far(first.starts, other.starts, at.trained - at.joined))), None)
+    if hit is None:
+        return None
+    size, name = hit
+    said = f"the ranks begin with other values of {name}, by {size:.2g}"
+    if at.before is None:
+        instead = "Start all ranks from the values of rank 0: DistributedDataParallel sends them."
+        return size, at.says("other start values", f"{said}.", *first.places, instead=instead)
+    held = [step.parameters for step in at.before.ranks]
+    kind, said = "changed outside of the step", f"{said}, and were equal after the last."
+    instead = "Change parameters on all ranks alike."
+    if any(_far(held[0], other, [name]) for other in held[1:]):
+        kind, instead = "an update of one rank", "Send what a rank has updated to all others after each step."
+        said = said.replace("were equal", "had others")
+    return size, at.says(kind, said, *first.places, instead=instead)
+
+
+def _other_state(at: At) -> Hit:
+    """Name a parameter that no optimizer has, or a buffer, that differs as the forward begins."""
+    first, *others = at.ranks
+    names = first.state.keys() - at.trained
+    hit = next((far for other in others if (far := _far(first.state, other.state, names))), None)
+    if hit is None:
+        return None
+    said = f"the ranks have other values of {hit[1]}, by {hit[0]:.2g}, which no optimizer updates."
+    instead = "Send it from rank 0 once, and update it from values that are alike on all ranks."
+    return hit[0], at.says("other state of a rank", said, *first.places, instead=instead)
+
+
+def _not_reduced(at: At) -> Hit:
+    names = at.apart - at.joined
+    sides = ((first, far) for first, *others in [at.ranks] for other in others
+             if (far := _far(first.gradients, other.gradients, names)))  # fmt: skip
+    for first, (size, name) in sides:
+        said = f"the ranks step with other gradients of {name}{f': {first.unreduced}' if first.unreduced else ''}."
+        return size, at.says("gradients not reduced", said, *first.places, instead=REDUCE)
+    return None
+
+
+def _clips(at: At) -> Hit:
+    for clips in zip(*(step.clips for step in at.ranks), strict=False):
+        norms = [norm for _, norm in clips]
+        if max(norms) - min(norms) > LIMIT * max(norms):
+            said = f"the ranks clip gradients of the norms {', '.join(f'{norm:.4g}' for norm in norms)}."
+            instead = "Clip once, after the last backward of a step (accelerate: if accelerator.sync_gradients)."
+            far = (max(norms) - min(norms)) / max(norms)
+            return far, at.says("clipping before the reduction", said, clips[0][0], instead=instead)
+    return None
+
+
+def _no_owner(at: At) -> Hit:
+    """Name a parameter that one process updates and no rank, or the other way round."""
+    one, many = at.one.gradients.keys(), at.many.keys()
+    if not at.one.places[2] or one == many:
+        return None
+    where = at.ranks[0].places
+    for name in sorted(one - many):
+        return float("inf"), at.says("a parameter that no rank updates", f"no rank has a gradient of {name}.", *where)
+    name = min(many - one)
+    return float("inf"), at.says("other gradients", f"one process has no gradient of {name}.", *where)
+
+
+def _gradients(at: At) -> Hit:
+    """Name the cause of gradients that are other than those of one process."""
+    one, many, first = at.one.before_clipping.gradients, at.many, at.ranks[0]
+    hit = _far(one, many)
+    if hit is None:
+        clipped = _far(at.one.gradients, {k: g for s in reversed(at.ranks) for k, g in s.gradients.items()})
+        if clipped is None:
+            return None
+        said = f"the gradient of {clipped[1]} differs by {clipped[0]:.2g} after it is clipped, and not before."
+        return clipped[0], at.says("clipping of a part", said, *(place for place, _ in first.clips))
+    size, name = hit
+    where: tuple[str, ...] = (first.places[1], first.places[0])
+    since = "; the steps before are equal" * (at.before is not None)
+    of_trainer = first.by_trainer
+    factor = _factor(one, many)
+    if factor is not None:
+        said = f"every gradient is {factor:.6g} times that of one process on the same samples{since}."
+        return size, at.says("gradient times a number", said, *where, instead=OF_TRAINER if of_trainer else MEANS)
+    said = f"the gradient of {name} differs by {size:.2g}{since}"
+    weights = _weights(at, _total(at.one.own))
+    reduced = _weights(at, {name: pieces(g) for name, g in many.items()})
+    mean, loss = statistics.fmean(step.loss for step in at.ranks), at.one.loss
+    losses = f"the mean of the ranks' losses is {mean:.6g}, but one process has {loss:.6g}"
+    statistic = next((n for n in _scalars(at) if not (n.is_mean or n.is_sum or n.is_alike)), None)
+    over = statistic is not None and statistic.is_mean_of_its_own
+    if first.hooks and weights is not None and reduced is None:
+        said += ": a hook changes each rank's gradient before the mean."
+        return size, at.says("a hook before the reduction", said, *first.hooks, instead=AFTER)
+    if weights is not None and reduced is None:
+        said += ", though the gradients of the ranks' own losses add up to it: they are changed as they are reduced."
+        return size, at.says("changed in the reduction", said, *where)
+    if over or (weights is not None and reduced is not None and _differ_by_rank(at, weights)):
+        said += f"; {losses}"
+        if weights is not None and reduced is not None:
+            said += f": gradients of the ranks weigh {weights_text(weights)} there, and {weights_text(reduced)} here"
+        if statistic is not None:
+            said, where = f"{said}. {line_of(statistic)} is {statistic.shown}", (statistic.place, *where)
+        kind = "mean over unequal counts"
+        return size, at.says(kind, f"{said}.", *where, instead=OF_TRAINER if of_trainer else COUNTS)
+    if weights is not None and reduced is not None:
+        said += f": the ranks' own gradients weigh {weights_text(reduced)} in it, and {weights_text(weights)} there."
+        return size, at.says("gradients not reduced", said, *where, instead=REDUCE)
+    if statistic is not None:
+        said += f"; {losses}. {line_of(statistic)} is {statistic.shown}: neither a mean nor a sum of the ranks' values."
+        return size, at.says("a statistic of the rank's own batch", said, statistic.place, *where, instead=WHOLE_BATCH)
+    if abs(mean - loss) <= LIMIT * max(abs(loss), abs(mean)):
+        said += ", though the losses agree"
+        if first.hooks:
+            said += ": a hook changes each rank's gradient before the mean."
+            return size, at.says("a hook before the reduction", said, *first.hooks, instead=AFTER)
+        return size, at.says("other gradients", f"{said}.", *where)
+    if not any(at.one.own):
+        said += f"; {losses}: the ranks' losses are means over different counts (tokens, samples)."
+        return size, at.says("mean over unequal counts", said, *where, instead=OF_TRAINER if of_trainer else COUNTS)
+    return size, at.says(UNKNOWN, f"{said}; {losses}.", *where)
+
+
+def _updates(at: At) -> Hit:
+    """Name a parameter that one process updates otherwise, from the same values and gradients."""
+    for step in at.ranks:
+        others = [other.parameters for other in at.ranks if other is not step]
+        parts = {name for other in others for name in step.gradients if _far(step.parameters, other, [name])}
+        hit = _far(at.one.parameters, step.parameters, step.gradients.keys() - parts)
+        if hit is not None:
+            said = f"from the same gradients, {hit[1]} becomes another than in one process, by {hit[0]:.2g}: the "
+            said += "optimizer's step depends on what this rank has, or on the number of ranks."
+            return hit[0], at.says("other optimizer step", said, step.places[2])
+    return None
+
+
+def _start_of_one(at: At) -> Hit:
+    """Name a parameter with which one process begins otherwise than all ranks."""
+    hit = _far(at.one.starts, at.ranks[0].starts, at.trained - at.joined)
+    if hit is None:
+        return None
+    said = f"the ranks begin with another value of {hit[1]} than one process, by {hit[0]:.2g}"
+    if at.before is None:
+        return hit[0], at.says("other start values", f"{said}.", *at.ranks[0].places)
+    return hit[0], at.says("other optimizer step", f"{said}, from the same gradients.", at.before.ranks[0].places[2])
+
+
+def _total(own: Sequence[Tensors]) -> dict[str, Tensor]:
+    """Add up the gradients of all backwards of a step."""
+    return {name: sum((g[name] for g in own if name in g), torch.zeros(())) for name in set().union(*own)}
+
+
+def _weights(at: At, wanted: Tensors) -> list[float] | None:
+    """Return the weights with which the gradients of each rank's losses, in order, add up to the wanted gradients."""
+    own = [named for step in at.ranks for named in step.own]
+    names = sorted(wanted.keys() & set().union(*own))
+    if not names or any(name not in named for named in own for name in names):
+        return None
+    *columns, right = (torch.cat([named[name] for name in names]) for named in (*own, wanted))
+    found = solve(torch.stack(columns, 1), right)
+    return found[0] if found is not None and found[1] else None
+
+
+def _differ_by_rank(at: At, weights: Sequence[float]) -> bool:
+    """Return whether ranks weigh differently in some microbatch."""
+    count = len(weights) // len(at.ranks)
+    return any(max(weights[m::count]) - min(weights[m::count]) > 1e-6 for m in range(count))
+
+
+def _scalars(at: At) -> Iterator[Joined]:
+    """Yield the scalars of each microbatch's loss, in one process and on the ranks."""
+    for number, alone in enumerate(at.one.numbers):
+        if all(number < len(step.numbers) and step.rows[number] for step in at.ranks):
+            of_ranks = [step.numbers[number] for step in at.ranks]
+            yield from joined(alone, of_ranks, [step.rows[number] for step in at.ranks]).values()
+
+
+OF_RANKS: tuple[Callable[[At], Hit], ...] = (_starts_apart, _other_state, _not_reduced, _clips)
+RULES = (_starts_apart, _start_of_one, _other_state, _not_reduced, _clips, _no_owner, _gradients, _updates)
+"""What is looked for in a step, in this order. OF_RANKS: where one process does not compute the same."""
 
 
 def _reads_others(ranks: Sequence[Record]) -> bool:
@@ -61,8 +364,6 @@ def _reads_others(ranks: Sequence[Record]) -> bool:
 def _not_judged(ranks: Sequence[Record], one: Record) -> Iterator[str]:
     if one.refused:
         yield f"one process on the same samples: {one.refused}"
-    if any(step.draws for record in (*ranks, one) for step in record.steps):
-        yield "gradients: the script draws random numbers between a batch and its backward, and each rank draws others."
     if counts.has_own_data(ranks):
         yield "gradients: each rank has a data set of its own, which one process does not have."
     if any(p.samples is None for record in ranks for p in record.passes):
@@ -71,82 +372,6 @@ def _not_judged(ranks: Sequence[Record], one: Record) -> Iterator[str]:
         yield f"the schedule of {ranks[0].schedules[0]}: its step() was not called."
     if not one.refused and len(one.steps) < len(ranks[0].steps):
         yield f"{len(ranks[0].steps) - len(one.steps)} steps that one process does not make."
-
-
-def _apart(first: Step, other: Step) -> tuple[float, str]:
-    """Return the largest difference between the gradients of two steps, and the name of the parameter that has it."""
-    # Under ZeroRedundancyOptimizer, each rank updates only some parameters, so compare those in both steps.
-    held = first.parameters.keys() & other.parameters.keys()
-    one, many = ({n: g for n, g in step.gradients.items() if n in held} for step in (first, other))
-    names = [name for name in one if name in many and one[name].shape == many[name].shape]
-    size = max((float(one[name].norm()) for name in names), default=0.0)
-    found = max(((float((one[n] - many[n]).norm()), n) for n in names), default=(0.0, ""))
-    missing = [*(one.keys() ^ many.keys())]
-    if missing:
-        return float("inf"), sorted(missing)[0]
-    return (found[0] / size if size else found[0], found[1])
-
-
-def _unreduced(ranks: Sequence[Record]) -> Iterator[Finding]:
-    starts = [[step.start for step in record.steps[1:]] for record in ranks]
-    averaged = any(max(each) - min(each) <= LIMIT * max(each) for each in zip(*starts, strict=False))
-    steps = zip(*(record.steps for record in ranks), strict=False)
-    sides = ((first, *_apart(first, other)) for first, *others in steps for other in others)
-    for first, name in [(first, name) for first, apart, name in sides if apart > LIMIT][:1]:
-        said = f"the ranks step with other gradients of {name}"
-        if averaged:
-            said += ", and later have the same parameters again."
-            yield Finding("local steps between averages", False, first.places, said)
-        else:
-            said += f": {first.unreduced}." if first.unreduced else "."
-            instead = "Call the DistributedDataParallel, and run the last backward of a step outside of no_sync()."
-            yield Finding("gradients not reduced", True, first.places, said, instead)
-
-
-def _clips(ranks: Sequence[Record]) -> Iterator[Finding]:
-    for first, *others in zip(*(record.steps for record in ranks), strict=False):
-        if any(_apart(first, other)[0] > LIMIT for other in others):
-            return
-        for clips in zip(first.clips, *(step.clips for step in others), strict=False):
-            norms = [norm for _, norm in clips]
-            if max(norms) - min(norms) > LIMIT * max(norms):
-                said = f"the ranks clip gradients of the norms {', '.join(f'{norm:.4g}' for norm in norms)}."
-                instead = "Clip once, after the last backward of a step (accelerate: if accelerator.sync_gradients)."
-                yield Finding("clipping before the reduction", True, (clips[0][0],), said, instead)
-                return
-
-
-def _gradients(ranks: Sequence[Record], pairs: Sequence[tuple[Step, Step]]) -> Iterator[Finding]:
-    """Yield a finding for the first step in which gradients differ."""
-    for number, (many, one) in enumerate(pairs):
-        sides = [(many.before_clipping, one.before_clipping)] if many.clips else []
-        for pair in [*sides, (many, one)]:
-            if _apart(*pair)[0] > LIMIT:
-                yield _of_gradients(number, [record.steps[number : number + 1] for record in ranks], *pair)
-                return
-
-
-def _of_gradients(number: int, ranks: Sequence[Sequence[Step]], many: Step, one: Step) -> Finding:
-    apart, name = _apart(one, many)
-    mean = statistics.fmean(step.loss for steps in ranks for step in steps)
-    factor = _factor(one.gradients, many.gradients)
-    where = tuple(dict.fromkeys((many.places[1], many.places[0])))
-    size = f"step {number + 1}: the gradient of {name} differs by {apart:.2g} of the size of all"
-    if factor is not None:
-        size = f"step {number + 1}: every gradient is {factor:.6g} times that of one process on the same samples."
-        return Finding("gradient times a number", True, where, size, OF_TRAINER if many.by_trainer else MEANS)
-    if abs(mean - one.loss) > LIMIT * max(abs(one.loss), abs(mean)):
-        size += (
-            f"; the mean of the ranks' losses is {mean:.6g}, but one process has {one.loss:.6g}: the ranks' "
-            "losses are means over different counts (tokens, samples)."
-        )
-        return Finding("mean over unequal counts", True, where, size, OF_TRAINER if many.by_trainer else COUNTS)
-    size += ", though the losses agree"
-    if many.hooks:
-        size += ": a hook changes each rank's gradient before the mean."
-        instead = "Change the gradients after the backward."
-        return Finding("a hook before the reduction", True, many.hooks, size, instead)
-    return Finding("other gradients", True, where, f"{size}.")
 
 
 def _factor(one: dict[str, Tensor], many: dict[str, Tensor]) -> float | None:

@@ -52,6 +52,8 @@ class Reads:
         self.now: Pass | None = None
         self.has_cut = False
         """Whether some loop may have got fewer batches than its loader has."""
+        self.size = 0
+        """The number of samples in the newest batch, 0 if unknown."""
         self._steps, self._seed, self._follow, self._passes = steps, seed, follow, passes
         self._loaders: dict[int, tuple[Any, int]] = {}  # sampler id -> the sampler, and the number of its loader
         self._lengths: dict[int, int] = {}  # sampler id -> a rank's number of batches, if ranks' loops are replayed
@@ -103,9 +105,11 @@ class Reads:
         now.given.append(chosen)
         self._batches_since += 1
         self._see_accelerate()
+        self.size = 0
         if now.samples is None:
             return loaders.plain_indices(iterator)
         indices = [index for part in loop.batches[chosen] for index in part]
+        self.size = len(indices)
         self.rows[len(indices)] = [len(part) for part in loop.batches[chosen]]
         self._drawn = _generators()
         return indices

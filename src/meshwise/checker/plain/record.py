@@ -8,6 +8,8 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
+from meshwise.checker.loss_numbers import Numbers
+
 
 @dataclass
 class Pass:
@@ -35,13 +37,25 @@ class Pass:
 
 @dataclass
 class Step:
-    """One step of an optimizer."""
+    """One step of an optimizer.
+
+    starts: sketches of its parameters before the step.
+    state: sketches of all models' parameters and buffers, as of the first forward after the previous step.
+    own: for each backward, sketches of the gradients of this process's own loss, before the program's hooks and any
+        reduction.
+    numbers, rows: for each backward, the scalars that its loss is made of, and the number of samples in its batch.
+    """
 
     optimizer: int = 0
     places: tuple[str, str, str] = ("", "", "")
     settings: list[dict[str, float]] = field(default_factory=list)
     gradients: dict[str, Tensor] = field(default_factory=dict)
     parameters: dict[str, Tensor] = field(default_factory=dict)
+    starts: dict[str, Tensor] = field(default_factory=dict)
+    state: dict[str, Tensor] = field(default_factory=dict)
+    own: list[dict[str, Tensor]] = field(default_factory=list)
+    numbers: list[Numbers] = field(default_factory=list)
+    rows: list[int] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     scales: list[float] = field(default_factory=list)
     ticks: int = 0
@@ -51,7 +65,6 @@ class Step:
     unclipped: dict[str, Tensor] = field(default_factory=dict)
     by_trainer: bool = False
     draws: bool = False
-    start: float = 0.0
 
     @property
     def loss(self) -> float:

@@ -6,23 +6,26 @@ import builtins
 import contextlib
 import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from meshwise.checker.loss_numbers import NotedNumbers
 from meshwise.checker.plain.neutral import NORMS, neutral, on_cpu
 from meshwise.checker.plain.reads import LATER_STEPS, PASSES, Reads
 from meshwise.checker.plain.record import Follow, Record, Step
 from meshwise.checker.plain.schedule import TRAINER, watch_ticks
 from meshwise.checker.short_loops import ScriptEnds
+from meshwise.checker.sketches import pieces
 from meshwise.checker.upcast import called_in_float64, plain_attention, upcast
 from meshwise.hardware.memory import free_bytes
 from meshwise.parallel.step_hooks import Order, subscribe
@@ -30,15 +33,18 @@ from meshwise.spec.errors import UsageError
 from meshwise.spec.units import bytes_text
 from meshwise.spec.user_code import frame_in, place_of, user_place
 from meshwise.torch_compat import program_calls
-from meshwise.torch_compat.modules import gradient_hooks
+from meshwise.torch_compat.dispatch import without_interception
+from meshwise.torch_compat.modules import gradient_hooks, move_hook, persistent_tensors
+from meshwise.torch_compat.sharding import local_of
 from meshwise.training.autograd.loss_graph import scale_of
 from meshwise.training.engine.seeds import seed_all
 from meshwise.training.process.same_work import refuse_lightning
 from meshwise.training.process.session import has_begun
+from meshwise.transfer.sharded import full_tensor
 
 MOST_BACKWARDS = 40
 """A script may run this many backward passes, on average, for each step to record. If it runs more, it is ended."""
-NOT_REPLICAS = "the parameters are sharded (FSDP, DTensor), and check compares only replicas, as of DDP"
+NOT_REPLICAS = "FullyShardedDataParallel keeps flat parameters, which check cannot name. Use fully_shard (FSDP2)"
 OUTSIDE = "its forward does not go through the DistributedDataParallel"
 
 
@@ -53,6 +59,7 @@ def watch_plain(script: Callable[[], object], steps: int, seed: int, follow: Fol
         called_in_float64(),
         plain_attention(),
         neutral(watcher.reads.rows),
+        watcher.noted.noting(),
         contextlib.suppress(ScriptEnds),
     ):
         try:
@@ -73,8 +80,11 @@ class _Watcher:
         self.record = Record(rank)
         self._steps, self._follow = steps, follow
         self.reads = Reads(steps, seed, follow, self.record.passes)
+        self.noted = NotedNumbers()
         self._names: dict[int, tuple[Tensor, str]] = {}
         self._known_roots = set[int]()
+        self._seen = set[int]()  # ids of the models whose state was recorded since the last step
+        self._hooked: dict[int, Tensor] = {}
         self._roots = list[Any]()
         self._forward_at = ""
         self._wrapped_forward = False  # whether a forward of DDP ran with gradients enabled since the last step
@@ -134,6 +144,7 @@ class _Watcher:
             self._wrapped_forward |= torch.is_grad_enabled()
         if id(module) in self._known_roots:
             self._forward_at = user_place() if torch.is_grad_enabled() else self._forward_at
+            self._look(module)
             return
         if any(id(p) not in self._names for p in module.parameters()):
             self._known_roots.add(id(module))
@@ -147,6 +158,32 @@ class _Watcher:
                     name = f"{name} of model {len(self._roots)}"
                 self._names[id(p)] = p, name
             self._forward_at = user_place()
+            self._look(module)
+
+    def _look(self, model: nn.Module) -> None:
+        """Record the state of a model, once between two steps, and from now on its parameters' own gradients."""
+        if id(model) in self._seen:
+            return
+        self._seen.add(id(model))
+        number = self._roots.index(model)
+        of_model = f" of model {number}" if number else ""
+        with without_interception(), torch.no_grad():
+            for path, module in model.named_modules():
+                own = {id(p) for p in module.parameters(recurse=False)}
+                for name, value in persistent_tensors(module).items() if not isinstance(module, NORMS) else ():
+                    whole = f"{path}.{name}".replace("module.", "").lstrip(".") + of_model
+                    self._next.state[self._name(value) if id(value) in own else whole] = pieces(
+                        full_tensor(value.detach())
+                    )
+        for p in model.parameters():
+            if p.requires_grad and id(p) not in self._hooked:
+                self._hooked[id(p)] = p
+                move_hook(p.register_hook(partial(self._own, self._name(p))), last=False)
+
+    def _own(self, name: str, gradient: Tensor) -> None:
+        if type(gradient) is Tensor and self._next.own:
+            with without_interception():
+                self._next.own[-1][name] = self._next.own[-1].get(name, 0.0) + pieces(gradient.detach())
 
     def _wrap(self, plain: Any) -> Any:
         @functools.wraps(plain)
@@ -164,9 +201,12 @@ class _Watcher:
             if self._backwards > MOST_BACKWARDS * (self._steps + PASSES * LATER_STEPS):
                 raise ScriptEnds
             losses = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+            self._next.own.append({})
             if losses and losses[0].numel() == 1:
                 self._next.losses.append(float(losses[0].detach()))
                 self._next.scales.append(scale_of(losses[0]))
+                self._next.numbers.append(self.noted.of(losses[0]))
+                self._next.rows.append(self.reads.size)
             self._backward_at, self._next.by_trainer = user_place(), frame_in(TRAINER) is not None
             self._next.draws |= self.reads.backward()
             no_sync = any(not each.require_backward_grad_sync for each in self._parallel)
@@ -192,9 +232,7 @@ class _Watcher:
         if self._stepping is not None or all(p.grad is None for p in held):  # ZeRO's inner step, or no gradients
             return
         self._stepping = optimizer
-        if any(isinstance(p, DTensor) for p in held):
-            self.record.refused = NOT_REPLICAS
-            raise ScriptEnds
+        self.record.wrapped |= dist.is_initialized()
         if not self.record.steps:
             if not has_begun():
                 refuse_lightning("check of a script of Lightning needs its one line:")
@@ -206,15 +244,18 @@ class _Watcher:
         step, self._next = self._next, Step()
         step.optimizer, step.places = number, (self._forward_at, self._backward_at, user_place())
         step.settings = [_numbers(group) for group in optimizer.param_groups]
-        step.gradients = {self._name(p): p.grad.detach().to("cpu", copy=True) for p in held if p.grad is not None}
+        step.gradients = {self._name(p): _copy(p.grad) for p in held if p.grad is not None}
+        step.starts = {self._name(p): pieces(full_tensor(p.detach())) for p in held}
         step.ticks, step.hooks = self.record.ticks, hooks
-        step.start = sum(float(p.detach().norm()) for p in held)
-        step.unreduced = step.unreduced or ("" if self._wrapped_forward else OUTSIDE)
+        step.unreduced = step.unreduced or ("" if self._wrapped_forward or not self._parallel else OUTSIDE)
         self.record.steps.append(step)
-        rank0 = self._followed(number)
-        if rank0 is not None:
-            for group, settings in zip(optimizer.param_groups, rank0.settings, strict=False):
+        if ranks := self._followed(number):
+            for group, settings in zip(optimizer.param_groups, ranks[0].settings, strict=False):
                 group.update({key: value for key, value in settings.items() if isinstance(group.get(key), float)})
+            for p in held:
+                there = next((g for each in ranks if (g := each.gradients.get(self._name(p))) is not None), None)
+                if p.grad is not None and there is not None and there.shape == p.grad.shape:
+                    local_of(p.grad).copy_(there)  # so that an update differs only if the optimizer's step does
 
     def _refuse_large(self, held: list[Tensor]) -> None:
         needed = 2 * 8 * sum(p.numel() for p in held) * (self._steps + PASSES * LATER_STEPS) * 3
@@ -231,22 +272,24 @@ class _Watcher:
         self._stepping = None
         held = [p for group in optimizer.param_groups for p in group["params"]]
         number, step = self._optimizers[id(optimizer)][1], self.record.steps[-1]
-        step.parameters = {self._name(p): p.detach().to("cpu", copy=True) for p in held}
-        rank0 = self._followed(number)
-        if rank0 is not None:
-            with torch.no_grad():
-                for p in held:
-                    if (there := rank0.parameters.get(self._name(p))) is not None and there.shape == p.shape:
-                        p.copy_(there)
+        step.parameters = {self._name(p): _copy(p) for p in held}
+        if ranks := self._followed(number):
+            for p in held:
+                if (there := _after(ranks, self._name(p))) is not None and there.shape == p.shape:
+                    local_of(p.detach()).copy_(there)
         self._made[number] = self._made.get(number, 0) + 1
         self.record.ticks = 0
         self.reads.step_made()
         self._next, self._wrapped_forward, self._backward_at = Step(), False, ""
+        self._seen.clear()
+        self.noted.forget()
 
-    def _followed(self, number: int) -> Step | None:
-        """Return the step of rank 0 that corresponds to the step that an optimizer makes now."""
-        steps = [] if self._follow is None else self._follow.ranks[0].steps
-        return dict(enumerate(step for step in steps if step.optimizer == number)).get(self._made.get(number, 0))
+    def _followed(self, number: int) -> list[Step]:
+        """Return the ranks' steps that correspond to the step that an optimizer makes now, if all ranks make it."""
+        ranks = [] if self._follow is None else self._follow.ranks
+        made = self._made.get(number, 0)
+        found = [[step for step in rank.steps if step.optimizer == number][made : made + 1] for rank in ranks]
+        return [step for each in found for step in each] if all(found) else []
 
     def _name(self, parameter: Tensor) -> str:
         if id(parameter) not in self._names:
@@ -267,6 +310,21 @@ class _Watcher:
                 plain(*values, **named)
 
         return show
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return full_tensor(tensor.detach()).to("cpu", copy=True)
+
+
+def _after(ranks: Sequence[Step], name: str) -> Tensor | None:
+    """Return a parameter's value after a step on the ranks. Return None if it is known only after an exchange."""
+    owners = [step for step in ranks if name in step.gradients] or list(ranks)
+    held = [step.parameters[name] for step in owners if name in step.parameters]
+    gradients = [step.gradients[name] for step in owners if name in step.gradients]
+    parts = any(not torch.equal(other, held[0]) for other in held[1:])
+    if parts and all(torch.equal(other, gradients[0]) for other in gradients[1:]):
+        return None  # each rank has updated a part of it
+    return held[0] if held else None
 
 
 def _numbers(group: dict[str, Any]) -> dict[str, float]:
