@@ -91,10 +91,16 @@ def start_ray(host: Host, *words: str) -> subprocess.Popen[Any]:
     return host.popen([*ray, *memory, *words], VARIABLES, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
-def joins(host: Host, head: Host) -> None:
-    """Start a node with one CPU, and wait until it is there: nodes that start at once take each other's files."""
+def joins(host: Host, head: Host, folder: str) -> None:
+    """Start a node with one CPU, and wait until it listens: nodes that start at once take each other's sockets."""
+    before = sockets(folder)
     start_ray(host, "--address", f"{head.address}:{PORT}", "--num-cpus", "1")
-    awaited(lambda: has_raylet(host))
+    awaited(lambda: sockets(folder) > before)
+
+
+def sockets(folder: str) -> int:
+    """How many raylets of a try have listened."""
+    return len(list(Path(folder, "ray", "session_latest", "sockets").glob("raylet*")))
 
 
 def has_raylet(host: Host) -> bool:
@@ -150,9 +156,9 @@ def tried(case: str, side: str, one: list[float], show: bool) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder, hosts(4, None) as (head, *nodes):
         words = ["--head", "--port", str(PORT), "--num-cpus", "0", "--include-dashboard", "false"]
         start_ray(head, *words, "--temp-dir", f"{folder}/ray")
-        awaited(lambda: has_raylet(head))
+        awaited(lambda: sockets(folder))
         for host in nodes:
-            joins(host, head)
+            joins(host, head, folder)
         words = [sys.executable, __file__, "--drive", head.address, folder, case, side]
         driver = head.popen(words, VARIABLES, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         assert driver.stdout is not None
@@ -179,7 +185,7 @@ def tried(case: str, side: str, one: list[float], show: bool) -> dict[str, Any]:
             found["seconds"] = round(goes_on(2, at) - at, 1)
             if size == 3:
                 came = time.time()
-                joins(victim, head)
+                joins(victim, head, folder)
                 found["seconds to grow"] = round(goes_on(3, came) - came, 1)
             for name, text in SAID.items():
                 when = next((stamp for stamp, line in lines if stamp > at and text in line), None)
@@ -226,8 +232,9 @@ def summary(tries: list[dict[str, Any]]) -> dict[str, Any]:
     frozen = rows["node frozen"]["ours"].get("seconds until named")
     sooner = {}
     for case in CASES[:3]:
-        ours, alone = (rows[case][side].get("seconds") for side in SIDES)
-        sooner[case] = None if None in (ours, alone) else round(ours - alone, 1)
+        ours, alone = ([t["seconds"] for t in tries if (t["case"], t["side"]) == (case, side)] for side in SIDES)
+        known = [a - b for a, b in zip(ours, alone, strict=False) if a and b]
+        sooner[case] = round(median(known), 1) if known else None
     return {
         "claim": " ".join((__doc__ or "").partition("Claim: ")[2].split()),
         "numbers held": right,
