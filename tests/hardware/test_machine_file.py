@@ -30,6 +30,7 @@ slow_to_draw = settings(deadline=None, suppress_health_check=[HealthCheck.too_sl
 @slow_to_draw
 @given(machines())
 @example(Machine("", (Device("cuda:0", "cpu", origins={"": ""}),), hosts=(Host(),)))
+@example(Machine("", (Device("cuda:0", "cpu"),), hosts=(Host(),), warnings=("a line\x85broken",)))
 def test_reading_gives_the_machine_that_was_written(machine: Machine) -> None:
     text = machine_to_toml(machine)
     assert machine_from_toml(text, "m.toml") == machine

@@ -105,18 +105,21 @@ def test_a_run_says_who_killed_its_worker(kill: str, says: str, small_group: Pat
 
 HUNGRY_JOB = """
 import torch, meshwise as mw
+from torch import nn
 
-calls = []
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
 
-def loss(model, batch):
-    rows = len(batch[0])
-    calls.append(rows)
-    hungry = mw.rank() == 1 and rows > 4 and len(calls) > 3  # by then the loss is known to be a mean over samples
-    kept = torch.ones(rows * 150 << 18) if hungry else 0  # 1.2 GB
-    return torch.nn.functional.mse_loss(model(batch[0]), batch[1])
+    def forward(self, x):
+        x = self.inner(x)
+        wide = x.sum() * torch.ones(25 << 20 if mw.rank() == 1 else 1)  # 100 MB, which the backward needs
+        return x + wide.sin().mean() * 0
 
 x = torch.ones(160, 4)
-job = mw.Job(name="hungry", model=lambda: torch.nn.Linear(4, 1), loss=loss, batch_size=16, epochs=1,
+job = mw.Job(name="hungry", model=lambda: nn.Sequential(*(Block() for _ in range(12)), nn.Linear(4, 1)),
+             loss=lambda model, batch: nn.functional.mse_loss(model(batch[0]), batch[1]), batch_size=16, epochs=1,
              optimizer=lambda p: torch.optim.SGD(p, 0.1), data=lambda: (x, x.sum(1, keepdim=True)))
 """
 

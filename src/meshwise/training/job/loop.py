@@ -304,7 +304,10 @@ def _finish(run: JobRun) -> None:
         if run.state.step not in (newest, run.began["step"] if run.options.resume is not None else -1):
             _save(run, wait=True)
     if run.folder is not None and not run.stopped:
-        save_weights(run.state.model, run.folder / names.WEIGHTS)
+        try:
+            save_weights(run.state.model, run.folder / names.WEIGHTS)
+        except OSError as error:
+            raise SaveError(f"the weights could not be saved in {run.folder}: {error.strerror}.") from error
     if saver is not None:
         saver.settle()
         if saver.wrong:
