@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -74,7 +74,15 @@ class NotedNumbers:
         for key in reversed(self._numbers):
             if key in wanted:
                 wanted.update(self._numbers[key].made_of)
-        return {key: number for key, number in self._numbers.items() if key in wanted}
+        calls, again = Counter[tuple[str, str]](), dict[Key, Key]()
+        for key in (key for key in self._numbers if key in wanted):  # counted among those of this loss
+            calls[key[:2]] += 1
+            again[key] = (*key[:2], calls[key[:2]])
+        return {
+            again[key]: replace(number, made_of=tuple(again[part] for part in number.made_of))
+            for key, number in self._numbers.items()
+            if key in wanted
+        }
 
 
 def _over(name: str, args: tuple[Any, ...], result: Any) -> float:

@@ -260,7 +260,12 @@ def machine_to_toml(machine: Machine) -> str:
             {"kind": c.kind, "ranks": c.ranks, "backend": c.backend, **_timings(c.timings)} for c in machine.collectives
         ]
     text = toml_writer().dumps(file).encode("utf-8", "replace").decode("utf-8")  # UTF-8 cannot encode lone surrogates
-    return HEADER + _LIST.sub(lambda found: f"[{' '.join(map(str.strip, found[1].split("\n")))[:-1]}]", text)
+    return HEADER + _LIST.sub(_in_one_line, text)
+
+
+def _in_one_line(found: re.Match[str]) -> str:
+    lines = [line.strip(" ") for line in found[1].split("\n")]  # no other end of a line: a text may have one
+    return f"[{' '.join(lines)[:-1]}]"
 
 
 def _table(thing: Any, names: Iterable[str]) -> dict[str, Any]:

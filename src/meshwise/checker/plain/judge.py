@@ -24,6 +24,7 @@ from meshwise.checker.rank_weights import shown as weights_text
 from meshwise.checker.rank_weights import solve
 from meshwise.checker.sketches import pieces
 from meshwise.spec.words import some
+from meshwise.workers.divergence import ADVICE
 
 MEANS = "DistributedDataParallel takes the mean over the ranks: the loss of a rank must be a mean."
 COUNTS = (
@@ -36,7 +37,7 @@ OF_TRAINER = (
 REDUCE = "Call the DistributedDataParallel, and run the last backward of a step outside of no_sync()."
 AFTER = "Change the gradients after the backward."
 WHOLE_BATCH = "Gather what it is computed from, with its gradient, or sum its parts over the ranks."
-UNKNOWN = "cause unknown"
+DIVERGED, UNKNOWN = "ranks diverged", "cause unknown"
 Tensors = Mapping[str, Tensor]
 
 
@@ -90,6 +91,7 @@ def judge(script: str, devices: str, ranks: Sequence[Record], one: Record, repea
         hits = [hit for rule in rules if (hit := rule(at)) is not None]
         largest = max([largest, *(far for far, _ in hits)])
         found += [finding for _, finding in hits[:1] if not found]
+    found += _ends_alone(ranks) if not found else ()
     not_judged = [*_not_judged(ranks, one)]
     if local:
         names = some(sorted(set().union(*(at.apart & at.joined for at in local))))
@@ -171,8 +173,30 @@ def _far(one: Tensors, other: Tensors, names: Iterable[str] | None = None) -> tu
     return None if worst[0] <= LIMIT else worst
 
 
+def _ends_alone(ranks: Sequence[Record]) -> Iterator[Finding]:
+    """Report a rank that lost the others, which had ended or made another call."""
+    for record in ranks:
+        if record.lost:
+            made = ", ".join(str(len(each.steps)) for each in ranks)
+            said = f"rank {record.rank} lost another rank here. The ranks had made {made} steps of their optimizers."
+            yield Finding(DIVERGED, True, (record.lost,), said, ADVICE)
+            return
+
+
 Hit = tuple[float, Finding] | None
 """How far the values are apart on which a finding rests, and the finding."""
+
+
+def _diverged(at: At) -> Hit:
+    """Name a rank that steps with another batch of its loop than rank 0."""
+    first, *others = ([each and each[1:] for each in step.batches] for step in at.ranks)
+    for rank, batches in enumerate(others, 1):
+        pairs = zip(first, batches, strict=False)
+        if len(first) != len(batches) or any(a != b for a, b in pairs if a and b):
+            sides = (", ".join(f"{each[1] + 1}" for each in side if each) for side in (first, batches))
+            said = "rank 0 steps with batch {} of its loop and rank {} with batch {}.".format(next(sides), rank, *sides)
+            return float("inf"), at.says(DIVERGED, said, *at.ranks[rank].places, instead=ADVICE)
+    return None
 
 
 def _starts_apart(at: At) -> Hit:
@@ -189,7 +213,7 @@ def _starts_apart(at: At) -> Hit:
     held = [step.parameters for step in at.before.ranks]
     kind, said = "changed outside of the step", f"{said}, and were equal after the last."
     instead = "Change parameters on all ranks alike."
-    if any(_far(held[0], other, [name]) for other in held[1:]):
+    if not all(name in each for each in held) or any(_far(held[0], other, [name]) for other in held[1:]):
         kind, instead = "an update of one rank", "Send what a rank has updated to all others after each step."
         said = said.replace("were equal", "had others")
     return size, at.says(kind, said, *first.places, instead=instead)
@@ -351,8 +375,8 @@ def _scalars(at: At) -> Iterator[Joined]:
             yield from joined(alone, of_ranks, [step.rows[number] for step in at.ranks]).values()
 
 
-OF_RANKS: tuple[Callable[[At], Hit], ...] = (_starts_apart, _other_state, _not_reduced, _clips)
-RULES = (_starts_apart, _start_of_one, _other_state, _not_reduced, _clips, _no_owner, _gradients, _updates)
+OF_RANKS: tuple[Callable[[At], Hit], ...] = (_diverged, _starts_apart, _other_state, _not_reduced, _clips)
+RULES = (_diverged, _starts_apart, _start_of_one, _other_state, _not_reduced, _clips, _no_owner, _gradients, _updates)
 """What is looked for in a step, in this order. OF_RANKS: where one process does not compute the same."""
 
 

@@ -54,6 +54,8 @@ class Reads:
         """Whether some loop may have got fewer batches than its loader has."""
         self.size = 0
         """The number of samples in the newest batch, 0 if unknown."""
+        self.at: tuple[int, int, int] | None = None
+        """The number of the newest batch's loader, of its pass, and of the batch."""
         self._steps, self._seed, self._follow, self._passes = steps, seed, follow, passes
         self._loaders: dict[int, tuple[Any, int]] = {}  # sampler id -> the sampler, and the number of its loader
         self._lengths: dict[int, int] = {}  # sampler id -> a rank's number of batches, if ranks' loops are replayed
@@ -105,7 +107,7 @@ class Reads:
         now.given.append(chosen)
         self._batches_since += 1
         self._see_accelerate()
-        self.size = 0
+        self.size, self.at = 0, (now.loader, now.number, chosen)
         if now.samples is None:
             return loaders.plain_indices(iterator)
         indices = [index for part in loop.batches[chosen] for index in part]
@@ -154,8 +156,9 @@ class Reads:
 
     def _next(self, loop: _Loop) -> int:
         """Return the index of the next batch to read."""
-        tail = max(self._batches_of_step, 1) if loop.read.trained else 1
-        chosen = max(loop.at, len(loop.batches) - tail) if self._enough(loop) else loop.at
+        step = max(self._batches_of_step, 1) if loop.read.trained else 1
+        skipped = (len(loop.batches) - step - loop.at) // step * step  # whole steps, so that an accumulation goes on
+        chosen = loop.at + max(skipped, 0) if self._enough(loop) else loop.at
         self.has_cut |= chosen > loop.at
         return chosen
 

@@ -43,7 +43,8 @@ class Step:
     state: sketches of all models' parameters and buffers, as of the first forward after the previous step.
     own: for each backward, sketches of the gradients of this process's own loss, before the program's hooks and any
         reduction.
-    numbers, rows: for each backward, the scalars that its loss is made of, and the number of samples in its batch.
+    numbers, rows, batches: for each backward, the scalars that its loss is made of, the number of samples in the newest
+        batch, and the numbers of its loader, of the pass over it, and of the batch.
     """
 
     optimizer: int = 0
@@ -56,6 +57,7 @@ class Step:
     own: list[dict[str, Tensor]] = field(default_factory=list)
     numbers: list[Numbers] = field(default_factory=list)
     rows: list[int] = field(default_factory=list)
+    batches: list[tuple[int, int, int] | None] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     scales: list[float] = field(default_factory=list)
     ticks: int = 0
@@ -79,7 +81,7 @@ class Step:
 
 @dataclass
 class Record:
-    """What was recorded in one run of a script, on one rank or in one process."""
+    """What was recorded in one run of a script, on one rank or in one process. lost: where it lost another rank."""
 
     rank: int
     passes: list[Pass] = field(default_factory=list)
@@ -96,6 +98,7 @@ class Record:
     wrapped: bool = False
     accelerate: bool = False
     refused: str = ""
+    lost: str = ""
     left: list[float] = field(default_factory=list)
     evaluated: list[float] = field(default_factory=list)
 

@@ -8,6 +8,7 @@ import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from traceback import extract_tb
 from typing import Any
 
 import numpy
@@ -15,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -31,16 +32,17 @@ from meshwise.hardware.memory import free_bytes
 from meshwise.parallel.step_hooks import Order, subscribe
 from meshwise.spec.errors import UsageError
 from meshwise.spec.units import bytes_text
-from meshwise.spec.user_code import frame_in, place_of, user_place
+from meshwise.spec.user_code import frame_in, is_users, place, place_of, user_place
 from meshwise.torch_compat import program_calls
 from meshwise.torch_compat.dispatch import without_interception
 from meshwise.torch_compat.modules import gradient_hooks, move_hook, persistent_tensors
 from meshwise.torch_compat.sharding import local_of
-from meshwise.training.autograd.loss_graph import scale_of
+from meshwise.training.autograd.loss_graph import LEAF, scale_of
 from meshwise.training.engine.seeds import seed_all
 from meshwise.training.process.same_work import refuse_lightning
 from meshwise.training.process.session import has_begun
 from meshwise.transfer.sharded import full_tensor
+from meshwise.workers.failure import is_communication_error
 
 MOST_BACKWARDS = 40
 """A script may run this many backward passes, on average, for each step to record. If it runs more, it is ended."""
@@ -67,6 +69,12 @@ def watch_plain(script: Callable[[], object], steps: int, seed: int, follow: Fol
         except SystemExit as end:
             if end.code not in (None, 0):
                 raise
+        except Exception as error:
+            if not watcher.record.steps or not is_communication_error(error):
+                raise
+            frames = [each for each in extract_tb(error.__traceback__) if is_users(each.filename)]
+            places = [place(each.filename, each.lineno) for each in frames]
+            watcher.record.lost = next(iter(places[::-1]), "")
         except StopIteration:
             if not watcher.reads.has_cut:  # if the check cut a loop short, next() in the script may raise StopIteration
                 raise
@@ -85,6 +93,7 @@ class _Watcher:
         self._known_roots = set[int]()
         self._seen = set[int]()  # ids of the models whose state was recorded since the last step
         self._hooked: dict[int, Tensor] = {}
+        self._inside: list[nn.Module] = []  # the modules whose forward runs now
         self._roots = list[Any]()
         self._forward_at = ""
         self._wrapped_forward = False  # whether a forward of DDP ran with gradients enabled since the last step
@@ -119,6 +128,7 @@ class _Watcher:
             put([builtins], "print", self._print),
             subscribe(Order.GUARD, self._before_step, self._after_step).remove,
             register_module_forward_pre_hook(self._forward).remove,
+            register_module_forward_hook(self._left, always_call=True).remove,
         ]
         try:
             yield
@@ -140,6 +150,9 @@ class _Watcher:
         if isinstance(module, FullyShardedDataParallel):
             self.record.refused = NOT_REPLICAS
             raise ScriptEnds
+        self._inside.append(module)
+        if len(self._inside) > 1:  # a module of a model, whose parameters FSDP may just have replaced
+            return
         if isinstance(module, DistributedDataParallel):
             self._wrapped_forward |= torch.is_grad_enabled()
         if id(module) in self._known_roots:
@@ -159,6 +172,10 @@ class _Watcher:
                 self._names[id(p)] = p, name
             self._forward_at = user_place()
             self._look(module)
+
+    def _left(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        if module in self._inside:
+            del self._inside[self._inside.index(module) :]
 
     def _look(self, model: nn.Module) -> None:
         """Record the state of a model, once between two steps, and from now on its parameters' own gradients."""
@@ -202,11 +219,14 @@ class _Watcher:
                 raise ScriptEnds
             losses = [tensors] if isinstance(tensors, Tensor) else list(tensors)
             self._next.own.append({})
+            self._next.batches.append(self.reads.at)
             if losses and losses[0].numel() == 1:
                 self._next.losses.append(float(losses[0].detach()))
                 self._next.scales.append(scale_of(losses[0]))
                 self._next.numbers.append(self.noted.of(losses[0]))
                 self._next.rows.append(self.reads.size)
+                if not self.record.steps:
+                    _ = [self._name(leaf) for leaf in _leaves(losses[0])]
             self._backward_at, self._next.by_trainer = user_place(), frame_in(TRAINER) is not None
             self._next.draws |= self.reads.backward()
             no_sync = any(not each.require_backward_grad_sync for each in self._parallel)
@@ -245,7 +265,10 @@ class _Watcher:
         step.optimizer, step.places = number, (self._forward_at, self._backward_at, user_place())
         step.settings = [_numbers(group) for group in optimizer.param_groups]
         step.gradients = {self._name(p): _copy(p.grad) for p in held if p.grad is not None}
-        step.starts = {self._name(p): pieces(full_tensor(p.detach())) for p in held}
+        known = {self._name(p): p for p in (*held, *(p for p, _ in self._names.values()))}
+        step.starts = {
+            name: _sketch(p) for name, p in known.items() if local_of(p).untyped_storage().size()
+        }  # FSDP frees some
         step.ticks, step.hooks = self.record.ticks, hooks
         step.unreduced = step.unreduced or ("" if self._wrapped_forward or not self._parallel else OUTSIDE)
         self.record.steps.append(step)
@@ -312,8 +335,25 @@ class _Watcher:
         return show
 
 
+def _leaves(loss: Tensor) -> list[Tensor]:
+    """Return the parameters that a loss has gradients for, in the order of its graph."""
+    found, seen = list[Tensor](), {loss.grad_fn}
+    queue: list[Any] = [loss.grad_fn]
+    for node in queue:
+        if node is not None and node.name() == LEAF and isinstance(node.variable, nn.Parameter):
+            found.append(node.variable)
+        below = [each for each, _ in (node.next_functions if node is not None else ()) if each not in seen]
+        seen.update(below)
+        queue += dict.fromkeys(below)
+    return found
+
+
 def _copy(tensor: Tensor) -> Tensor:
     return full_tensor(tensor.detach()).to("cpu", copy=True)
+
+
+def _sketch(tensor: Tensor) -> Tensor:
+    return pieces(full_tensor(tensor.detach())).clone()  # a small tensor is returned as it is
 
 
 def _after(ranks: Sequence[Step], name: str) -> Tensor | None:
