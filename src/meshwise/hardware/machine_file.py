@@ -264,7 +264,7 @@ def machine_to_toml(machine: Machine) -> str:
 
 
 def _in_one_line(found: re.Match[str]) -> str:
-    lines = [line.strip(" ") for line in found[1].split("\n")]  # no other end of a line: a text may have one
+    lines = [line.strip(" ") for line in found[1][:-1].split("\n")]  # no other end of a line: a text may have one
     return f"[{' '.join(lines)[:-1]}]"
 
 
