@@ -103,6 +103,7 @@ def test_a_script_that_names_gpus_is_checked_as_it_is(tmp_path: Path, monkeypatc
         ("batch size is per device", False),
         ("samples counted twice in the evaluation", True),
         ("batch norm per rank", False),
+        ("gradients left over from an epoch", False),
         ("metric differs from one device's", True),
     ]
     assert found.findings[2].places == ("train.py:34", "train.py:16")

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -64,25 +64,18 @@ class NotedNumbers:
             self._keys[id(number)] = key, number
         return result
 
-    def forget(self) -> None:
-        """Forget all scalars, since a step is over."""
-        self._numbers, self._keys, self._calls = {}, {}, Counter()
-
     def of(self, loss: Tensor) -> Numbers:
         """Return the scalars that `loss` is computed from, and `loss` itself as the last."""
         wanted = {self._keys[id(loss)][0]} if id(loss) in self._keys else set()
         for key in reversed(self._numbers):
             if key in wanted:
                 wanted.update(self._numbers[key].made_of)
-        calls, again = Counter[tuple[str, str]](), dict[Key, Key]()
-        for key in (key for key in self._numbers if key in wanted):  # counted among those of this loss
-            calls[key[:2]] += 1
-            again[key] = (*key[:2], calls[key[:2]])
-        return {
-            again[key]: replace(number, made_of=tuple(again[part] for part in number.made_of))
-            for key, number in self._numbers.items()
-            if key in wanted
-        }
+        return {key: number for key, number in self._numbers.items() if key in wanted}
+
+    def since_then(self) -> Numbers:
+        """Return the scalars of all operators since the last call, and forget them."""
+        found, self._numbers, self._keys, self._calls = self._numbers, {}, {}, Counter()
+        return found
 
 
 def _over(name: str, args: tuple[Any, ...], result: Any) -> float:

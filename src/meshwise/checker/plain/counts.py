@@ -17,6 +17,7 @@ from meshwise.checker.plain.record import Pass, Record, Step
 from meshwise.checker.printed_numbers import numbers_apart, printed_otherwise
 from meshwise.checker.proof import Finding
 
+ALIKE = "Give the schedule a number that is alike on all ranks: all_reduce sums and counts before dividing."
 ALONE = "in one process on all their samples."
 OF_ACCELERATE = "Use gather_for_metrics, or cut what is gathered to len(dataset)"
 OF_DDP = "Read Subset(data, range(rank, len(data), world)), call model.module, and all_reduce sums and counts"
@@ -159,17 +160,13 @@ def _whole_steps(steps: float, horizon: float) -> float:
 
 
 def rates(ranks: Sequence[Record]) -> Iterator[Finding]:
-    """Yield a finding if a learning rate differs between ranks."""
-    instead = "Give the schedule a number that is alike on all ranks: all_reduce sums and counts before dividing."
-    settings = [
-        (each[0][0], [n for _, n in each]) for each in zip(*(record.plateau_metrics for record in ranks), strict=False)
-    ]
-    for steps in zip(*(record.steps for record in ranks), strict=False):
-        settings.append((steps[0].places[2], [sum(group.get("lr", 0.0) for group in step.settings) for step in steps]))
-    for place, numbers in settings:
-        if max(numbers) - min(numbers) > LIMIT * max(map(abs, numbers)):
-            evidence = f"it, or its schedule's metric, is {', '.join(f'{n:.6g}' for n in numbers)} on the ranks."
-            yield Finding("learning rate of one rank", True, (place,), evidence, instead)
+    """Yield a finding if a schedule gets a metric that differs between ranks."""
+    for each in zip(*(record.plateau_metrics for record in ranks), strict=False):
+        place, metrics = each[0][0], [number for _, number in each]
+        if max(metrics) - min(metrics) > LIMIT * max(map(abs, metrics)):
+            evidence = f"its schedule's metric is {', '.join(f'{n:.6g}' for n in metrics)} on the ranks."
+            yield Finding("learning rate of one rank", True, (place,), evidence, ALIKE)
+            return
 
 
 def norms(ranks: Sequence[Record]) -> Iterator[Finding]:

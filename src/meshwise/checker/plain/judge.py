@@ -74,6 +74,13 @@ class At:
         first, *others = (step.starts for step in self.ranks)
         return bool(self.apart & self.joined) or any(_far(first, other, self.joined) for other in others)
 
+    def last_step_of(self, name: str) -> At | None:
+        """Return the newest step before this one that updates a parameter on some rank."""
+        at = self.before
+        while at is not None and not any(name in step.parameters for step in at.ranks):
+            at = at.before
+        return at
+
     def says(self, kind: str, evidence: str, *places: str, instead: str = "") -> Finding:
         """Return a finding of this step."""
         where = tuple(dict.fromkeys(place for place in places if place))
@@ -126,7 +133,8 @@ def _steps(ranks: Sequence[Record], one: Record) -> Iterator[At]:
     """Yield the steps that all ranks make, in the order of rank 0. What one process lacks is empty."""
     sides = [_by_optimizer(record) for record in (*ranks, one)]
     trained = frozenset(name for step in ranks[0].steps for name in step.starts)
-    before, joined_of = dict[int, At](), dict[int, frozenset[str]]()
+    before: At | None = None
+    joined_of = dict[int, frozenset[str]]()
     made = dict.fromkeys(sides[0], 0)
     for number, first in enumerate(ranks[0].steps, 1):
         of, at = first.optimizer, made[first.optimizer]
@@ -137,8 +145,8 @@ def _steps(ranks: Sequence[Record], one: Record) -> Iterator[At]:
         if of not in joined_of:
             joined_of[of] = _joined([list(each) for each in zip(*(side[of] for side in sides[:-1]), strict=False)])
         alone = found[-1][0] if found[-1] else Step()
-        before[of] = At(number, [step for (step,) in found[:-1]], alone, before.get(of), trained, joined_of[of])
-        yield before[of]
+        before = At(number, [step for (step,) in found[:-1]], alone, before, trained, joined_of[of])
+        yield before
 
 
 def _by_optimizer(record: Record) -> dict[int, list[Step]]:
@@ -183,6 +191,10 @@ def _ends_alone(ranks: Sequence[Record]) -> Iterator[Finding]:
             return
 
 
+def _any_far(held: Sequence[Tensors], name: str) -> bool:
+    return any(_far(held[0], other, [name]) for other in held[1:])
+
+
 Hit = tuple[float, Finding] | None
 """How far the values are apart on which a finding rests, and the finding."""
 
@@ -199,6 +211,20 @@ def _diverged(at: At) -> Hit:
     return None
 
 
+def _rates(at: At) -> Hit:
+    """Name a setting of the optimizer that differs between ranks, such as its learning rate."""
+    first, *others = at.ranks
+    for other in others:
+        for mine, theirs in zip(first.settings, other.settings, strict=False):
+            for key in mine.keys() & theirs.keys():
+                far = abs(mine[key] - theirs[key]) / max(abs(mine[key]), abs(theirs[key]), 1e-300)
+                if far > LIMIT:
+                    name = "learning rate" if key == "lr" else key
+                    said = f"it is {', '.join(f'{s.settings[0].get(key, 0.0):.6g}' for s in at.ranks)} on the ranks."
+                    return far, at.says(f"{name} of one rank", said, first.places[2], instead=counts.ALIKE)
+    return None
+
+
 def _starts_apart(at: At) -> Hit:
     """Name a parameter that ranks have with other values as the step begins."""
     first, *others = at.ranks
@@ -206,16 +232,16 @@ def _starts_apart(at: At) -> Hit:
     if hit is None:
         return None
     size, name = hit
-    said = f"the ranks begin with other values of {name}, by {size:.2g}"
-    if at.before is None:
+    said, last = f"the ranks begin with other values of {name}, by {size:.2g}", at.last_step_of(name)
+    if last is None:
+        kind, said = "other start values", f"{said}."
         instead = "Start all ranks from the values of rank 0: DistributedDataParallel sends them."
-        return size, at.says("other start values", f"{said}.", *first.places, instead=instead)
-    held = [step.parameters for step in at.before.ranks]
-    kind, said = "changed outside of the step", f"{said}, and were equal after the last."
-    instead = "Change parameters on all ranks alike."
-    if not all(name in each for each in held) or any(_far(held[0], other, [name]) for other in held[1:]):
-        kind, instead = "an update of one rank", "Send what a rank has updated to all others after each step."
-        said = said.replace("were equal", "had others")
+    elif not all(name in step.parameters for step in last.ranks) or _any_far([s.parameters for s in last.ranks], name):
+        kind, said = "an update of one rank", f"{said}, as after step {last.number}."
+        instead = "Send what a rank has updated to all others after each step."
+    else:
+        kind, said = "changed outside of the step", f"{said}, and were equal after step {last.number}."
+        instead = "Change parameters on all ranks alike."
     return size, at.says(kind, said, *first.places, instead=instead)
 
 
@@ -278,23 +304,25 @@ def _gradients(at: At) -> Hit:
     where: tuple[str, ...] = (first.places[1], first.places[0])
     since = "; the steps before are equal" * (at.before is not None)
     of_trainer = first.by_trainer
-    factor = _factor(one, many)
+    weights = _weights(at, _total(at.one.own))
+    factor, means = _factor(one, many), weights is not None and all(abs(w * len(at.ranks) - 1) < 1e-6 for w in weights)
     if factor is not None:
         said = f"every gradient is {factor:.6g} times that of one process on the same samples{since}."
+        if means and first.reduced_at:
+            return size, at.says("changed in the reduction", said, *first.reduced_at, *where)
         return size, at.says("gradient times a number", said, *where, instead=OF_TRAINER if of_trainer else MEANS)
     said = f"the gradient of {name} differs by {size:.2g}{since}"
-    weights = _weights(at, _total(at.one.own))
     reduced = _weights(at, {name: pieces(g) for name, g in many.items()})
     mean, loss = statistics.fmean(step.loss for step in at.ranks), at.one.loss
     losses = f"the mean of the ranks' losses is {mean:.6g}, but one process has {loss:.6g}"
-    statistic = next((n for n in _scalars(at) if not (n.is_mean or n.is_sum or n.is_alike)), None)
+    statistic = _no_mean(at)
     over = statistic is not None and statistic.is_mean_of_its_own
     if first.hooks and weights is not None and reduced is None:
         said += ": a hook changes each rank's gradient before the mean."
         return size, at.says("a hook before the reduction", said, *first.hooks, instead=AFTER)
     if weights is not None and reduced is None:
         said += ", though the gradients of the ranks' own losses add up to it: they are changed as they are reduced."
-        return size, at.says("changed in the reduction", said, *where)
+        return size, at.says("changed in the reduction", said, *first.reduced_at, *where)
     if over or (weights is not None and reduced is not None and _differ_by_rank(at, weights)):
         said += f"; {losses}"
         if weights is not None and reduced is not None:
@@ -302,6 +330,8 @@ def _gradients(at: At) -> Hit:
         if statistic is not None:
             said, where = f"{said}. {line_of(statistic)} is {statistic.shown}", (statistic.place, *where)
         kind = "mean over unequal counts"
+        if weights is not None and not over and abs(sum(weights) - len(at.one.own)) > 1e-6:
+            kind, of_trainer = "a factor of one rank's loss", False
         return size, at.says(kind, f"{said}.", *where, instead=OF_TRAINER if of_trainer else COUNTS)
     if weights is not None and reduced is not None:
         said += f": the ranks' own gradients weigh {weights_text(reduced)} in it, and {weights_text(weights)} there."
@@ -340,9 +370,9 @@ def _start_of_one(at: At) -> Hit:
     if hit is None:
         return None
     said = f"the ranks begin with another value of {hit[1]} than one process, by {hit[0]:.2g}"
-    if at.before is None:
+    if (last := at.last_step_of(hit[1])) is None:
         return hit[0], at.says("other start values", f"{said}.", *at.ranks[0].places)
-    return hit[0], at.says("other optimizer step", f"{said}, from the same gradients.", at.before.ranks[0].places[2])
+    return hit[0], at.says("other optimizer step", f"{said}, from the same gradients.", last.ranks[0].places[2])
 
 
 def _total(own: Sequence[Tensors]) -> dict[str, Tensor]:
@@ -367,16 +397,22 @@ def _differ_by_rank(at: At, weights: Sequence[float]) -> bool:
     return any(max(weights[m::count]) - min(weights[m::count]) > 1e-6 for m in range(count))
 
 
-def _scalars(at: At) -> Iterator[Joined]:
-    """Yield the scalars of each microbatch's loss, in one process and on the ranks."""
+def _no_mean(at: At) -> Joined | None:
+    """Return the first scalar in the computation of a loss that is neither the mean nor the sum of the ranks' scalars. If
+    that is the loss itself, return the first such scalar of the program."""
     for number, alone in enumerate(at.one.numbers):
-        if all(number < len(step.numbers) and step.rows[number] for step in at.ranks):
-            of_ranks = [step.numbers[number] for step in at.ranks]
-            yield from joined(alone, of_ranks, [step.rows[number] for step in at.ranks]).values()
+        if not all(number < len(step.numbers) and step.rows[number] for step in at.ranks):
+            continue
+        found = joined(alone, [s.numbers[number] for s in at.ranks], [s.rows[number] for s in at.ranks])
+        other = [n for n in found.values() if not (n.is_mean or n.is_sum or n.is_alike)]
+        of_loss = [n for n in other if n.key in at.one.of_loss[number]]
+        if of_loss:
+            return other[0] if of_loss[0].key == at.one.of_loss[number][-1] else of_loss[0]
+    return None
 
 
-OF_RANKS: tuple[Callable[[At], Hit], ...] = (_diverged, _starts_apart, _other_state, _not_reduced, _clips)
-RULES = (_diverged, _starts_apart, _start_of_one, _other_state, _not_reduced, _clips, _no_owner, _gradients, _updates)
+OF_RANKS: tuple[Callable[[At], Hit], ...] = (_diverged, _rates, _starts_apart, _other_state, _not_reduced, _clips)
+RULES = (*OF_RANKS, _start_of_one, _no_owner, _gradients, _updates)
 """What is looked for in a step, in this order. OF_RANKS: where one process does not compute the same."""
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
-from meshwise.checker.loss_numbers import Numbers
+from meshwise.checker.loss_numbers import Key, Numbers
 
 
 @dataclass
@@ -43,8 +43,9 @@ class Step:
     state: sketches of all models' parameters and buffers, as of the first forward after the previous step.
     own: for each backward, sketches of the gradients of this process's own loss, before the program's hooks and any
         reduction.
-    numbers, rows, batches: for each backward, the scalars that its loss is made of, the number of samples in the newest
-        batch, and the numbers of its loader, of the pass over it, and of the batch.
+    numbers, of_loss: for each backward, all scalars since the last one, and those of them that its loss is made of.
+    rows, batches: for each backward, the number of samples in the newest batch, and the numbers of its loader, of the
+        pass over it, and of the batch.
     """
 
     optimizer: int = 0
@@ -56,6 +57,7 @@ class Step:
     state: dict[str, Tensor] = field(default_factory=dict)
     own: list[dict[str, Tensor]] = field(default_factory=list)
     numbers: list[Numbers] = field(default_factory=list)
+    of_loss: list[list[Key]] = field(default_factory=list)
     rows: list[int] = field(default_factory=list)
     batches: list[tuple[int, int, int] | None] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
@@ -63,6 +65,7 @@ class Step:
     ticks: int = 0
     unreduced: str = ""
     hooks: tuple[str, ...] = ()
+    reduced_at: tuple[str, ...] = ()
     clips: list[tuple[str, float]] = field(default_factory=list)
     unclipped: dict[str, Tensor] = field(default_factory=dict)
     by_trainer: bool = False

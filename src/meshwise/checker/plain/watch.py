@@ -104,6 +104,7 @@ class _Watcher:
         self._norms: dict[str, None] = {}
         self._used: dict[int, float] = {}  # maps a batch norm's id to the norm of its last running mean
         self._parallel: list[DistributedDataParallel] = []
+        self._reduced_at: tuple[str, ...] = ()  # the communication hooks of DDP
         self._ends: list[Callable[[], None]] = []
         self._next = Step()  # holds the backwards since the last step
         self._backward_at = ""
@@ -121,6 +122,7 @@ class _Watcher:
         put = program_calls.put
         self._ends += [
             put([DistributedDataParallel], "__init__", self._wrap),
+            put([DistributedDataParallel], "register_comm_hook", self._hook),
             put([torch.autograd], "backward", self._backward),
             put([nn.utils, nn.utils.clip_grad], "clip_grad_norm_", self._clip),
             put([nn.utils, nn.utils.clip_grad], "clip_grad_value_", self._clip),
@@ -211,6 +213,14 @@ class _Watcher:
 
         return init
 
+    def _hook(self, plain: Any) -> Any:
+        @functools.wraps(plain)
+        def register(model: DistributedDataParallel, state: object, hook: Any) -> None:
+            self._reduced_at += (place_of(hook) or user_place(),)
+            plain(model, state, hook)
+
+        return register
+
     def _backward(self, plain: Any) -> Any:
         @functools.wraps(plain)
         def backward(tensors: Any, *arguments: Any, **named: Any) -> Any:
@@ -223,7 +233,8 @@ class _Watcher:
             if losses and losses[0].numel() == 1:
                 self._next.losses.append(float(losses[0].detach()))
                 self._next.scales.append(scale_of(losses[0]))
-                self._next.numbers.append(self.noted.of(losses[0]))
+                self._next.of_loss.append([*self.noted.of(losses[0])])
+                self._next.numbers.append(self.noted.since_then())
                 self._next.rows.append(self.reads.size)
                 if not self.record.steps:
                     _ = [self._name(leaf) for leaf in _leaves(losses[0])]
@@ -269,7 +280,7 @@ class _Watcher:
         step.starts = {
             name: _sketch(p) for name, p in known.items() if local_of(p).untyped_storage().size()
         }  # FSDP frees some
-        step.ticks, step.hooks = self.record.ticks, hooks
+        step.ticks, step.hooks, step.reduced_at = self.record.ticks, hooks, self._reduced_at
         step.unreduced = step.unreduced or ("" if self._wrapped_forward or not self._parallel else OUTSIDE)
         self.record.steps.append(step)
         if ranks := self._followed(number):
@@ -305,7 +316,7 @@ class _Watcher:
         self.reads.step_made()
         self._next, self._wrapped_forward, self._backward_at = Step(), False, ""
         self._seen.clear()
-        self.noted.forget()
+        self.noted.since_then()
 
     def _followed(self, number: int) -> list[Step]:
         """Return the ranks' steps that correspond to the step that an optimizer makes now, if all ranks make it."""
