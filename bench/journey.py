@@ -35,7 +35,7 @@ def walked() -> dict[str, Any]:
         "seconds": round(seconds, 1),
         "faults": {name: {"found": int(a), "planted": int(b), "false alarms": int(c)} for name, a, b, c in faults},
         "cleaning": re.findall(r"^test accuracy: (.* trained on all, .*)", told, re.MULTILINE)[0],
-        "check": re.findall(r"^(equal|different|doubtful)\b", told, re.MULTILINE)[0],
+        "check": re.findall(r"^(equal|different|not judged)\b", told, re.MULTILINE)[0],
         "trained": figures,
         "models": {name: {"accuracy": float(a), "KiB": int(b), "ms": float(c)} for name, a, b, c in models},
     }

@@ -88,7 +88,7 @@ def main() -> None:
         "twine": [line for line in twine.splitlines() if "PASSED" in line or "WARNING" in line],
         "mnist-mlp, one epoch of the sample": f"accuracy {accuracy} %",
         "report": found(r"written\s+\S*?([^/\s]+\.html)", report),
-        "check": found(r"((?:equal|differs|doubtful)[^\n]*)", check),
+        "check": found(r"((?:equal|differs|not judged)[^\n]*)", check),
     }
     (ROOT / "bench" / "results" / "release.json").write_text(json.dumps(result, indent=2) + "\n")
     print(json.dumps(result, indent=2))

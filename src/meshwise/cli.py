@@ -22,7 +22,7 @@ from typer.core import TyperGroup
 
 from meshwise.spec.addresses import address_of, more
 from meshwise.spec.errors import MeshwiseError, UsageError, WorkerFailed, nearest
-from meshwise.spec.exit_codes import DOUBTFUL, FAILED, MEANINGS, USAGE
+from meshwise.spec.exit_codes import FAILED, MEANINGS, NOT_JUDGED, USAGE
 from meshwise.spec.words import printable
 from meshwise.terminal import last_words
 from meshwise.workers import fast_exit
@@ -40,8 +40,10 @@ EXIT_CODES = {
     str(FAILED): f"{MEANINGS[str(FAILED)]}. bench: a path corrupts data. check: the plan differs. "
     "doctor: something would stop or slow a run. plan: no plan fits for certain",
     str(USAGE): f"{MEANINGS[str(USAGE)]}. check: no verdict, also where the program fails",
-    str(DOUBTFUL): "check: equal in float64, but doubtful: rounding on one side, a number that the script shows, "
-    "or losses that are not finite",
+    str(
+        NOT_JUDGED
+    ): "check: nothing differs in float64, but not everything is judged, or differs otherwise: rounding on one "
+    "side, a number that the script shows, losses that are not finite, local steps",
 }
 
 

@@ -883,7 +883,7 @@ def rightness(proof: Proof, kind: Words, module: Words | None, cause: Words) -> 
     """What is right of a proof, where these are what a person would say. Found: another exit code than 0."""
     first, named = proof.comparison.first, proof.cause
     if first is None or named is None:
-        return in_words("; ".join(proof.doubts), cause)
+        return in_words("; ".join(proof.not_judged), cause)
     within = (module,) if isinstance(module, str) else module or ()
     where = f"{proof.module}."
     return {
@@ -902,11 +902,11 @@ IN_WORDS = {
     "Not the same data": "data order",
     "its gradient comes from one rank alone": "missing reduction",
 }
-"""Causes that doubts and refusals say in a sentence."""
+"""Causes that not_judged and refusals say in a sentence."""
 
 
 def in_words(said: str, cause: Words, found: bool = True) -> dict[str, Any]:
-    """What is right of a doubt or of a refusal, neither of which has a kind, a module or a named cause."""
+    """What is right of what is not judged or refused, neither of which has a kind, a module or a named cause."""
     named = any(words in said and fair(name, cause) for words, name in IN_WORDS.items())
     about = {"kind right": False, "module right": False, "cause right": named}
     return {"found": found and bool(said), **about, "said": said or "equal"}

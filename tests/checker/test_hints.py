@@ -229,7 +229,7 @@ def test_a_function_whose_result_is_not_used(use: str) -> None:
 @pytest.mark.filterwarnings("ignore:Detected call")
 def test_a_hint_is_a_warning_and_no_difference(pool: Any) -> None:
     found = proof(short((BACKWARD, ACCUMULATED + "        scheduler.step()\n")), pool)
-    assert found.equal and not found.doubts and len(found.warnings) == 1
+    assert found.equal and not found.not_judged and len(found.warnings) == 1
 
 
 def test_classes_are_as_they_were() -> None:

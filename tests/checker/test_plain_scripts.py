@@ -312,7 +312,7 @@ def test_steps_of_ranks_by_themselves_are_not_judged_where_values_are_alike_agai
         judge("train.py", "2xcpu", [record(rank, steps=steps(rank, again)) for rank in range(2)], record(0, 1))
         for again in (0.0, 1.0)
     ]
-    assert proofs[0].verdict.value == "doubtful" and "local steps between averages" in proofs[0].not_judged[0]
+    assert proofs[0].verdict.value == "not judged" and "local steps between averages" in proofs[0].not_judged[0]
     assert [each.kind for each in proofs[1].findings] == ["gradients not reduced"] and proofs[1].largest > 0.1
 
 
@@ -322,9 +322,9 @@ def test_what_is_not_judged_is_never_equal() -> None:
     unknown = [record(rank, passes=[replace(read(rank), samples=None)]) for rank in range(2)]
     for many in (own, drawn, unknown):
         made = judge("train.py", "2xcpu", many, record(0, 1))
-        assert made.verdict.value == "doubtful" and made.not_judged and not made.findings
+        assert made.verdict.value == "not judged" and made.not_judged and not made.findings
     failed = judge("train.py", "2xcpu", [record(0), record(1)], Record(0, refused="it fails with"))
-    assert failed.verdict.value == "doubtful"
+    assert failed.verdict.value == "not judged"
 
 
 def test_one_process_reads_what_all_ranks_read() -> None:

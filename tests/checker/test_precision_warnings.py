@@ -1,4 +1,4 @@
-"""A plan that is equal in float64, and other figures that say it is not: doubtful, with exit code 4.
+"""A plan that is equal in float64, and other figures that say it is not: not judged, with exit code 4.
 
 Of checker/precision_warnings.py, and of what checker/printed_numbers.py tells apart.
 """
@@ -30,11 +30,11 @@ assert CAST != SCRIPT
 
 
 @pytest.mark.parametrize("text", [SCRIPT, CAST])
-def test_a_cast_of_one_side_alone_is_doubtful(text: str, pool: Any) -> None:
+def test_a_cast_of_one_side_alone_is_not_judged(text: str, pool: Any) -> None:
     found = proof(text, pool, rounding=True)
     assert found.equal, "float64 lifts the cast"
-    assert found.verdict is (Verdict.DOUBTFUL if text == CAST else Verdict.EQUAL), found.doubts
-    assert [doubt.split(" is ")[0] for doubt in found.doubts] == (
+    assert found.verdict is (Verdict.NOT_JUDGED if text == CAST else Verdict.EQUAL), found.not_judged
+    assert [text.split(" is ")[0] for text in found.not_judged] == (
         ["rounding of the loss in step 1", "rounding of the gradients in step 1"] if text == CAST else []
     )
     assert NO_ROUNDING not in found.notes
@@ -42,7 +42,7 @@ def test_a_cast_of_one_side_alone_is_doubtful(text: str, pool: Any) -> None:
 
 def test_a_plan_in_low_precision_is_judged_by_that(pool: Any) -> None:
     found = proof(SCRIPT, pool, Plan(data=2, precision="bf16"), rounding=True)
-    assert found.verdict is Verdict.EQUAL, found.doubts
+    assert found.verdict is Verdict.EQUAL, found.not_judged
 
 
 @pytest.mark.parametrize("name", ["plain", "weighed"])  # clipped, and not
@@ -93,7 +93,7 @@ def test_after_a_loss_that_is_no_number_nothing_is_proven() -> None:
         ("in 1.2 s: 45 tokens", "in 1.9 s: 30 tokens"),
     ],
 )
-def test_numbers_that_should_be_one_are_doubtful(one: str, many: str) -> None:
+def test_numbers_that_should_be_one_are_not_judged(one: str, many: str) -> None:
     wrong, harmless = printed_otherwise([("a.py:1", one)], [("a.py:1", many)], "2xcpu")
     assert len(wrong) == 1 and not harmless
 
@@ -148,10 +148,10 @@ def test_losses_that_are_no_number_on_both_sides_are_equal_and_prove_nothing(
     found = proof(NOT_FINITE.replace("SPOILT", spoilt), pool)
     assert found.equal, found.comparison.first
     assert {c.kind: c.faults for c in found.comparison.kinds}["buffers"] == 0, "a MinMaxObserver begins with inf"
-    assert [doubt.removesuffix(" finite on both sides.") for doubt in found.doubts] == says
+    assert [text.removesuffix(" finite on both sides.") for text in found.not_judged] == says
 
 
-def test_a_difference_is_no_doubt(pool: Any) -> None:
+def test_a_difference_is_judged(pool: Any) -> None:
     found = proof(CAST.replace("correct += mw.sum(right)", "correct += right"), pool)
-    assert found.verdict is Verdict.DIFFERENT and not found.doubts
+    assert found.verdict is Verdict.DIFFERENT and not found.not_judged
     assert replace(found, comparison=replace(found.comparison, first=None)).verdict is Verdict.EQUAL

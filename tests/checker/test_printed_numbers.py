@@ -32,14 +32,14 @@ for epoch in range(2):
 def test_a_number_that_counts_this_ranks_samples_is_said_with_its_line(pool: Any) -> None:
     found = proof(SCRIPT.replace("COUNT", "len(a)"), pool)
     assert found.equal, "what meshwise adds up is right"
-    printed, logged = found.doubts
+    printed, logged = found.not_judged
     assert "train.py:18 shows 'epoch 0" in printed and " 183.33%'" in printed and " 100.00%'" in printed
     assert "train.py:19 shows 'part 1.8333" in logged and "mw.sum(total) / mw.sum(count)" in logged
 
 
 def test_right_numbers_are_not_mentioned(pool: Any) -> None:
     found = proof(SCRIPT.replace("COUNT", "mw.sum(len(a))"), pool)
-    assert found.equal and not found.doubts and not [note for note in found.notes if "one device" in note]
+    assert found.equal and not found.not_judged and not [note for note in found.notes if "one device" in note]
 
 
 def test_the_last_digit_that_is_shown_may_differ_and_words_too() -> None:

@@ -59,7 +59,7 @@ def test_a_loop_that_makes_no_step_any_more_ends_all_the_same() -> None:
     assert batches_of_a_loop(loops, 100) == 2
 
 
-def test_a_loss_that_is_global_where_a_step_ends_is_no_doubt(pool: Any) -> None:
+def test_a_loss_that_is_global_where_a_step_ends_is_judged(pool: Any) -> None:
     found = proof(ACCUMULATES, pool)
     assert found.equal and found.batches == (32, 32, 29)
-    assert found.doubts == ()
+    assert found.not_judged == ()

@@ -25,7 +25,7 @@ def test_a_silent_bug_is_found(thread: Any, pool: Any) -> None:
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name != "P03")) for name in twins()])
 def test_the_same_program_without_it_is_equal(name: str, pool: Any) -> None:
     found = played(*twins()[name], pool)
-    assert found.equal and not found.doubts, (found.comparison.first, found.cause, found.doubts)
+    assert found.equal and not found.not_judged, (found.comparison.first, found.cause, found.not_judged)
 
 
 def test_every_row_of_the_list_is_played_once() -> None:

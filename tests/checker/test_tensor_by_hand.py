@@ -144,7 +144,7 @@ GROUPS = {
 def test_what_is_right_is_equal_and_its_parts_are_compared(name: str, pool: Any) -> None:
     model = {"tensor": MODEL, "sequence": SEQUENCE, "added up in the loop": LOOPED}[name]
     found = proof(HEAD + ONE_AXIS + model, pool, TENSOR, rounding=name == "added up in the loop")
-    assert found.equal and not found.doubts, (found.comparison.first, found.cause, found.doubts)
+    assert found.equal and not found.not_judged, (found.comparison.first, found.cause, found.not_judged)
     assert not found.comparison.unseen
 
 

@@ -115,7 +115,7 @@ def last_of(out: str) -> str:
 def test_what_is_equal_is_zero(check: Check) -> None:
     code, out, err = check("train.py:job", "--set", "accumulate=2", "--devices", "2xcpu", "--perturb")
     assert code == 0, out + err
-    assert "doubt" not in out and "not looked at" not in out
+    assert "not judged" not in out and "not looked at" not in out
     assert "CPUs have no CUDA streams: use --devices 2xcuda to look for races between streams too" in err
     lines, verdict = out.splitlines(), last_of(out)
     band = (
@@ -177,10 +177,10 @@ def test_every_figure_is_in_the_json(check: Check, tmp_path: Path) -> None:
     ("value", "verdict", "lines"),
     [
         ("tokens=mw.sum(seen)", "equal", []),
-        ("tokens=seen", "doubtful", ["own.py:16"]),
+        ("tokens=seen", "not judged", ["own.py:16"]),
     ],
 )
-def test_what_is_doubtful_is_four_and_says_the_line(
+def test_what_is_not_judged_is_four_and_says_the_line(
     value: str, verdict: str, lines: list[str], check: Check, tmp_path: Path
 ) -> None:
     (tmp_path / "own.py").write_text(VALIDATION.replace("VALUE", value))
@@ -188,7 +188,7 @@ def test_what_is_doubtful_is_four_and_says_the_line(
     said = json.loads(out)
     assert code == (4 if lines else 0), out + err
     assert said["equal"] and said["verdict"] == verdict
-    assert [doubt.split(" shows ")[0] for doubt in said["doubts"]] == lines
+    assert [text.split(" shows ")[0] for text in said["not_judged"]] == lines
 
 
 def test_ranks_that_wait_for_each_other_are_ended_with_their_lines(

@@ -21,7 +21,7 @@ from meshwise.spec.dtypes import Dtypes
 from meshwise.spec.words import some
 
 TIMES = 100.0
-"""A plan is doubtful if its rounding error exceeds TIMES * max(rounding error of one device, 1.2e-7), in fp32. Another
+"""A plan is not equal if its rounding error exceeds TIMES * max(rounding error of one device, 1.2e-7), in fp32. Another
 order of summation stays below this limit. A cast to bfloat16 or float16 exceeds it."""
 FIRST_STEP = ("loss", "gradients")
 """Values that are judged in step 1 only. Later values depend on updates, and Adam enlarges rounding errors."""

@@ -12,6 +12,7 @@ from enum import Enum
 from meshwise.checker.causes import Cause
 from meshwise.checker.compare import Comparison, compare
 from meshwise.checker.diagnosis import cause_of, module_of
+from meshwise.checker.difference import LIMIT
 from meshwise.checker.noise import noise_of
 from meshwise.checker.precision_warnings import NO_ROUNDING, OTHER_STEPS, kept_coarser, rounding_warnings, unproven
 from meshwise.checker.printed_numbers import ALONE, printed_otherwise
@@ -25,11 +26,11 @@ ROUNDED = ("loss", "gradients", "gradient norm", "parameters", "buffers", "evalu
 
 
 class Verdict(Enum):
-    """The verdict of a check. DOUBTFUL means that all values compared in float64 are equal, but something else differs,
-    such as the size of rounding errors or a printed number."""
+    """The verdict of a check. NOT_JUDGED means that all values compared in float64 are equal, but something was not
+    compared, or differs otherwise, such as the size of rounding errors or a printed number."""
 
     EQUAL = "equal"
-    DOUBTFUL = "doubtful"
+    NOT_JUDGED = "not judged"
     DIFFERENT = "different"
 
 
@@ -58,8 +59,8 @@ class Proof:
     rounding: the rounding errors in the plan's own precision, on one device and under the plan. Empty if they were not
         asked for.
     notes: remarks on the plan, and what was not checked.
-    doubts: sentences on other values that differ, such as printed numbers, although all values compared in float64 are
-        equal.
+    not_judged: sentences on other values that differ, such as printed numbers, although all values compared in float64
+        are equal.
     warnings: sentences on a plan that divides little of the work, and on likely mistakes that also affect one device.
     """
 
@@ -72,13 +73,13 @@ class Proof:
     cause: Cause | None
     rounding: tuple[Rounding, ...] = ()
     notes: tuple[str, ...] = ()
-    doubts: tuple[str, ...] = ()
+    not_judged: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
 
     @property
     def verdict(self) -> Verdict:
-        """The verdict, which decides the exit code: the plan is equal, equal with doubts, or different."""
-        return Verdict.DIFFERENT if not self.equal else Verdict.DOUBTFUL if self.doubts else Verdict.EQUAL
+        """The verdict, which decides the exit code."""
+        return Verdict.DIFFERENT if not self.equal else Verdict.NOT_JUDGED if self.not_judged else Verdict.EQUAL
 
     @property
     def equal(self) -> bool:
@@ -110,8 +111,8 @@ def prove(
     looked = bool(of_rounded) or spec.plan.precision == "fp64"
     warnings = tuple(note for note in actual.notes if note.startswith(UNDIVIDED))
     alone = [f"{each} {ALONE}" for each in wrong]
-    doubts = (*unproven(reference), *alone, *rounding_warnings(of_rounded, spec.plan.dtypes))
-    doubts += tuple(kept_coarser(rounded if same_steps else ()))
+    not_judged = (*unproven(reference), *alone, *rounding_warnings(of_rounded, spec.plan.dtypes))
+    not_judged += tuple(kept_coarser(rounded if same_steps else ()))
     return Proof(
         job,
         spec.plan,
@@ -127,7 +128,7 @@ def prove(
             *(harmless if comparison.equal else [*wrong, *harmless]),
             *([] if looked else [OTHER_STEPS if rounded else NO_ROUNDING]),
         ),
-        doubts if comparison.equal else (),
+        not_judged if comparison.equal else (),
         (*warnings, *reference.hints),
     )
 
@@ -161,7 +162,7 @@ class PlainProof:
 
     steps: how many steps were compared.
     epochs: how many epochs the steps belong to.
-    largest: the largest difference of a gradient between the ranks and one process, relative to the largest gradient.
+    largest: the largest difference in a step that was compared, relative to the size of the tensor.
     findings: all that the check found.
     not_judged: sentences on what could not be judged.
     """
@@ -176,10 +177,10 @@ class PlainProof:
 
     @property
     def verdict(self) -> Verdict:
-        """The verdict: different if a finding is wrong, doubtful if not everything could be judged, otherwise equal."""
-        if any(finding.wrong for finding in self.findings):
+        """The verdict: different if a finding is wrong or a value differs, else not judged if something was not."""
+        if any(finding.wrong for finding in self.findings) or not self.largest <= LIMIT:
             return Verdict.DIFFERENT
-        return Verdict.DOUBTFUL if self.not_judged else Verdict.EQUAL
+        return Verdict.NOT_JUDGED if self.not_judged else Verdict.EQUAL
 
     @property
     def equal(self) -> bool:

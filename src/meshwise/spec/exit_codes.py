@@ -9,8 +9,8 @@ import os
 import signal
 from collections.abc import Mapping
 
-DONE, FAILED, USAGE, DOUBTFUL, AGAIN, NO_PROGRESS, INTERRUPTED = 0, 1, 2, 4, 85, 93, 130
-"""Exit codes (see MEANINGS). DOUBTFUL: `meshwise check` found equal float64 values, but also some other difference."""
+DONE, FAILED, USAGE, NOT_JUDGED, AGAIN, NO_PROGRESS, INTERRUPTED = 0, 1, 2, 4, 85, 93, 130
+"""Exit codes (see MEANINGS). NOT_JUDGED: `meshwise check` found no fault, but did not judge everything."""
 TIME_LIMIT = int(signal.SIGALRM)
 """A signal number. It is recorded as the reason for the end of a run that its time limit has stopped."""
 WARNINGS = (int(signal.SIGTERM), int(signal.SIGUSR1), int(signal.SIGUSR2))

@@ -111,7 +111,7 @@ def of_mistake(path: Path) -> tuple[str, str]:
     if same(one, two) or (DRAWS in two.text and same(run(path, 1, EXACT), run(path, 2, EXACT))):
         return "right", ""
     found = _ran(path, "check", "--set", "data=2")
-    named = found.code in (1, 4) or re.search(rf"{path.stem}\.py:\d+:", found.text)  # 4: equal, but doubtful
+    named = found.code in (1, 4) or re.search(rf"{path.stem}\.py:\d+:", found.text)  # 4: not judged in all
     return "check" if named else "silent", found.text[:300]
 
 

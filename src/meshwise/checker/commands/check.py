@@ -17,7 +17,7 @@ from meshwise import checker
 from meshwise.checker import views
 from meshwise.checker.options import PRELOAD_OF_CHECK, CheckOptions
 from meshwise.spec.errors import MeshwiseError
-from meshwise.spec.exit_codes import AGAIN, DONE, DOUBTFUL, FAILED, USAGE
+from meshwise.spec.exit_codes import AGAIN, DONE, FAILED, NOT_JUDGED, USAGE
 from meshwise.spec.options import check_script
 from meshwise.spec.units import plural
 from meshwise.terminal.command_line import ScriptCommand, from_dataclass, is_script
@@ -36,8 +36,8 @@ def check(
 ) -> None:
     """Prove that the plan computes what one device computes, or name the first module that does not, and why.
 
-    Exit code 0: equal. 1: different. 2: no verdict, because the plan is refused or the program fails. 4: doubtful. All
-    values are equal in float64, but something else differs, such as the size of rounding errors or a printed number.
+    Exit code 0: equal. 1: different. 2: no verdict, because the plan is refused or the program fails. 4: not judged in
+    all. Nothing differs in float64, but something was not compared, or differs otherwise, such as a printed number.
 
     \b
     meshwise check --devices 3xcpu train.py     your script, on three workers
@@ -60,7 +60,9 @@ def check(
         print(json.dumps(views.check_dict.check_dict(proof), indent=2))
     else:
         Console().print(views.check_text.check_text(proof), soft_wrap=True)
-    raise typer.Exit({"equal": DONE, "doubtful": DOUBTFUL, "different": FAILED}[proof.verdict.value])
+    accepted = all(any(words in text for words in options.accept) for text in proof.not_judged)
+    not_judged = DONE if accepted else NOT_JUDGED
+    raise typer.Exit({"equal": DONE, "not judged": not_judged, "different": FAILED}[proof.verdict.value])
 
 
 @contextmanager

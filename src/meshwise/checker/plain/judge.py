@@ -398,8 +398,8 @@ def _differ_by_rank(at: At, weights: Sequence[float]) -> bool:
 
 
 def _no_mean(at: At) -> Joined | None:
-    """Return the first scalar in the computation of a loss that is neither the mean nor the sum of the ranks' scalars. If
-    that is the loss itself, return the first such scalar of the program."""
+    """Return the first scalar of a loss's computation that is neither the mean nor the sum of the ranks' scalars. If it
+    is the loss itself, return the first such scalar of the program."""
     for number, alone in enumerate(at.one.numbers):
         if not all(number < len(step.numbers) and step.rows[number] for step in at.ranks):
             continue

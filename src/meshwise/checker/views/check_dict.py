@@ -34,6 +34,6 @@ def check_dict(proof: Proof | PlainProof) -> dict[str, Any]:
         "left_out": list(c.left_out),
         "rounding": json_value(proof.rounding, str),
         "notes": list(proof.notes),
-        "doubts": list(proof.doubts),
+        "not_judged": list(proof.not_judged),
         "warnings": list(proof.warnings),
     }

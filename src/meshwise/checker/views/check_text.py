@@ -57,11 +57,11 @@ def verdict(proof: Proof) -> list[Text]:
     run = f"{plural(len(proof.batches), 'step')} of {batches} samples"
     first = proof.comparison.first
     if first is None:
-        word, style = ("equal, but doubtful", "bold yellow") if proof.doubts else ("equal", "bold green")
+        word, style = ("not judged in all", "bold yellow") if proof.not_judged else ("equal", "bold green")
         text = f"{word}: {proof.plan} computes what one device computes, in {run}"
         return [
             Text(text, style),
-            *(Text(f"but       {doubt}", "yellow") for doubt in proof.doubts),
+            *(Text(f"but       {text}", "yellow") for text in proof.not_judged),
             Text(f"no difference above {_limit()} in float64, relative to the size of a tensor", "dim"),
             *_band(proof),
         ]
@@ -127,9 +127,9 @@ def _plain_lines(proof: PlainProof, screen: Screen) -> list[Text]:
     if wrong:
         last = Text(f"different: {plural(len(wrong), 'finding')}, {run}", "bold red")
     elif proof.not_judged:
-        last = Text(f"doubtful: nothing wrong is found, and not all is judged: {run}", "bold yellow")
+        last = Text(f"not judged in all: nothing wrong is found, {run}", "bold yellow")
     else:
-        last = Text(f"equal: {run}; no gradient differs by more than {proof.largest:.1g}", "bold green")
+        last = Text(f"equal: {run}; no value differs by more than {proof.largest:.1g}", "bold green")
     return spaced([*blocks, screen.wrap(last)], None)
 
 
