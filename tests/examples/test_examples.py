@@ -80,7 +80,7 @@ def test_an_own_loop_prints_the_same_numbers_on_two_devices(name: str, tmp_path:
 def test_a_loop_saved_on_one_device_goes_on_on_two(tmp_path: Path) -> None:
     whole = alone("06_save_and_resume.py", "--state", "none.pt", folder=tmp_path)
     before = alone("06_save_and_resume.py", "--stop-after", "7", folder=tmp_path)
-    after = on_two("06_save_and_resume.py", folder=tmp_path)
+    after = [line for line in on_two("06_save_and_resume.py", folder=tmp_path) if line.startswith("step")]
     assert len(whole) == 20 and len(before) == 7 and len(after) == 13
     assert numbers(before + after) == pytest.approx(numbers(whole), abs=2e-5)
 
@@ -102,7 +102,7 @@ def test_the_notebook_draws_bars_reports_a_figure_and_a_proof(tmp_path: Path) ->
     (loss,) = json.loads(one["text/plain"])
     assert json.loads(two["text/plain"]) == pytest.approx([loss] * 2, abs=2e-5)
     bars = "".join(output["text"] for output in cells[3].outputs if output.get("name") == "stderr")
-    assert bars.count("100%") == 1  # rank 0's
+    assert bars.count("100%|") == 1  # rank 0's
     assert figure["text/html"].startswith("<iframe")
     for drawn, word in ((report, "forward"), (proof, "equal:"), (measured, "predicted"), (machine, "H100")):
         assert drawn["text/html"].startswith("<pre") and word in drawn["text/html"]
