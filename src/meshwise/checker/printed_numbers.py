@@ -22,6 +22,7 @@ _UNIT = re.compile(
     re.IGNORECASE,
 )
 MEASURED = {
+    *("runtime", "second"),
     *("time", "elapsed", "took", "eta", "duration", "sec", "secs", "seconds", "ms", "dt", "fps", "speed", "throughput"),
     *("memory", "mem", "allocated", "reserved", "rss"),
     *("devices", "device", "rank", "ranks", "world", "workers", "gpus"),

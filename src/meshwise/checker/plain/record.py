@@ -41,6 +41,7 @@ class Step:
 
     starts: sketches of its parameters before the step.
     state: sketches of all models' parameters and buffers, as of the first forward after the previous step.
+    exchanges: the lines that gathered or reduced tensors among ranks since the last step, before a backward.
     own: for each backward, sketches of the gradients of this process's own loss, before the program's hooks and any
         reduction.
     numbers, of_loss: for each backward, all scalars since the last one, and those of them that its loss is made of.
@@ -66,6 +67,7 @@ class Step:
     unreduced: str = ""
     hooks: tuple[str, ...] = ()
     reduced_at: tuple[str, ...] = ()
+    exchanges: list[str] = field(default_factory=list)
     clips: list[tuple[str, float]] = field(default_factory=list)
     unclipped: dict[str, Tensor] = field(default_factory=dict)
     by_trainer: bool = False

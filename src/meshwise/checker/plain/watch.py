@@ -6,7 +6,7 @@ import builtins
 import contextlib
 import functools
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from traceback import extract_tb
 from typing import Any
@@ -25,6 +25,7 @@ from meshwise.checker.plain.neutral import NORMS, neutral, on_cpu
 from meshwise.checker.plain.reads import LATER_STEPS, PASSES, Reads
 from meshwise.checker.plain.record import Follow, Record, Step
 from meshwise.checker.plain.schedule import TRAINER, watch_ticks
+from meshwise.checker.plain.values import copied, parameters_in, sketched, value_after
 from meshwise.checker.short_loops import ScriptEnds
 from meshwise.checker.sketches import pieces
 from meshwise.checker.upcast import called_in_float64, plain_attention, upcast
@@ -37,7 +38,7 @@ from meshwise.torch_compat import program_calls
 from meshwise.torch_compat.dispatch import without_interception
 from meshwise.torch_compat.modules import gradient_hooks, move_hook, persistent_tensors
 from meshwise.torch_compat.sharding import local_of
-from meshwise.training.autograd.loss_graph import LEAF, scale_of
+from meshwise.training.autograd.loss_graph import scale_of
 from meshwise.training.engine.seeds import seed_all
 from meshwise.training.process.same_work import refuse_lightning
 from meshwise.training.process.session import has_begun
@@ -47,6 +48,7 @@ from meshwise.workers.failure import is_communication_error
 MOST_BACKWARDS = 40
 """A script may run this many backward passes, on average, for each step to record. If it runs more, it is ended."""
 NOT_REPLICAS = "FullyShardedDataParallel keeps flat parameters, which check cannot name. Use fully_shard (FSDP2)"
+EXCHANGES = ("all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "broadcast")
 OUTSIDE = "its forward does not go through the DistributedDataParallel"
 
 
@@ -128,6 +130,7 @@ class _Watcher:
             put([nn.utils, nn.utils.clip_grad], "clip_grad_value_", self._clip),
             *watch_ticks(self.record),
             put([builtins], "print", self._print),
+            *(put([dist, dist.distributed_c10d], name, self._exchange) for name in EXCHANGES),
             subscribe(Order.GUARD, self._before_step, self._after_step).remove,
             register_module_forward_pre_hook(self._forward).remove,
             register_module_forward_hook(self._left, always_call=True).remove,
@@ -221,6 +224,15 @@ class _Watcher:
 
         return register
 
+    def _exchange(self, plain: Any) -> Any:
+        @functools.wraps(plain)
+        def exchange(*given: Any, **named: Any) -> Any:
+            if not self._next.own and (where := user_place()):
+                self._next.exchanges.append(where)
+            return plain(*given, **named)
+
+        return exchange
+
     def _backward(self, plain: Any) -> Any:
         @functools.wraps(plain)
         def backward(tensors: Any, *arguments: Any, **named: Any) -> Any:
@@ -237,7 +249,7 @@ class _Watcher:
                 self._next.numbers.append(self.noted.since_then())
                 self._next.rows.append(self.reads.size)
                 if not self.record.steps:
-                    _ = [self._name(leaf) for leaf in _leaves(losses[0])]
+                    _ = [self._name(leaf) for leaf in parameters_in(losses[0])]
             self._backward_at, self._next.by_trainer = user_place(), frame_in(TRAINER) is not None
             self._next.draws |= self.reads.backward()
             no_sync = any(not each.require_backward_grad_sync for each in self._parallel)
@@ -275,10 +287,10 @@ class _Watcher:
         step, self._next = self._next, Step()
         step.optimizer, step.places = number, (self._forward_at, self._backward_at, user_place())
         step.settings = [_numbers(group) for group in optimizer.param_groups]
-        step.gradients = {self._name(p): _copy(p.grad) for p in held if p.grad is not None}
+        step.gradients = {self._name(p): copied(p.grad) for p in held if p.grad is not None}
         known = {self._name(p): p for p in (*held, *(p for p, _ in self._names.values()))}
         step.starts = {
-            name: _sketch(p) for name, p in known.items() if local_of(p).untyped_storage().size()
+            name: sketched(p) for name, p in known.items() if local_of(p).untyped_storage().size()
         }  # FSDP frees some
         step.ticks, step.hooks, step.reduced_at = self.record.ticks, hooks, self._reduced_at
         step.unreduced = step.unreduced or ("" if self._wrapped_forward or not self._parallel else OUTSIDE)
@@ -306,10 +318,10 @@ class _Watcher:
         self._stepping = None
         held = [p for group in optimizer.param_groups for p in group["params"]]
         number, step = self._optimizers[id(optimizer)][1], self.record.steps[-1]
-        step.parameters = {self._name(p): _copy(p) for p in held}
+        step.parameters = {self._name(p): copied(p) for p in held}
         if ranks := self._followed(number):
             for p in held:
-                if (there := _after(ranks, self._name(p))) is not None and there.shape == p.shape:
+                if (there := value_after(ranks, self._name(p))) is not None and there.shape == p.shape:
                     local_of(p.detach()).copy_(there)
         self._made[number] = self._made.get(number, 0) + 1
         self.record.ticks = 0
@@ -344,38 +356,6 @@ class _Watcher:
                 plain(*values, **named)
 
         return show
-
-
-def _leaves(loss: Tensor) -> list[Tensor]:
-    """Return the parameters that a loss has gradients for, in the order of its graph."""
-    found, seen = list[Tensor](), {loss.grad_fn}
-    queue: list[Any] = [loss.grad_fn]
-    for node in queue:
-        if node is not None and node.name() == LEAF and isinstance(node.variable, nn.Parameter):
-            found.append(node.variable)
-        below = [each for each, _ in (node.next_functions if node is not None else ()) if each not in seen]
-        seen.update(below)
-        queue += dict.fromkeys(below)
-    return found
-
-
-def _copy(tensor: Tensor) -> Tensor:
-    return full_tensor(tensor.detach()).to("cpu", copy=True)
-
-
-def _sketch(tensor: Tensor) -> Tensor:
-    return pieces(full_tensor(tensor.detach())).clone()  # a small tensor is returned as it is
-
-
-def _after(ranks: Sequence[Step], name: str) -> Tensor | None:
-    """Return a parameter's value after a step on the ranks. Return None if it is known only after an exchange."""
-    owners = [step for step in ranks if name in step.gradients] or list(ranks)
-    held = [step.parameters[name] for step in owners if name in step.parameters]
-    gradients = [step.gradients[name] for step in owners if name in step.gradients]
-    parts = any(not torch.equal(other, held[0]) for other in held[1:])
-    if parts and all(torch.equal(other, gradients[0]) for other in gradients[1:]):
-        return None  # each rank has updated a part of it
-    return held[0] if held else None
 
 
 def _numbers(group: dict[str, Any]) -> dict[str, float]:
