@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from meshwise.reports.recorder import Recorder
 from meshwise.spec.plan import Plan
 from meshwise.spec.world import World
 from meshwise.training.process.explain import explain_in_script, smaller_plan
@@ -42,7 +43,10 @@ def test_what_needs_less_and_keeps_the_numbers(plan: Plan, world: World, changes
         (Plan(shard=2, recompute="full"), "Use smaller batches and accumulate (mw.accumulate), or more devices."),
     ],
 )
-def test_a_loop_of_ones_own_is_told_which_plan_needs_less(plan: Plan, advice: str) -> None:
+def test_a_loop_of_ones_own_is_told_which_plan_needs_less(
+    plan: Plan, advice: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("meshwise.training.process.explain.current", lambda: Recorder(on=False))
     error = torch.OutOfMemoryError("no memory")
     explain_in_script(error, TWO, plan)
     (note,) = error.__notes__
