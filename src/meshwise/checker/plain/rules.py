@@ -6,7 +6,7 @@ Tested in tests/checker/test_plain_scripts.py.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -32,6 +32,7 @@ OF_TRAINER = (
 REDUCE = "Call the DistributedDataParallel, and run the last backward of a step outside of no_sync()."
 AFTER = "Change the gradients after the backward."
 WHOLE_BATCH = "Gather what it is computed from, with its gradient, or sum its parts over the ranks."
+NEAR = 1e-6  # for sums of weights, which are solved for
 DIVERGED, UNKNOWN = "ranks diverged", "cause unknown"
 Hit = tuple[float, Finding] | None
 """How far the values are apart on which a finding rests, and the finding."""
@@ -65,10 +66,7 @@ def _rates(at: At) -> Hit:
 
 def _starts_apart(at: At) -> Hit:
     """Name a parameter that ranks have with other values as the step begins."""
-    first, *others = at.ranks
-    hit = next(
-        (far for other in others if (far := far_apart(first.starts, other.starts, at.trained - at.joined))), None
-    )
+    first, hit = at.ranks[0], among([step.starts for step in at.ranks], at.trained - at.joined)
     if hit is None:
         return None
     size, name = hit
@@ -130,65 +128,65 @@ def _no_owner(at: At) -> Hit:
 
 def _gradients(at: At) -> Hit:
     """Name the cause of gradients that are other than those of one process."""
+    if hit := far_apart(at.one.before_clipping.gradients, at.many):
+        return hit[0], next(_causes(at, *hit))
+    clipped = far_apart(at.one.gradients, {k: g for s in reversed(at.ranks) for k, g in s.gradients.items()})
+    if clipped is None:
+        return None
+    said = f"the gradient of {clipped[1]} differs by {clipped[0]:.2g} after it is clipped, and not before."
+    return clipped[0], at.says("clipping of a part", said, *(place for place, _ in at.ranks[0].clips))
+
+
+def _causes(at: At, size: float, name: str) -> Iterator[Finding]:
+    """Yield what may be the cause of other gradients, the likeliest first."""
     one, many, first = at.one.before_clipping.gradients, at.many, at.ranks[0]
-    hit = far_apart(one, many)
-    if hit is None:
-        clipped = far_apart(at.one.gradients, {k: g for s in reversed(at.ranks) for k, g in s.gradients.items()})
-        if clipped is None:
-            return None
-        said = f"the gradient of {clipped[1]} differs by {clipped[0]:.2g} after it is clipped, and not before."
-        return clipped[0], at.says("clipping of a part", said, *(place for place, _ in first.clips))
-    size, name = hit
     where: tuple[str, ...] = (first.places[1], first.places[0])
     since = "; the steps before are equal" * (at.before is not None)
-    of_trainer = first.by_trainer
-    weights = weights_of(at, total(at.one.own))
-    factor, means = _factor(one, many), weights is not None and all(abs(w * len(at.ranks) - 1) < 1e-6 for w in weights)
-    if factor is not None:
+    weights, reduced = weights_of(at, total(at.one.own)), weights_of(at, {k: pieces(g) for k, g in many.items()})
+    if factor := _factor(one, many):
         said = f"every gradient is {factor:.6g} times that of one process on the same samples{since}."
-        if means and first.reduced_at:
-            return size, at.says("changed in the reduction", said, *first.reduced_at, *where)
-        return size, at.says("gradient times a number", said, *where, instead=OF_TRAINER if of_trainer else MEANS)
+        if first.reduced_at and weights is not None and abs(sum(weights) - len(at.one.own)) < NEAR:
+            yield at.says("changed in the reduction", said, *first.reduced_at, *where)
+        yield at.says("gradient times a number", said, *where, instead=OF_TRAINER if first.by_trainer else MEANS)
     said = f"the gradient of {name} differs by {size:.2g}{since}"
-    reduced = weights_of(at, {name: pieces(g) for name, g in many.items()})
+    if weights is not None and reduced is None:
+        said += ", though the gradients of the ranks' own losses add up to it: "
+        if first.hooks:
+            said += "a hook changes each rank's gradient before the mean."
+            yield at.says("a hook before the reduction", said, *first.hooks, instead=AFTER)
+        yield at.says("changed in the reduction", f"{said}the reduction changes them.", *first.reduced_at, *where)
     mean, loss = statistics.fmean(step.loss for step in at.ranks), at.one.loss
     losses = f"the mean of the ranks' losses is {mean:.6g}, but one process has {loss:.6g}"
-    statistic = _no_mean(at)
-    over = statistic is not None and statistic.is_mean_of_its_own
-    if first.hooks and weights is not None and reduced is None:
-        said += ": a hook changes each rank's gradient before the mean."
-        return size, at.says("a hook before the reduction", said, *first.hooks, instead=AFTER)
-    if weights is not None and reduced is None:
-        said += ", though the gradients of the ranks' own losses add up to it: they are changed as they are reduced."
-        return size, at.says("changed in the reduction", said, *first.reduced_at, *where)
-    if over or (weights is not None and reduced is not None and differ_by_rank(at, weights)):
+    number = _no_mean(at)
+    unequal = weights is not None and differ_by_rank(at, weights)
+    if unequal or (number is not None and number.is_mean_of_its_own):
         said += f"; {losses}"
         if weights is not None and reduced is not None:
             said += f": gradients of the ranks weigh {weights_text(weights)} there, and {weights_text(reduced)} here"
-        if statistic is not None:
-            said, where = f"{said}. {line_of(statistic)} is {statistic.shown}", (statistic.place, *where)
-        kind = "mean over unequal counts"
-        if weights is not None and not over and abs(sum(weights) - len(at.one.own)) > 1e-6:
-            kind, of_trainer = "a factor of one rank's loss", False
-        return size, at.says(kind, f"{said}.", *where, instead=OF_TRAINER if of_trainer else COUNTS)
+        if number is not None:
+            said, where = f"{said}. {line_of(number)} is {number.shown}", (number.place, *where)
+        if weights is not None and abs(sum(weights) - len(at.one.own)) > NEAR:
+            yield at.says("a factor of one rank's loss", f"{said}.", *where)
+        instead = OF_TRAINER if first.by_trainer else COUNTS
+        yield at.says("mean over unequal counts", f"{said}.", *where, instead=instead)
     if weights is not None and reduced is not None:
         said += f": the ranks' own gradients weigh {weights_text(reduced)} in it, and {weights_text(weights)} there."
-        return size, at.says("gradients not reduced", said, *where, instead=REDUCE)
-    if statistic is not None:
-        said += f"; {losses}. {line_of(statistic)} is {statistic.shown}: neither a mean nor a sum of the ranks' values."
-        return size, at.says("a statistic of the rank's own batch", said, statistic.place, *where, instead=WHOLE_BATCH)
+        yield at.says("gradients not reduced", said, *where, instead=REDUCE)
+    if number is not None:
+        said += f"; {losses}. {line_of(number)} is {number.shown}: neither a mean nor a sum of the ranks' values."
+        yield at.says("a statistic of the rank's own batch", said, number.place, *where, instead=WHOLE_BATCH)
     if abs(mean - loss) <= LIMIT * max(abs(loss), abs(mean)):
         said += ", though the losses agree"
         if first.hooks:
             said += ": a hook changes each rank's gradient before the mean."
-            return size, at.says("a hook before the reduction", said, *first.hooks, instead=AFTER)
+            yield at.says("a hook before the reduction", said, *first.hooks, instead=AFTER)
         if first.exchanges:
             said += f". {first.exchanges[0]} exchanges what the loss is made of, and may give back no gradient"
-        return size, at.says("other gradients", f"{said}.", *first.exchanges[:1], *where)
+        yield at.says("other gradients", f"{said}.", *first.exchanges[:1], *where)
     if not any(at.one.own):
         said += f"; {losses}: the ranks' losses are means over different counts (tokens, samples)."
-        return size, at.says("mean over unequal counts", said, *where, instead=OF_TRAINER if of_trainer else COUNTS)
-    return size, at.says(UNKNOWN, f"{said}; {losses}.", *where)
+        yield at.says("mean over unequal counts", said, *where, instead=OF_TRAINER if first.by_trainer else COUNTS)
+    yield at.says(UNKNOWN, f"{said}; {losses}.", *where)
 
 
 def _updates(at: At) -> Hit:
