@@ -31,8 +31,9 @@ print("ranks", accelerator.num_processes, "of", len(loader), "batches")
     [
         ("cpu", "", "true"),
         ("cuda", "", None),
-        ("cpu", "# import meshwise", None),
-        ("cpu", "# import meshwise, transformers.Trainer", "true"),
+        ("cpu", "\nimport meshwise", None),
+        ("cpu", "\nimport meshwise  # and transformers.Trainer", "true"),
+        ("cpu", "  # instead of import meshwise", "true"),
     ],
 )
 def test_on_cpu_workers_accelerate_and_trainer_are_told_of_the_cpu(

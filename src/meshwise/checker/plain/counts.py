@@ -41,15 +41,17 @@ def reads(ranks: Sequence[Record], one: Record, agrees: bool) -> Iterator[Findin
     """Yield findings about the samples that ranks read."""
     for passes in _by_pass(ranks):
         first, trained = passes[0], any(p.trained for p in passes)
-        alone = [p for p in one.passes if (p.loader, p.number) == (first.loader, first.number)]
+        of_loader = [p for p in one.passes if p.loader == first.loader]
+        alone = [p for p in of_loader if p.number == first.number]
         draws_again = any(len(set(p.read)) < len(p.read) for p in alone)  # the sampler draws with replacement
+        draws_again |= len({frozenset(p.read) for p in of_loader if not p.endless}) > 1  # or others in each epoch
         shared = len(passes) == len(ranks) > 1 and not has_own_data(ranks)
         if first.number == 0 and shared and not draws_again and not any(p.endless for p in passes):
             once = OF_ACCELERATE if ranks[0].accelerate else OF_DDP
             # A forward of DDP broadcasts the statistics of batch norms, but a forward of model.module does not.
             if ranks[0].norms and not ranks[0].accelerate:
                 once += f"; {BROADCAST}"
-            yield from _shares(passes, trained, agrees, once)
+            yield from _shares(passes, alone, trained, agrees, once)
         earlier = [p for p in ranks[0].passes if p.loader == first.loader and p.number == first.number - 1]
         again = bool(earlier) and earlier[0].trained and earlier[0].read == first.read
         if trained and first.shuffles and again and not first.endless:
@@ -60,23 +62,32 @@ def reads(ranks: Sequence[Record], one: Record, agrees: bool) -> Iterator[Findin
             yield from _batch(passes, alone)
 
 
-def _shares(passes: Sequence[Pass], trained: bool, agrees: bool, once: str) -> Iterator[Finding]:
-    """Yield findings for samples that no rank reads, or that several ranks read, in one pass over a loader."""
+def _shares(passes: Sequence[Pass], alone: Sequence[Pass], trained: bool, agrees: bool, once: str) -> Iterator[Finding]:
+    """Yield findings for samples that no rank reads, or that several ranks read, in one pass over a loader. What one
+    process reads with the same sampler are all samples."""
     first, ranks = passes[0], len(passes)
-    every = frozenset[int]().union(*(p.samples or () for p in passes))
+    every = frozenset(alone[0].read) if alone else frozenset[int]().union(*(p.samples or () for p in passes))
     counts = Counter(index for p in passes for index in p.read)
     never, size = len(every - counts.keys()), len(every)
     twice = sum(count - 1 for count in counts.values())
+    padding = {index for p in passes for index in (p.batches[-1] if p.batches else ())}
+    in_the_middle = any(count > 1 and index not in padding for index, count in counts.items())
+    batch = sum(len(p.batches[0]) for p in passes if p.batches)
+    if (other := len(counts.keys() - every)) >= max(
+        batch, 1
+    ):  # fewer may be left out at the end of one process's epoch
+        evidence = f"{other} samples are read by the ranks, and not by one process with the same sampler."
+        yield Finding("other samples than one process", True, first.places, evidence)
     if size > 0 and all(len(set(p.read)) > 0.9 * size for p in passes):
         yield from _whole(passes, size, trained)
     elif trained:
-        batch = sum(len(p.batches[0]) for p in passes if p.batches)
         if never:
             instead = "" if never < batch else "Share out the whole data set: DistributedSampler(dataset)."
             evidence = f"{never} of {size} samples are read by no rank in an epoch."
             yield Finding("samples never read", bool(instead), first.places, evidence, instead)
         if twice:
-            instead = "" if twice < batch else "Share out each sample once: DistributedSampler(dataset)."
+            right = twice < batch and not in_the_middle
+            instead = "" if right else "Share out each sample once: DistributedSampler(dataset)."
             why = "." if instead else ", so that all ranks have as many."
             evidence = f"{twice} of {size} samples are read twice in an epoch{why}"
             yield Finding("samples read twice", bool(instead), first.places, evidence, instead)

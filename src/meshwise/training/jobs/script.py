@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import runpy
 import sys
 from collections.abc import Mapping, Sequence
@@ -17,13 +18,14 @@ from meshwise.training import process
 from meshwise.training.job.job import Job
 from meshwise.workers.environment import read_world
 
+IMPORT = re.compile(r"^[^#\n]*\b(?:import|from)\s+meshwise\b|import_module\(.meshwise", re.MULTILINE)
 VERBS = {"meshwise.launcher.run", "meshwise.checker.check"}
 """Modules whose functions train a job. A script imports such a module only if it uses one of them."""
 
 
 def is_plain(script: Path) -> bool:
-    """Return whether a script does not mention meshwise. It may then use DDP or accelerate."""
-    return "meshwise" not in _text(script)
+    """Return whether a script does not import meshwise. It may then use DDP or accelerate."""
+    return not IMPORT.search(_text(script))
 
 
 def _text(script: Path) -> str:
