@@ -1,9 +1,9 @@
 """`meshwise check` of a script of DDP or accelerate as it is: its ranks against one process, and its counts.
 
 Tests checker/plain/script.py, torch_compat/loaders.py, training/autograd/loss_graph.py, checker/views/check_text.py,
-checker/plain/counts.py, checker/proof.py, checker/plain/judge.py, checker/plain/neutral.py,
-checker/plain/neutral.py, checker/plain/reads.py, checker/plain/record.py, checker/plain/schedule.py and
-checker/plain/watch.py.
+checker/plain/counts.py, checker/proof.py, checker/plain/judge.py, checker/plain/neutral.py, checker/plain/rules.py,
+checker/plain/steps.py, checker/plain/values.py, checker/plain/reads.py, checker/plain/record.py,
+checker/plain/schedule.py and checker/plain/watch.py.
 The list that somebody planted who had not read them is tests/programs/others.
 """
 
@@ -22,6 +22,7 @@ import torch
 from rich.console import Console
 
 from meshwise.checker.check import check_options
+from meshwise.checker.loss_numbers import Number, Numbers
 from meshwise.checker.options import CheckOptions
 from meshwise.checker.plain.judge import judge
 from meshwise.checker.plain.record import Follow, Pass, Record, Step
@@ -35,7 +36,7 @@ from meshwise.training.autograd.loss_graph import scale_of
 
 OTHERS = Path(__file__).parents[1] / "programs" / "others"
 CASES = tomllib.loads((OTHERS / "CASES.toml").read_text(encoding="utf-8"))["case"]
-GRADIENTS = {"weight": torch.tensor([1.0, 2.0]), "bias": torch.tensor([0.5])}
+GRADIENTS = {"weight": torch.tensor([1.0, 2.0]).double(), "bias": torch.tensor([0.5]).double()}
 LINES = ("train.py:20", "train.py:21", "train.py:23")
 
 SCRIPT = """
@@ -193,13 +194,50 @@ def times(number: float) -> dict[str, torch.Tensor]:
     return {name: gradient * number for name, gradient in GRADIENTS.items()}
 
 
-OTHER = {**GRADIENTS, "bias": torch.tensor([0.7])}
+def shares(rank: int, factor: float = 1.0) -> dict[str, torch.Tensor]:
+    """The gradients of a rank's own loss, whose mean over two ranks are GRADIENTS times the factors."""
+    signs = {"weight": torch.tensor([0.5, -0.25]), "bias": torch.tensor([0.125])}
+    return {name: factor * (g + (1 - 2 * rank) * signs[name]) for name, g in GRADIENTS.items()}
+
+
+def mean(ranks: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    return {name: sum(each[name] for each in ranks) / len(ranks) for name in GRADIENTS}  # type: ignore[misc]
+
+
+def loss(value: float) -> Numbers:
+    return {("train.py:19", "mean", 1): Number(value, ())}
+
+
+OTHER = {**GRADIENTS, "bias": torch.tensor([0.7]).double()}
 FOUND: dict[str, tuple[Callable[[int], dict[str, object]], dict[str, object]]] = {
     "gradients not reduced": (lambda rank: {"steps": [step(gradients=times(1 + rank))]}, {}),
     "gradient times a number": (lambda rank: {"steps": [step(gradients=times(0.5))]}, {}),
     "mean over unequal counts": (lambda rank: {"steps": [step(gradients=OTHER, losses=(2.0 + rank,))]}, {}),
     "a hook before the reduction": (lambda rank: {"steps": [step(gradients=OTHER, hooks=("train.py:9",))]}, {}),
     "other gradients": (lambda rank: {"steps": [step(gradients=OTHER)]}, {}),
+    "ranks diverged": (lambda rank: {"steps": [step(batches=[(0, 0, rank)])]}, {}),
+    "momentum of one rank": (lambda rank: {"steps": [step(settings=[{"lr": 0.1, "momentum": 0.9 * rank}])]}, {}),
+    "other start values": (lambda rank: {"steps": [step(starts=times(1 + rank))]}, {}),
+    "changed outside of the step": (lambda rank: {"steps": [step(), step(starts=times(1 + rank))]}, {}),
+    "an update of one rank": (
+        lambda rank: {"steps": [step(parameters=times(1 + rank)), step(starts=times(1 + rank))]},
+        {},
+    ),
+    "other state of a rank": (lambda rank: {"steps": [step(state={"teacher": torch.ones(2) + rank})]}, {}),
+    "a parameter that no rank updates": (lambda rank: {"steps": [step(gradients={"weight": GRADIENTS["weight"]})]}, {}),
+    "other optimizer step": (lambda rank: {"steps": [step(parameters=times(3))]}, {}),
+    "changed in the reduction": (
+        lambda rank: {"steps": [step(gradients=OTHER, own=[shares(rank)])]},
+        {"steps": [step(own=[GRADIENTS])]},
+    ),
+    "a factor of one rank's loss": (
+        lambda rank: {"steps": [step(gradients=mean([shares(0), shares(1, 0.1)]), own=[shares(rank, 0.1**rank)])]},
+        {"steps": [step(own=[GRADIENTS])]},
+    ),
+    "a statistic of the rank's own batch": (
+        lambda rank: {"steps": [step(gradients=OTHER, numbers=[loss(1.0 + rank)], rows=[2], losses=[1.0 + rank])]},
+        {"steps": [step(numbers=[loss(1.7)], of_loss=[[*loss(1.7)]], losses=[1.7], own=[GRADIENTS])]},
+    ),
     "clipping before the reduction": (lambda rank: {"steps": [step(clips=(("train.py:22", 1.0 + rank),))]}, {}),
     "loss divided by the accumulation twice": (lambda rank: {"steps": [step(scales=(0.25, 0.25))]}, {}),
     "set_epoch is missing": (
