@@ -43,15 +43,20 @@ def reads(ranks: Sequence[Record], one: Record, agrees: bool) -> Iterator[Findin
         first, trained = passes[0], any(p.trained for p in passes)
         of_loader = [p for p in one.passes if p.loader == first.loader]
         alone = [p for p in of_loader if p.number == first.number]
-        draws_again = any(len(set(p.read)) < len(p.read) for p in alone)  # the sampler draws with replacement
-        draws_again |= len({frozenset(p.read) for p in of_loader if not p.endless}) > 1  # or others in each epoch
+        batch = sum(len(p.batches[0]) for p in passes if p.batches)
+        draws_again = any(len(set(p.read)) < 0.9 * len(p.read) for p in alone)  # the sampler draws with replacement
+        every_epoch = [set(p.read) for p in of_loader if not p.endless]
+        varies = bool(every_epoch) and len(set().union(*every_epoch)) - len(every_epoch[0]) >= batch > 0
         shared = len(passes) == len(ranks) > 1 and not has_own_data(ranks)
         if first.number == 0 and shared and not draws_again and not any(p.endless for p in passes):
             once = OF_ACCELERATE if ranks[0].accelerate else OF_DDP
             # A forward of DDP broadcasts the statistics of batch norms, but a forward of model.module does not.
             if ranks[0].norms and not ranks[0].accelerate:
                 once += f"; {BROADCAST}"
-            yield from _shares(passes, alone, trained, agrees, once)
+            if not varies:
+                yield from _shares(passes, alone, trained, agrees, once)
+            elif alone and trained:
+                yield from _shares_of_a_part(passes, alone[0], batch)
         earlier = [p for p in ranks[0].passes if p.loader == first.loader and p.number == first.number - 1]
         again = bool(earlier) and earlier[0].trained and earlier[0].read == first.read
         if trained and first.shuffles and again and not first.endless:
@@ -102,6 +107,20 @@ def _shares(passes: Sequence[Pass], alone: Sequence[Pass], trained: bool, agrees
             yield Finding(TWICE, not agrees, first.places, evidence, f"{once}; with mw.distribute nothing repeats.")
 
 
+def _shares_of_a_part(passes: Sequence[Pass], alone: Pass, batch: int) -> Iterator[Finding]:
+    """Yield a finding if ranks share out what one process would read another part of in each epoch, but not all of
+    it: each rank reads as many samples as one process, and no two ranks the same."""
+    read, every = [set(p.read) for p in passes], frozenset[int]().union(*(p.samples or () for p in passes))
+    together = set().union(*read)
+    never = len(every) - len(together)
+    if sum(map(len, read)) == len(together) and abs(len(alone.read) - len(read[0])) < batch <= never:
+        evidence = (
+            f"{never} of {len(every)} samples are read by no rank in an epoch, and the ranks share out the others."
+        )
+        instead = "Let each of R ranks take every R-th sample."
+        yield Finding("samples never read", True, passes[0].places, evidence, instead)
+
+
 def _whole(passes: Sequence[Pass], size: int, trained: bool) -> Iterator[Finding]:
     """Yield a finding for a loop in which each rank reads all samples, if it trains or joins the ranks' results."""
     first, ranks = passes[0], len(passes)
@@ -142,8 +161,13 @@ def schedule(ranks: Sequence[Record], one: Record, pairs: Sequence[tuple[Step, S
         return  # the schedule ends at the same fraction of the steps of transformers' Trainer
     paces = [t * _whole_steps(n, h / t) for t, n, h in zip(ticks, lengths, horizons, strict=True)]  # ticks per epoch
     epochs = [h / pace for h, pace in zip(horizons, paces, strict=True)]
+    whole = abs(epochs[1] - round(epochs[1])) < 0.01
+    if horizons[0] == horizons[1] and ticks[0] != ticks[1] and not whole:
+        evidence = f"{ticks[0]:g} ticks a step on {len(ranks)} devices and {ticks[1]:g} on one, for a schedule of "
+        yield _ticks_twice(many, True, f"{evidence}{many.horizon} steps on both.")
+        return
     if abs(paces[0] * one.horizon / many.horizon - paces[1]) > max(len(ranks), 0.1 * paces[1]):  # allow uneven batches
-        by_steps = ticks[0] == ticks[1] and many.horizon == one.horizon and abs(epochs[1] - round(epochs[1])) > 0.01
+        by_steps = ticks[0] == ticks[1] and many.horizon == one.horizon and not whole
         evidence = f"the schedule ends after {epochs[0]:.3g} epochs on {len(ranks)} devices and after {epochs[1]:.3g} "
         evidence += f"on one ({ticks[0]:g} and {ticks[1]:g} ticks a step, {many.horizon} and {one.horizon} in all)."
         yield _ticks_twice(many, not by_steps, evidence)

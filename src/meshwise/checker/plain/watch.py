@@ -110,6 +110,7 @@ class _Watcher:
         self._ends: list[Callable[[], None]] = []
         self._next = Step()  # holds the backwards since the last step
         self._backward_at = ""
+        self._exchanged = False  # whether the program called a collective since the last step
 
     def ended(self) -> Record:
         """Return what was recorded."""
@@ -227,8 +228,9 @@ class _Watcher:
     def _exchange(self, plain: Any) -> Any:
         @functools.wraps(plain)
         def exchange(*given: Any, **named: Any) -> Any:
-            if not self._next.own and (where := user_place()):
-                self._next.exchanges.append(where)
+            if where := user_place():
+                self._exchanged = True
+                self._next.exchanges += [where] if not self._next.own else []
             return plain(*given, **named)
 
         return exchange
@@ -326,7 +328,7 @@ class _Watcher:
         self._made[number] = self._made.get(number, 0) + 1
         self.record.ticks = 0
         self.reads.step_made()
-        self._next, self._wrapped_forward, self._backward_at = Step(), False, ""
+        self._next, self._wrapped_forward, self._backward_at, self._exchanged = Step(), False, "", False
         self._seen.clear()
         self.noted.since_then()
 
@@ -351,7 +353,8 @@ class _Watcher:
                 text = named.get("sep", " ").join(map(str, values))
                 groups = (group for optimizer, _ in self._optimizers.values() for group in optimizer.param_groups)
                 self.record.rates.update(float(group.get("lr", 0.0)) for group in groups)
-                self.record.shown.append((where, text, last is None or last.trained or not last.over))
+                of_training = last is None or last.trained or not last.over
+                self.record.shown.append((where, text, of_training and not self._exchanged))
             else:
                 plain(*values, **named)
 
