@@ -81,7 +81,7 @@ def _of_norms(reference: Trace, names: Sequence[str]) -> list[str]:
     return [name for name, kind in kinds.items() if "BatchNorm" in kind or "InstanceNorm" in kind]
 
 
-_Seen = tuple[Output, Parts | None, tuple[float, float] | None, Ways]
+_Seen = tuple[Output, Parts | None, float | None, Ways]
 
 
 def compared_outputs(step: int, mine: StepTrace, other: StepTrace, unseen: list[Unseen]) -> list[Difference]:
@@ -93,19 +93,19 @@ def compared_outputs(step: int, mine: StepTrace, other: StepTrace, unseen: list[
     for one in mine.outputs:
         part = parts_of(one, peers[one.key]) if one.key in peers else None
         size = part.whole if part else output_difference(one, theirs[one.key]) if theirs[one.key] else None
-        by_samples = size or has_rows_of_samples(one, theirs[one.key])
+        by_samples = size is not None or has_rows_of_samples(one, theirs[one.key])
         ways = part.ways if part else [] if by_samples else list(divided_outputs(one, theirs[one.key]))
         seen.append((one, part, size, ways))
-    layouts = {layout for *_, ways in seen for layout, far in ways if far[0] <= LIMIT}
+    layouts = {layout for *_, ways in seen for layout, far in ways if far <= LIMIT}
     found = list[Difference]()
     for at, (output, part, size, ways) in enumerate(seen):
         # A layout in which no output agrees is probably not one that the ranks use.
         near = [(far, not layout.is_last) for layout, far in ways if layout in layouts]
         summed = part is not None and part.summed
         slices, of_positions = min(near, default=(None, False))
-        size = (math.inf, 0.0) if summed else slices if part and slices else size or slices
+        size = math.inf if summed else slices if size is None or (part and slices is not None) else size
         if size is None and is_sum_of(output, theirs[output.key]):
-            size = 0.0, 0.0
+            size = 0.0
         if size is None:
             single = math.prod(output.shape) == 1
             why = "one number of the whole batch, such as a loss in it" if single else "not that of single samples"
@@ -115,7 +115,7 @@ def compared_outputs(step: int, mine: StepTrace, other: StepTrace, unseen: list[
             facts = {"class": output.kind, "microbatch": output.microbatch + 1, "call": output.number + 1, "at": at}
             which = "a sum" if summed else "positions" if of_positions else "features"
             facts |= {"parts": which} if summed or (part and near) else {}
-            found.append(Difference("module outputs", step, output.module, *size, facts))
+            found.append(Difference("module outputs", step, output.module, size, facts))
     right = not next(numbers("loss", step, {"loss": mine.loss}, {"loss": other.loss})).fault
     for at in reversed(range(len(found))):  # a partial sum is right if the next output (or the loss) is
         if found[at].facts.get("parts") == "a sum" and right:

@@ -44,7 +44,6 @@ class Field:
 
     name: str
     relative: float
-    absolute: float
     wrong: tuple[int, ...]
     samples: int
 
@@ -111,6 +110,6 @@ def compared_fields(
         theirs = torch.cat([rows for _, rows in parts]) if parts else mine[:0]
         if len(mine) == len(theirs) == len(samples):
             theirs = theirs[[at[sample] for sample in samples]]
-            far = [rows_difference(a[None], b[None])[0] for a, b in zip(mine, theirs, strict=True)]
+            far = [rows_difference(a[None], b[None]) for a, b in zip(mine, theirs, strict=True)]
             wrong = tuple(sample for sample, size in zip(samples, far, strict=True) if not size <= LIMIT)
-            yield Field(name, max(far), rows_difference(mine, theirs)[1], wrong, len(samples))
+            yield Field(name, max(far), wrong, len(samples))

@@ -133,9 +133,9 @@ def _backs(evidence: Evidence) -> Iterator[Back]:
 def _back(module: str, at: int, one: Output, groups: Groups) -> Back | None:
     each = [[ranks[number] for ranks in groups] for number in range(len(groups[0]))]
     whole = [output_difference(one, ranks) for ranks in each]
-    if all(size is not None and size[0] <= LIMIT for size in whole):
+    if all(size is not None and size <= LIMIT for size in whole):
         return Back(module, at, False, 1.0)
-    if len(groups) == 1 and any(size[0] <= LIMIT for _, size in divided_outputs(one, groups[0])):
+    if len(groups) == 1 and any(size <= LIMIT for _, size in divided_outputs(one, groups[0])):
         return Back(module, at, False, 1.0)
     if adds_up_to(one, groups):
         return Back(module, at, True, 1.0)

@@ -18,16 +18,16 @@ from meshwise.checker.difference import FLOOR, LIMIT, apart, largest, ratio
 from meshwise.checker.trace import Output, StepTrace
 
 
-def output_difference(one: Output, ranks: Sequence[Output]) -> tuple[float, float] | None:
-    """Return the relative and the absolute difference between a call's output on one device and on the ranks. Return
-    None if it is unknown whether the output's rows are samples."""
+def output_difference(one: Output, ranks: Sequence[Output]) -> float | None:
+    """Return the relative difference between a call's output on one device and on the ranks. Return None if it is
+    unknown whether the output's rows are samples."""
     for layout, dim in (("0", 0), ("1", 1)):
         parts = [rank.sketches[layout] for rank in ranks if layout in rank.sketches]
         if layout in one.sketches and len(parts) == len(ranks) and _fits(one, ranks, dim):
             mine = one.sketches[layout]
             if sum(map(len, parts)) == len(mine):
                 found = rows_difference(mine, torch.cat(parts))
-                return None if found[0] > LIMIT and _same_rows(one, ranks) else found
+                return None if found > LIMIT and _same_rows(one, ranks) else found
     sizes = []
     if "each" in one.sketches and _fits(one, ranks, 0, padded=True):
         each = [rank.sketches["each"] for rank in ranks if "each" in rank.sketches]
@@ -62,7 +62,7 @@ def _order(layout: Layout) -> Tensor:
     return every
 
 
-def divided_outputs(one: Output, ranks: Sequence[Output]) -> Iterator[tuple[Layout, tuple[float, float]]]:
+def divided_outputs(one: Output, ranks: Sequence[Output]) -> Iterator[tuple[Layout, float]]:
     """Yield (layout, difference) for each layout in which the ranks may divide a module output."""
     for layout, mine, theirs in divided_rows(one, ranks):
         yield layout, rows_difference(mine, theirs)
@@ -91,7 +91,7 @@ def is_sum_of(one: Output, ranks: Sequence[Output]) -> bool:
     if len(ranks) < 2 or any(rank.shape != one.shape for rank in ranks):
         return False
     total = torch.stack([rank.sketches["whole"] for rank in ranks]).sum(0)
-    return rows_difference(one.sketches["whole"], total)[0] <= LIMIT
+    return rows_difference(one.sketches["whole"], total) <= LIMIT
 
 
 def has_rows_of_samples(one: Output, ranks: Sequence[Output]) -> bool:
@@ -104,11 +104,11 @@ def _same_rows(one: Output, ranks: Sequence[Output]) -> bool:
     parts = [rank.sketches["unordered"] for rank in ranks if "unordered" in rank.sketches]
     if "unordered" not in one.sketches or len(parts) < len(ranks):
         return False
-    return rows_difference(one.sketches["unordered"], torch.stack(parts).sum(0))[0] <= LIMIT
+    return rows_difference(one.sketches["unordered"], torch.stack(parts).sum(0)) <= LIMIT
 
 
-def _all_equal(sizes: Sequence[tuple[float, float]]) -> bool:
-    return bool(sizes) and all(relative <= LIMIT for relative, _ in sizes)
+def _all_equal(sizes: Sequence[float]) -> bool:
+    return bool(sizes) and max(sizes) <= LIMIT
 
 
 def _fits(one: Output, ranks: Sequence[Output], dim: int, padded: bool = False) -> bool:
@@ -125,7 +125,7 @@ def _fits(one: Output, ranks: Sequence[Output], dim: int, padded: bool = False) 
     )
 
 
-def _positions_difference(mine: Tensor, ranks: Sequence[Tensor]) -> list[tuple[float, float]]:
+def _positions_difference(mine: Tensor, ranks: Sequence[Tensor]) -> list[float]:
     """Return each rank's difference from one device, by positions (e.g. tokens), up to the rank's length."""
     if sum(map(len, ranks)) != len(mine):
         return []
@@ -137,14 +137,14 @@ def _positions_difference(mine: Tensor, ranks: Sequence[Tensor]) -> list[tuple[f
     ]
 
 
-def rows_difference(mine: Tensor, other: Tensor) -> tuple[float, float]:
-    """Return the largest relative and the largest absolute difference between the rows of two matrices."""
+def rows_difference(mine: Tensor, other: Tensor) -> float:
+    """Return the largest relative difference between the rows of two matrices."""
     lengths, difference = mine.norm(dim=1), apart(other, mine).norm(dim=1)
     scale = lengths.nan_to_num(0.0, 0.0).clamp(min=FLOOR * largest([lengths]))
-    return ratio(difference, scale), float(difference.max()) if len(difference) else 0.0
+    return ratio(difference, scale)
 
 
-Ways = list[tuple[Layout, tuple[float, float]]]
+Ways = list[tuple[Layout, float]]
 Groups = Sequence[Sequence[Output]]
 """The output of one module call on all ranks. Each inner list holds the outputs of ranks that have the same samples."""
 
@@ -154,7 +154,7 @@ class Parts:
     """Possible explanations why ranks with the same samples have different outputs of one module call. Each field
     compares these outputs with the output on one device."""
 
-    whole: tuple[float, float] | None
+    whole: float | None
     ways: Ways
     summed: bool
 
@@ -185,7 +185,7 @@ def adds_up_to(one: Output, groups: Groups) -> bool:
     if any(other.shape != ranks[0].shape for ranks in groups for other in ranks):
         return False
     found = output_difference(one, [_total(ranks) for ranks in groups])
-    return found is not None and found[0] <= LIMIT
+    return found is not None and found <= LIMIT
 
 
 def _total(ranks: Sequence[Output]) -> Output:
@@ -195,4 +195,4 @@ def _total(ranks: Sequence[Output]) -> Output:
 
 def _alike(a: Output, b: Output) -> bool:
     same = a.shape == b.shape and a.sketches.keys() == b.sketches.keys()
-    return same and rows_difference(a.sketches["whole"], b.sketches["whole"])[0] <= LIMIT
+    return same and rows_difference(a.sketches["whole"], b.sketches["whole"]) <= LIMIT
