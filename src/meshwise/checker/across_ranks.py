@@ -132,12 +132,11 @@ def collect_step(step: StepTrace, model: nn.Module, optimizer: Optimizer | None,
     """Complete the trace of a step with the values of all ranks. Collective."""
     step.outputs, step.peers, differ = _outputs_of_ranks(step.outputs)
     step.contents = _contents_of_ranks(step.contents)
-    own = to_rank_0((get_rank(everyone()), step.own_gradients, step.own_boxes), _alike())
+    own = to_rank_0((get_rank(everyone()), step.own_gradients), _alike())
     step.alike = tuple(
         rank for rank, part in gather_objects((get_rank(everyone()), get_rank()), everyone()) if part == 0
     )
-    step.own_gradients = {(rank, number): named for rank, each, _ in own for (_, number), named in each.items()}
-    step.own_boxes = {(rank, name): box for rank, _, boxes in own for (_, name), box in boxes.items()}
+    step.own_gradients = {(rank, number): named for rank, each in own for (_, number), named in each.items()}
     step.evaluating = set().union(*gather_objects(step.evaluating))
     step.loaded = any(gather_objects(step.loaded))
     step.changed_behind = set().union(*gather_objects(step.changed_behind))

@@ -1,11 +1,17 @@
-"""Diagnose differing outputs of modules that exchange data by hand.
+"""Diagnose what a program gets wrong in the data that its ranks exchange by hand.
 
 By hand means with torch.distributed collectives that the program itself calls.
+
+In a forward pass, the evidence is the outputs of modules. In a backward pass, it is the gradients that reach these
+outputs. Ranks with the same samples should get the whole gradient of an output. If they get only parts of it, or a
+multiple, the module that uses the output lacks a sum over ranks in its backward, or sums once too often. If the
+gradients of all outputs are right, the gradient of a parameter is itself only a part.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -13,92 +19,77 @@ from torch import Tensor
 from meshwise.checker.causes import Cause
 from meshwise.checker.causes import CauseKind as K
 from meshwise.checker.difference import LIMIT
-from meshwise.checker.evidence import Evidence, near, owner_of
-from meshwise.checker.outputs import Groups, peers_in
-from meshwise.checker.rank_weights import solve
+from meshwise.checker.evidence import Evidence, is_inside, near, owner_of
+from meshwise.checker.exchanges import places_of
+from meshwise.checker.outputs import Groups, adds_up_to, divided_outputs, divided_rows, output_difference, peers_in
+from meshwise.checker.rank_weights import solve, weights_in
 from meshwise.checker.sketches import row_sketches
+from meshwise.checker.trace import Output
 from meshwise.spec.words import some
+
+WRITE = "Write the all_reduce into the backward of a torch.autograd.Function"
+
+# The forward pass.
 
 
 def sum_by_hand_is_missing(evidence: Evidence) -> str:
     """Return a sentence if the program must add up the outputs of the first wrong module over the ranks, but does not
     do so."""
-    name = evidence.first.name
-    if evidence.first.facts.get("parts") == "a sum":
+    first = evidence.first
+    if first.facts.get("parts") == "a sum":
         return (
-            f"the ranks have the same samples, and their outputs of {evidence.where(name)} add up to that of one "
+            f"the ranks have the same samples, and their outputs of {evidence.where(first.name)} add up to that of one "
             "device. Each rank continues with its part of the sum. An all_reduce of the output is missing."
         )
-    if evidence.exchanges_in(name, sums=True):
+    before = [d for d in evidence.of_kind("module outputs") if d.facts["at"] < first.facts["at"]]
+    follows_features = bool(before) and before[-1].facts.get("parts") == "features"
+    if first.facts.get("parts") != "positions" or not follows_features or evidence.exchanges(first.name, sums=True):
         return ""
-    if evidence.first.facts.get("parts") == "positions" and _follows_features(evidence):
-        return (
-            f"each rank passes part of the features to {evidence.where(name)}, which returns part of the positions. "
-            "Its forward adds nothing up over the ranks: a reduce_scatter or an all_reduce is missing."
-        )
-    parts = evidence.divided_by_hand(name)
-    if not parts:
-        return ""
-    others = evidence.exchanges_in(name)
-    there = f"; it exchanges in {some(others)}" if others else ""
     return (
-        f"each rank works with its own part of {some(parts)}, and {evidence.where(name)} adds nothing up over the ranks"
-        f"{there}: an all_reduce of its result is missing."
+        f"each rank passes part of the features to {evidence.where(first.name)}, which returns part of the positions. "
+        "Its forward adds nothing up over the ranks: a reduce_scatter or an all_reduce is missing."
     )
-
-
-def _follows_features(evidence: Evidence) -> bool:
-    """Return True if each rank has only a slice of the features in the last module output before the first wrong
-    output."""
-    before = [d for d in evidence.of_kind("module outputs") if d.facts["at"] < evidence.first.facts["at"]]
-    return bool(before) and before[-1].facts.get("parts") == "features"
 
 
 def over_another_group(evidence: Evidence) -> str:
     """Return a sentence about the first module with wrong outputs if it sums over the wrong process group."""
-    said = evidence.of_another_group(evidence.exchanges(evidence.first.name, True))
+    said = evidence.of_another_group(evidence.exchanges(evidence.first.name, sums=True))
     return f"{evidence.where(evidence.first.name)} is the first whose outputs differ; {said}" if said else ""
 
 
 def exchanges_by_hand(evidence: Evidence) -> str:
     """Return a sentence that names the first module with wrong outputs, and the lines of the collectives that it calls.
     Return "" if it calls none."""
-    lines = evidence.exchanges_in(evidence.first.name)
+    lines = places_of(evidence.exchanges(evidence.first.name))
     before = f"everything before it{evidence.not_seen(evidence.first.facts['at'])} is equal"
     text = f"{evidence.where(evidence.first.name)} is the first whose outputs differ; {before}"
-    return f"{text}. It exchanges by hand in {some(lines)}." if lines else ""
+    return f"{text}. It exchanges by hand in {lines}." if lines else ""
 
 
 def counted_by_ranks(evidence: Evidence) -> Cause | None:
     """Explain wrong outputs that are multiplied or divided by the number of ranks, or that contain a bias once for each
     rank. Return None if the outputs are wrong in another way."""
-    key = _call(evidence)
-    ranks_of = [[output] for output in evidence.steps[1].outputs if output.key == key]
+    ranks_of = [[output] for output in evidence.steps[1].outputs if output.key == _call(evidence)]
     found = None if evidence.ranks_differ() else next(_scaled(evidence, ranks_of), None)
     if found is None:
         return None
     factor, added, what = found
-    sizes = {evidence.plan.devices, evidence.plan.tensor, evidence.plan.context} - {1}
-    lines = evidence.exchanges_in(evidence.first.name, sums=True)
-    there = f" in {some(lines)}" if lines else ""
+    lines = places_of(evidence.exchanges(evidence.first.name, sums=True))
+    there = f" in {lines}" if lines else ""
     text = f"the outputs of {evidence.where(evidence.first.name)} are"
     if near(factor, 1):
-        if not what or abs(added) < LIMIT or (what != "1" and not any(near(added, size - 1) for size in sizes)):
+        if not what or abs(added) < LIMIT or (what != "1" and (added < 0 or not evidence.of_ranks(added + 1))):
             return None
         return Cause(
             K.DOUBLED_REDUCTION,
             f"{text} those of one device and {added:.6g} {'more' if what == '1' else f'times {what}'}: every rank "
             f"adds it before the sum{there}. Add it after the sum, or on one rank only.",
         )
+    times = evidence.of_ranks(factor)
     apart = f", apart from {what}," if added else ""
-    for size in sizes:
-        if near(factor, size):
-            why = f"equal values of the ranks are added up{there}"
-            return Cause(K.DOUBLED_REDUCTION, f"{text}{apart} {size} times those of one device: {why}.")
-        if near(factor, 1 / size):
-            why = f"the sum{there} is divided by the number of ranks, or is a mean"
-            return Cause(K.DOUBLED_REDUCTION, f"{text}{apart} 1/{size} of those of one device: {why}.")
-    return None
+    mean = f"the sum{there} is divided by the number of ranks, or is a mean"
+    why = mean if factor < 1 else f"equal values of the ranks are added up{there}"
+    return Cause(K.DOUBLED_REDUCTION, f"{text}{apart} {times} those of one device: {why}.") if times else None
 
 
 def ranks_have_parts(evidence: Evidence) -> str:
@@ -114,7 +105,9 @@ def ranks_have_parts(evidence: Evidence) -> str:
                 f"{text}: without {what}, which every rank adds, the outputs add up to that of one device. An "
                 f"all_reduce is missing before {what} is added."
             )
-    return f"{text}: a sum lacks a part."
+    lines = places_of(evidence.exchanges(evidence.first.name))
+    there = f"; it exchanges in {lines}" if lines else ""
+    return f"{text}{there}: a sum over these ranks lacks a part, or an all_reduce of the result is missing."
 
 
 def _call(evidence: Evidence) -> tuple[int, str, int]:
@@ -150,3 +143,170 @@ def _rows(groups: Groups) -> Tensor | None:
     if not groups or any("0" not in rank.sketches for ranks in groups for rank in ranks):
         return None
     return torch.cat([torch.stack([rank.sketches["0"] for rank in ranks]).sum(0) for ranks in groups])
+
+
+# The backward pass.
+
+
+@dataclass(frozen=True)
+class Back:
+    """The gradient that reaches the output of one module call in the backward pass. It says how the gradient on the
+    ranks is related to the gradient on one device."""
+
+    module: str
+    at: int
+    is_part: bool
+    factor: float
+
+
+def by_hand_in_the_backward(evidence: Evidence) -> Cause | None:
+    """Find a sum over ranks that is missing or done twice in the backward pass of a program that calls collectives
+    itself. Return None if there is no sign of this."""
+    actual, first = evidence.actual, evidence.first
+    if first.step > 1 or not (actual.exchanges or actual.exchanges_backward) or not evidence.steps[1].peers:
+        return None
+    wrong = next((back for back in _backs(evidence) if back.is_part or not near(back.factor, 1)), None)
+    calls = evidence.calls()
+    owner = owner_of(first.name)
+    last = max((at for at, name in enumerate(calls) if name == owner), default=-1)
+    if wrong is None or wrong.at < last:
+        return _of_a_parameter(evidence)
+    user = next((n for n in calls[wrong.at + 1 :] if not is_inside(wrong.module, n)), "")
+    sums = evidence.sums_in_backward(user)
+    text = f"{evidence.how_many()}, from {first.name} on; the gradient that comes back to"
+    at, behind = evidence.where(wrong.module), evidence.where(user)
+    if said := evidence.of_another_group(sums):
+        return Cause(K.WRONG_GROUP, f"{text} {at} is the first that is wrong, in the backward of {behind}: {said}")
+    text = f"{text} the outputs of {at}"
+    if wrong.is_part:
+        return Cause(
+            K.MISSING_REDUCTION,
+            f"{text} is only a part on each rank, and the parts add up to that of one device. {behind}, which uses "
+            "the outputs, returns only its own rank's part of the gradient: its backward lacks an all_reduce. "
+            f"{WRITE} that its inputs go through.",
+        )
+    times = evidence.of_ranks(wrong.factor)
+    why = "equal gradients of the ranks are added up" if wrong.factor > 1 else "it is divided by the number of ranks"
+    there = f" Its backward adds up in {places_of(sums)}." if sums else ""
+    text = f"{text} is {times} that of one device: {why}, in the backward of {behind}.{there}"
+    return Cause(K.DOUBLED_REDUCTION, text) if times else None
+
+
+def _of_a_parameter(evidence: Evidence) -> Cause | None:
+    """Explain a wrong gradient of a parameter."""
+    reference, actual = evidence.steps
+    first, owner, alike = evidence.first.name, owner_of(evidence.first.name), len(actual.alike)
+    wrong = [d.name for d in evidence.faults("gradients") if d.name in actual.gradients]
+    found = {name: weights_in(reference, actual, [name]) for name in wrong}
+    ones = {name: each.one for name, each in found.items() if each is not None and each.unique and each.one}
+    text = f"the gradient that comes back to {evidence.where(owner)} is right; the gradient"
+    parts = [name for name, one in ones.items() if alike > 1 and min(one) > 0 and near(sum(one), alike)]
+    sums = evidence.sums_in_backward(owner)
+    behind = [each for each in evidence.actual.exchanges if each.adds_up and not each.module]
+    if said := evidence.of_another_group(behind if first in parts else sums):
+        return Cause(K.WRONG_GROUP, f"{text} of {first} is not: {said}")
+    if first in parts:
+        return Cause(
+            K.MISSING_REDUCTION,
+            f"{text}s of {some(parts)} are only a part on each rank, and the parts add up to that of one device. Each "
+            f"rank has the part of its slice, positions or samples. An all_reduce is missing. {WRITE} that the "
+            "parameter goes through.",
+        )
+    weights = found.get(first)
+    if weights is None or weights.unique or not weights.one or not weights.plan or not sums:
+        return None
+    factor = sum(weights.plan) / sum(weights.one)
+    text = (
+        f"{text} of {first} is {factor:.6g} times that of one device. In the backward {places_of(sums)} adds up equal "
+        "gradients of the ranks: this is one all_reduce too many."
+    )
+    return Cause(K.DOUBLED_REDUCTION, text) if near(factor, len(weights.ranks)) else None
+
+
+def _backs(evidence: Evidence) -> Iterator[Back]:
+    """Yield the gradients that reach module outputs, in the order of the backward pass."""
+    one, plan = evidence.steps
+    peers = peers_in(plan)
+    first = [output for output in one.outputs if output.microbatch == 0]
+    counts = [len(part) for part in plan.samples[0] if part] if plan.samples else []
+    for at, output in reversed(list(enumerate(first))):
+        groups = peers.get(output.key, [])
+        held = bool(groups) and all(rank.gradient for ranks in groups for rank in ranks)
+        if not output.gradient or not held or len(counts) != len(groups):
+            continue
+        shares = [count / sum(counts) for count in counts]
+        groups = [[_gradient(rank, share) for rank in ranks] for ranks, share in zip(groups, shares, strict=True)]
+        back = _back(output.module, at, _gradient(output), groups)
+        if back is not None:
+            yield back
+
+
+def _back(module: str, at: int, one: Output, groups: Groups) -> Back | None:
+    each = [[ranks[number] for ranks in groups] for number in range(len(groups[0]))]
+    whole = [output_difference(one, ranks) for ranks in each]
+    if all(size is not None and size <= LIMIT for size in whole):
+        return Back(module, at, False, 1.0)
+    if len(groups) == 1 and any(size <= LIMIT for _, size in divided_outputs(one, groups[0])):
+        return Back(module, at, False, 1.0)
+    if adds_up_to(one, groups):
+        return Back(module, at, True, 1.0)
+    factors = [_factor(one, ranks) for ranks in (*each, *(groups if len(groups) == 1 else ()))]
+    known = [factor for factor in factors if factor is not None]
+    if known and all(near(factor, known[0]) for factor in known):
+        return Back(module, at, False, known[0])
+    fits = all(rank.shape[1:] == one.shape[1:] for ranks in groups for rank in ranks)  # False if a later dim is split
+    return Back(module, at, False, 0.0) if fits and any(size is not None for size in whole) else None
+
+
+def _factor(one: Output, ranks: Sequence[Output]) -> float | None:
+    rows = [rank.sketches["0"] for rank in ranks if "0" in rank.sketches]
+    sides = [(mine, theirs) for _, mine, theirs in divided_rows(one, ranks)]
+    if "0" in one.sketches and len(rows) == len(ranks):
+        sides.append((one.sketches["0"], torch.cat(rows)))
+    solved = (solve(a.reshape(-1, 1), b.flatten()) for a, b in sides if a.shape == b.shape)
+    return next((found[0][0] for found in solved if found is not None), None)
+
+
+def _gradient(output: Output, share: float = 1.0) -> Output:
+    """Return a copy of `output` with `share` times its gradient in place of its value."""
+    scaled = {layout: rows * share for layout, rows in output.gradient.items() if layout != "unordered"}
+    return replace(output, sketches=scaled)
+
+
+# Between the two.
+
+
+def without_a_backward(evidence: Evidence) -> Cause | None:
+    """Explain a wrong gradient, which no weights of the ranks give, by a collective in the forward of its module or of
+    a module that is called next."""
+    solved = weights_in(*evidence.steps, [evidence.first.name])
+    if solved is None or solved.one is not None:
+        return None
+    owner = owner_of(evidence.first.name)
+    module = next((name for name in (owner, *_called_next(evidence)) if evidence.exchanges(name)), None)
+    if module is None:
+        return None
+    text = (
+        f"{evidence.how_many()}, from {evidence.first.name} on; no weights of the ranks' own gradients of it give that "
+        f"of one device: something is on no rank. {evidence.where(module)} exchanges by hand in"
+    )
+    back = {each.function for each in evidence.actual.exchanges_backward}
+    found = evidence.exchanges(module, sums=False if evidence.steps[1].peers else None)
+    lost = [each for each in found if not each.function or each.function not in back]
+    if lost:
+        return Cause(
+            K.MISSING_REDUCTION,
+            f"{text} {places_of(lost)}, but its backward has no collective, so no gradient comes back from other "
+            "ranks. Use a torch.autograd.Function whose backward adds up the gradients of what was gathered or added "
+            "up in the forward.",
+        )
+    return Cause(K.BACKWARD, f"{text} {places_of(evidence.exchanges(module))}: look at the backward of that.")
+
+
+def _called_next(evidence: Evidence) -> list[str]:
+    """Return the modules that the forward pass calls after the module with the first wrong gradient."""
+    owner, names = owner_of(evidence.first.name), evidence.calls()
+    last = max((at for at, name in enumerate(names) if name == owner), default=len(names))
+    called = [name for name in names[last + 1 :] if not is_inside(owner, name)]
+    right = {owner_of(d.name) for d in evidence.of_kind("gradients") if not d.fault}
+    return called[: next((at + 1 for at, name in enumerate(called) if name in right), None)]

@@ -13,10 +13,9 @@ from itertools import takewhile
 
 from meshwise.checker.causes import Cause
 from meshwise.checker.causes import CauseKind as K
-from meshwise.checker.diagnose_backward import by_hand_in_the_backward
+from meshwise.checker.diagnose_by_hand import by_hand_in_the_backward, without_a_backward
 from meshwise.checker.diagnose_weights import by_weights
 from meshwise.checker.evidence import Evidence, Rule, is_inside, near, owner_of, precision_lost, says
-from meshwise.checker.rank_weights import weights_in
 from meshwise.spec.plan import Plan
 from meshwise.spec.words import some
 
@@ -124,30 +123,6 @@ def _lower_precision(evidence: Evidence) -> str:
     return f"every value of the {len(names)} gradients that differ fits into {' or '.join(sorted(found))}."
 
 
-def _exchanged_by_hand(evidence: Evidence) -> Cause | None:
-    """Explain a wrong gradient by a collective that the program itself calls."""
-    solved = weights_in(*evidence.steps, [evidence.first.name])
-    if solved is None or solved.one is not None:
-        return None
-    owner = owner_of(evidence.first.name)
-    module = next((name for name in (owner, *_called_next(evidence)) if evidence.exchanges_in(name)), None)
-    if module is None:
-        return None
-    kind = evidence.comparison.modules.get(module, "")
-    text = (
-        f"{evidence.how_many()}, from {evidence.first.name} on; no weights of the ranks' own gradients of it give that "
-        f"of one device: something is on no rank. {module or 'the model'} ({kind}) exchanges by hand in"
-    )
-    if lost := evidence.exchanges_without_backward(module):
-        return Cause(
-            K.MISSING_REDUCTION,
-            f"{text} {some(lost)}, but its backward has no collective, so no gradient comes back from other ranks. "
-            "Use a torch.autograd.Function whose backward adds up the gradients of what was gathered or added up in "
-            "the forward.",
-        )
-    return Cause(K.BACKWARD, f"{text} {some(evidence.exchanges_in(module))}: look at the backward of that.")
-
-
 def _random_recompute(evidence: Evidence) -> str:
     """Return a sentence if a block under activation checkpointing draws other random numbers in its recomputation than
     in its forward pass, but only under the plan. Return "" otherwise."""
@@ -169,7 +144,7 @@ GRADIENT_RULES: tuple[Rule, ...] = (
     says(K.DOUBLED_REDUCTION, _begins_with_a_factor),
     says(K.TIED_WEIGHT, _only_tied_weights),
     says(K.LOWER_PRECISION, _lower_precision),
-    _exchanged_by_hand,
+    without_a_backward,
     says(K.BACKWARD, "{how_many}; {name} was the first to be ready."),
 )
 
@@ -177,16 +152,6 @@ GRADIENT_RULES: tuple[Rule, ...] = (
 def _all_wrong(evidence: Evidence) -> bool:
     """Return whether every gradient above rounding noise is wrong."""
     return all(d.fault for d in evidence.gradients())
-
-
-def _called_next(evidence: Evidence) -> list[str]:
-    """Return the modules that the forward pass calls after the module with the first wrong gradient."""
-    owner = owner_of(evidence.first.name)
-    names = [output.module for output in evidence.steps[0].outputs if output.microbatch == 0]
-    last = max((at for at, name in enumerate(names) if name == owner), default=len(names))
-    called = [name for name in names[last + 1 :] if not is_inside(owner, name)]
-    right = {owner_of(d.name) for d in evidence.of_kind("gradients") if not d.fault}
-    return called[: next((at + 1 for at, name in enumerate(called) if name in right), None)]
 
 
 def _whole_modules(names: list[str], evidence: Evidence) -> bool:

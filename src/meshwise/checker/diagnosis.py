@@ -140,7 +140,7 @@ def _statistics_in_a_module(evidence: Evidence) -> Cause | None:
     """Name a module that computes across the samples of the batch, although each rank has only a part of them."""
     name, (one, plan) = evidence.first.name, evidence.steps
     found = [each for each in taken_together(one.coupled, plan.coupled) if each.module == name]
-    if not found or evidence.exchanges_in(name):
+    if not found or evidence.exchanges(name):
         return None
     where = f"{evidence.where(name)} is the first whose outputs differ"
     if found[0].is_statistic:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 from torch import Tensor
@@ -88,23 +87,23 @@ class Evidence:
         at = self.reference.places.get(module)
         return f"{module or 'the model'} ({self.comparison.modules.get(module, '')}{f', {at}' if at else ''})"
 
-    def exchanges_in(self, module: str, *, sums: bool | None = None) -> list[str]:
-        """Return the collectives that the program calls in the forward of `module`, as source lines with names."""
-        return list(dict.fromkeys(each.line for each in self.exchanges(module, sums)))
+    def calls(self) -> list[str]:
+        """Return the modules in the order in which the first microbatch of the step calls them."""
+        return [output.module for output in self.steps[0].outputs if output.microbatch == 0]
 
-    def exchanges(self, module: str, sums: bool | None = None) -> list[Exchange]:
+    def of_ranks(self, factor: float) -> str:
+        """Return a factor as text, "4 times" or "1/4 of", if it is a number of ranks in the plan or one over it."""
+        sizes = {getattr(self.plan, name) for name in ("devices", "data", "shard", "tensor", "context")} - {1}
+        texts = {f"{size} times": size for size in sizes} | {f"1/{size} of": 1 / size for size in sizes}
+        return next((text for text, value in texts.items() if near(factor, value)), "")
+
+    def exchanges(self, module: str, *, sums: bool | None = None) -> list[Exchange]:
         """Return the collectives that the program calls in the forward of `module`."""
         known = [each for each in self.actual.exchanges if each.module and sums in (None, each.adds_up)]
         inside = [each for each in known if is_inside(each.module, module)]
         around = [each for each in known if is_inside(module, each.module)]
         nearest = max((each.module for each in around), key=len, default="")
         return inside or [each for each in around if each.module == nearest]
-
-    def exchanges_without_backward(self, module: str) -> list[str]:
-        """Return the collectives in the forward of `module` through which no gradient comes back from other ranks."""
-        back = {each.function for each in self.actual.exchanges_backward}
-        found = self.exchanges(module, False if self.steps[1].peers else None)
-        return list(dict.fromkeys(each.within for each in found if not each.function or each.function not in back))
 
     def sums_in_backward(self, module: str) -> list[Exchange]:
         """Return the sums over ranks, e.g. calls of all_reduce, in the backward passes of `module`."""
@@ -118,19 +117,11 @@ class Evidence:
         wrong = [each for each in sums if each.ranks and set(each.ranks) != set(alike)]
         if not wrong or len(alike) < 2:
             return ""
-        over, right = (some(list(map(str, ranks)), 8) for ranks in (wrong[0].ranks, alike))
+        over, right = (some(ranks, 8) for ranks in (wrong[0].ranks, alike))
         return (
-            f"{wrong[0].within} adds up over rank {over}, but the parts of the sum are on rank {right}, which have the "
+            f"{wrong[0].line} adds up over rank {over}, but the parts of the sum are on rank {right}, which have the "
             "same samples: the collective uses the wrong process group."
         )
-
-    def divided_by_hand(self, module: str) -> list[str]:
-        """Return the names of the parameters in `module` that the program itself divides over ranks."""
-        found: dict[str, list[list[tuple[int, int]]]] = {}
-        for (_, name), box in sorted(self.steps[1].own_boxes.items()):
-            if is_inside(name, module):
-                found.setdefault(name, []).append(box)
-        return [name for name, boxes in found.items() if len(boxes) > 1 and _are_apart(boxes)]
 
     def ranks_differ(self) -> bool:
         """Return True if the first wrong value that the check found differs between ranks, although all ranks should
@@ -162,11 +153,6 @@ class Evidence:
             return text
         places = [each.place for each in self.steps[1].contents if each.place]
         return f"{text}, in the loop at {places[0]}" if places else text
-
-
-def _are_apart(boxes: list[list[tuple[int, int]]]) -> bool:
-    """Return True if there is a dimension along which the boxes lie one after another without overlap."""
-    return all(boxes) and any(all(a[1] <= b[0] for a, b in pairwise(dim)) for dim in zip(*boxes, strict=True))
 
 
 Rule = Callable[[Evidence], Cause | None]

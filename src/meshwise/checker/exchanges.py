@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from types import FrameType
 from typing import Any, NamedTuple
@@ -45,17 +45,18 @@ class Exchange(NamedTuple):
 
     @property
     def line(self) -> str:
-        """Where the program calls the collective, and its name, e.g. `train.py:31 (all_reduce)`."""
-        return f"{self.place} ({self.operator})"
-
-    @property
-    def within(self) -> str:
-        """Like `line`, with the autograd Function that makes the call, if there is one."""
-        return f"{self.place} ({self.operator} in {self.function})" if self.function else self.line
+        """Where the program calls the collective, its name, and the autograd Function that makes the call, if there is
+        one: `train.py:31 (all_reduce in Sum)`."""
+        return f"{self.place} ({self.operator}{f' in {self.function}' if self.function else ''})"
 
 
 Exchanges = dict[Exchange, None]
 """The collectives in the order of their calls. The values of the dict are unused."""
+
+
+def places_of(exchanges: Iterable[Exchange]) -> str:
+    """Return the lines that call these collectives, as a text."""
+    return some(dict.fromkeys(each.line for each in exchanges))
 
 
 def noting_exchanges(found: Exchanges, module: Callable[[], str]) -> AbstractContextManager[Any]:
