@@ -14,43 +14,29 @@ from meshwise.spec.words import some
 # The contents of batches.
 
 
-def _other_contents(evidence: Evidence) -> str:
+def other_contents(evidence: Evidence) -> str:
     """Return a sentence that names a sample whose values differ from those on one device, and the source line that
-    reads the sample."""
+    reads the sample. Blame the collate function if the very first sample already differs, before random numbers could
+    have diverged."""
     facts = evidence.first.facts
     where = f"{facts['place']}: " if facts["place"] else ""
-    text = f"{where}sample {facts['sample']} of {facts['source']} has other values in {evidence.first.name}"
-    return f"{text} than on one device ({facts['how many']} samples of microbatch {facts['microbatch']} do)."
-
-
-def _own_generator(evidence: Evidence) -> str:
-    draws = evidence.first.facts["draws"]
-    if not draws:
-        return ""
-    return (
-        f"{_other_contents(evidence)} {draws} draws in the order in which each rank reads. Make a generator from the "
-        "sample's index, np.random.default_rng((seed, index)), or draw from torch, numpy.random or random, whose draws "
-        "are keyed by epoch and index."
+    text = (
+        f"{where}sample {facts['sample']} of {facts['source']} has other values in {evidence.first.name} than on one "
+        f"device ({facts['how many']} samples of microbatch {facts['microbatch']} do)."
     )
+    if facts["draws"]:
+        return (
+            f"{text} {facts['draws']} draws in the order in which each rank reads. Make a generator from the sample's "
+            "index, np.random.default_rng((seed, index)), or draw from torch, numpy.random or random, whose draws are "
+            "keyed by epoch and index."
+        )
+    if facts["collate"] and facts["from the first"] and evidence.first.step == 1:
+        return (
+            f"{text} {facts['collate']} makes a batch of the samples of one rank. Compute what depends on all samples "
+            "(for example a mean) in the loop, with mw.mean or mw.sum."
+        )
+    return text
 
-
-def _made_of_the_batch(evidence: Evidence) -> str:
-    """Blame the collate function if the very first sample already differs, before random numbers could have diverged.
-    Return an empty string otherwise."""
-    facts = evidence.first.facts
-    if not facts["collate"] or not facts["from the first"] or evidence.first.step > 1:
-        return ""
-    return (
-        f"{_other_contents(evidence)} {facts['collate']} makes a batch of the samples of one rank. Compute what "
-        "depends on all samples (for example a mean) in the loop, with mw.mean or mw.sum."
-    )
-
-
-CONTENTS_RULES: tuple[Rule, ...] = (
-    says(K.CONTENTS, _own_generator),
-    says(K.CONTENTS, _made_of_the_batch),
-    says(K.CONTENTS, _other_contents),
-)
 
 # A module's own statistics.
 

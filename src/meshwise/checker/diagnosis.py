@@ -23,11 +23,11 @@ from meshwise.checker.diagnose_by_hand import (
 )
 from meshwise.checker.diagnose_gradients import GRADIENT_RULES
 from meshwise.checker.diagnose_kinds import (
-    CONTENTS_RULES,
     EVALUATION_RULES,
     OF_BATCH,
     not_finite,
     open_exchange,
+    other_contents,
     own_statistics,
 )
 from meshwise.checker.diagnose_updates import (
@@ -69,10 +69,6 @@ def cause_of(comparison: Comparison, reference: Trace, actual: Trace, plan: Plan
     return next(cause for cause in causes if cause is not None)
 
 
-def _tied_on_one_side_only(evidence: Evidence) -> bool:
-    return bool(evidence.faults("tied weights"))
-
-
 def _is_norm(evidence: Evidence) -> bool:
     kind = evidence.first.facts["class"]
     return "BatchNorm" in kind or "InstanceNorm" in kind
@@ -83,27 +79,18 @@ def _is_random(evidence: Evidence) -> bool:
     return "Dropout" in evidence.first.facts["class"] or evidence.first.name in random
 
 
-def _contains_draws_of_ranks(evidence: Evidence) -> str:
-    """Return a sentence if the first wrong module contains a module that draws random numbers for rows that are not
-    samples, such as dropout in an expert. Each rank then draws its own numbers. Return "" otherwise."""
-    unkeyed = evidence.reference.unkeyed | evidence.actual.unkeyed
-    random = evidence.reference.random_modules | evidence.actual.random_modules
-    parts = sorted(name for name in random if is_inside(name, evidence.first.name))
-    if not unkeyed or not parts:
-        return ""
-    which = some(sorted({each.split(" ")[0] for each in unkeyed}))
-    return f"ranks draw on their own in {some(parts)} ({which}), for rows that are not those of the samples."
-
-
-def _random_before(evidence: Evidence) -> str:
-    """Return a sentence if the first module's output differs, and ranks draw different random numbers before they call
-    that module. Return "" otherwise."""
+def _draws_of_ranks(evidence: Evidence) -> str:
+    """Return a sentence if each rank draws its own random numbers in the first wrong module, such as dropout in an
+    expert, whose rows are not samples, or before the model's first module. Return "" otherwise."""
     first, outputs = evidence.first, evidence.of_kind("module outputs")
-    begins = next(d for d in outputs if d.facts["microbatch"] == first.facts["microbatch"])
+    random = evidence.reference.random_modules | evidence.actual.random_modules
+    parts = sorted(name for name in random if is_inside(name, first.name))
     unkeyed = sorted(evidence.reference.unkeyed | evidence.actual.unkeyed)
-    if not unkeyed or begins is not first:
+    begins = next(d for d in outputs if d.facts["microbatch"] == first.facts["microbatch"])
+    if not unkeyed or not (parts or begins is first):
         return ""
-    return f"{first.name or 'the model'} is the first module; before it ranks draw different numbers: {some(unkeyed)}."
+    where = f"in {some(parts)}, for rows that are not those of the samples" if parts else "before the first module"
+    return f"ranks draw different numbers {where}: {some(unkeyed)}."
 
 
 def _outputs_are_equal(evidence: Evidence) -> bool:
@@ -165,44 +152,28 @@ def _is_of_a_share_of_the_batch(evidence: Evidence) -> str:
     )
 
 
-def _scaled_by_clipping(evidence: Evidence) -> str:
-    factor = evidence.first.factor
-    if factor is None:
-        return ""
-    return f"gradients are equal before they are clipped, and after it {factor:.12g} times those of one device."
-
-
 def _is_scheduled(evidence: Evidence) -> bool:
     return bool(evidence.steps[0].scheduler)
 
 
-def _rate_times_ranks(evidence: Evidence) -> str:
+def _rate_by_ranks(evidence: Evidence) -> str:
     """Return a sentence if the learning rate of the first step, under the plan, is the rate on one device times the
-    number of ranks, or times its square root. Return "" otherwise."""
-    rate, other = _rates(evidence)
+    number of ranks, times its square root, or (without a scheduler) divided by it. Return "" otherwise."""
     ranks = evidence.plan.devices
-    scaled = {ranks: str(ranks), math.sqrt(ranks): f"the root of {ranks}"}
-    for factor, text in scaled.items():
-        if evidence.first.step == 1 and near(other, rate * factor):
-            return f"the learning rate is {evidence.both_numbers()}: {text} times as large."
-    return ""
-
-
-def _rates(evidence: Evidence) -> tuple[float, float]:
-    return evidence.first.facts["one device"], evidence.first.facts["the plan"]
+    scaled = {f"{ranks} times": ranks, f"the root of {ranks} times": math.sqrt(ranks)}
+    scaled |= {} if _is_scheduled(evidence) else {f"1/{ranks}": 1 / ranks}
+    rate, other = evidence.first.facts["one device"], evidence.first.facts["the plan"]
+    text = next((text for text, factor in scaled.items() if near(other, rate * factor)), "")
+    return (
+        f"the learning rate is {evidence.both_numbers()}: {text} as large." if text and evidence.first.step == 1 else ""
+    )
 
 
 def _rate_of_a_later_step(evidence: Evidence) -> str:
-    _, other = _rates(evidence)
-    for number, step in enumerate(evidence.reference.steps, 1):
-        if number > evidence.first.step and any(near(other, rate) for rate in step.learning_rates.values()):
+    for number, step in enumerate(evidence.reference.steps[evidence.first.step :], evidence.first.step + 1):
+        if any(near(evidence.first.facts["the plan"], rate) for rate in step.learning_rates.values()):
             return f"the learning rate is {evidence.both_numbers()}, which one device has in step {number}."
     return ""
-
-
-def _is_rate_over_ranks(evidence: Evidence) -> bool:
-    rate, other = _rates(evidence)
-    return near(other, rate / evidence.plan.devices)
 
 
 def _extra_ticks(evidence: Evidence) -> str:
@@ -217,7 +188,11 @@ def _belongs_to_batch_norm(evidence: Evidence) -> bool:
 
 
 START_RULES: tuple[Rule, ...] = (
-    says(K.TIED_WEIGHT, "{name} differs, and weights are tied on one side only.", _tied_on_one_side_only),
+    says(
+        K.TIED_WEIGHT,
+        "{name} differs, and weights are tied on one side only.",
+        lambda evidence: bool(evidence.faults("tied weights")),
+    ),
     says(K.START_VALUES, "ranks have different values of {name} before the first step.", ranks_differ),
     says(K.START_VALUES, "{lacking} has no {name}.", lambda evidence: "lacking" in evidence.first.facts),
     says(K.START_VALUES, "{name} differs before the first step."),
@@ -240,15 +215,14 @@ RULES: Mapping[str, tuple[Rule, ...]] = {
         says(K.DATA_ORDER, "{name} has the same samples in another order."),
     ),
     "resumed state": (says(K.RESUMED, lost_by_a_resume),),
-    "batch contents": CONTENTS_RULES,
+    "batch contents": (says(K.CONTENTS, other_contents),),
     "module outputs": (
         says(K.RACE, open_exchange),
         says(K.MODE, _other_mode),
         says(K.BATCH_NORM, "{name} is a {class}: its inputs are equal, its outputs are not.", _is_norm),
         says(K.BATCH_NORM, own_statistics),
-        says(K.DROPOUT, _contains_draws_of_ranks),
+        says(K.DROPOUT, _draws_of_ranks),
         says(K.DROPOUT, "{name} ({class}) draws random numbers; {before}.", _is_random),
-        says(K.DROPOUT, _random_before),
         says(K.NOT_FINITE, not_finite),
         says(K.WRONG_GROUP, over_another_group),
         says(K.MISSING_REDUCTION, sum_by_hand_is_missing),
@@ -275,17 +249,20 @@ RULES: Mapping[str, tuple[Rule, ...]] = {
         says(
             K.CLIP_NORM, "gradients are equal before they are clipped, but differ between ranks after it.", ranks_differ
         ),
-        says(K.CLIP_NORM, _scaled_by_clipping),
+        says(
+            K.CLIP_NORM,
+            "gradients are equal before they are clipped, and after it {factor:.12g} times those of one device.",
+            lambda evidence: evidence.first.factor is not None,
+        ),
         says(K.CLIP_NORM, "gradients are equal before they are clipped, but not after it."),
     ),
     "learning rate": (
         says(K.SCHEDULER, "ranks have different learning rates of {name}.", ranks_differ, _is_scheduled),
         says(K.LEARNING_RATE, "ranks have different learning rates of {name}.", ranks_differ),
-        says(K.SCALED_LEARNING_RATE, _rate_times_ranks),
+        says(K.SCALED_LEARNING_RATE, _rate_by_ranks),
         says(K.EXTRA_TICKS, _rate_of_a_later_step),
         says(K.EXTRA_TICKS, _extra_ticks),
         says(K.SCHEDULER, "the learning rate is {both}.", _is_scheduled),
-        says(K.SCALED_LEARNING_RATE, "the rate is {both}: divided by the number of ranks.", _is_rate_over_ranks),
         says(K.LEARNING_RATE, "the learning rate is {both}, and no scheduler is known."),
     ),
     "optimizer state": UPDATE_RULES,
