@@ -115,5 +115,11 @@ EVALUATION_RULES: tuple[Rule, ...] = (
         "ranks have different values of {name}, which should be that of all samples.",
         Evidence.ranks_differ,
     ),
+    says(
+        K.EVALUATION,
+        "parameters and buffers are equal; {name} is {both}. The mean of the ranks' ratios is not the ratio of all: "
+        "write mw.sum(a) / mw.sum(b), or mw.mean(a / b, weight=b).",
+        lambda evidence: evidence.first.name.startswith("mw.sum"),
+    ),
     says(K.EVALUATION, "parameters and buffers are equal; {name} is {both}."),
 )

@@ -1,7 +1,7 @@
 """Find mistakes in the source of programs with the per-rank view.
 
-Such a program sees only its rank's samples, and may mistake a sum or a mean over them for one over all samples. Values
-that are returned, or passed to other functions of the file, are skipped: they may be summed there.
+Such a program sees only its rank's samples, and may mistake a loss of them for one of all samples. Values that are
+returned, or passed to other functions of the file, are skipped: they may be summed there.
 """
 
 from __future__ import annotations
@@ -13,10 +13,6 @@ from typing import TypeGuard
 from meshwise.training.slips.user_source import FUNCTIONS, Scope, Source, given, inside, name_of, sources_in
 
 TEXTS = {
-    "twice": "mw.sum of a value that mw.sum or mw.mean returned: it covers all ranks already. Sum once, in the loop or "
-    "after it.",
-    "ratio": "mw.mean of a ratio of sums: each rank's ratio covers its own samples, and the mean of ratios is not the "
-    "ratio over all samples. Write mw.sum(a) / mw.sum(b), or mw.mean(a / b, weight=b).",
     "own": "{name} is the loss of this rank's own samples here. Write {name} = {given}, which gives the loss of the "
     "whole batch, the same on every rank.",
     "running": "{name} adds up losses of this rank's part of each batch, but nothing adds it up over the ranks: it may "
@@ -37,49 +33,9 @@ def slips_in(files: Iterable[str]) -> list[str]:
     """Return a sentence for each mistake in the source of these files."""
     found = dict[str, None]()
     for source in (source for file in files for source in sources_in(file)):
-        for find in (_sums, _own_losses, _running_losses):
+        for find in (_own_losses, _running_losses):
             found |= dict.fromkeys(f"{source.place(line)}: {text}" for line, text in sorted(find(source)))
     return list(found)
-
-
-def _sums(source: Source) -> Found:
-    """Find `mw.sum` of summed values, and `mw.mean` of ratios of sums."""
-    for call in source.calls():
-        verb = source.verb(call)
-        if verb == "sum" and call.args and _is_joined(source, call.args[0]):
-            yield call.lineno, TEXTS["twice"]
-        if verb == "mean" and len(call.args) == 1 and not call.keywords and _is_ratio(source, call.args[0]):
-            yield call.lineno, TEXTS["ratio"]
-
-
-def _is_joined(source: Source, node: ast.expr, behind: tuple[str, ...] = ()) -> bool:
-    """Return whether a value is computed from results of `mw.sum` and `mw.mean`, and nothing else but numbers."""
-    node = bare(node)
-    if isinstance(node, ast.BinOp):
-        parts = [node.left, node.right]
-    elif isinstance(node, ast.Name) and node.id not in behind:
-        parts, behind = source.given_to(node.id), (*behind, node.id)
-    else:
-        return source.verb(node) in ("sum", "mean")
-    parts = [each for each in map(bare, parts) if getattr(each, "id", None) not in behind]
-    parts = [each for each in parts if not isinstance(each, ast.Constant) and "zeros(" not in ast.unparse(each)]
-    return bool(parts) and all(_is_joined(source, each, behind) for each in parts)
-
-
-def _is_ratio(source: Source, node: ast.expr) -> bool:
-    node = source.value(bare(node))
-    if isinstance(node, ast.BinOp) and not isinstance(node.op, ast.Div):
-        return any(_is_ratio(source, each) for each in (node.left, node.right) if not isinstance(each, ast.Constant))
-    return isinstance(node, ast.BinOp) and _has_sum(node.left) and _has_sum(node.right)
-
-
-def _has_sum(node: ast.expr) -> bool:
-    """Return whether an expression has only sums over whole tensors, like `x.sum()`, and numbers."""
-    node = bare(node)
-    if isinstance(node, ast.BinOp):
-        sides = [each for each in (node.left, node.right) if not isinstance(each, ast.Constant)]
-        return bool(sides) and all(map(_has_sum, sides))
-    return isinstance(node, ast.Call) and name_of(node) == "sum" and not node.args and not node.keywords
 
 
 def _own_losses(source: Source) -> Found:

@@ -19,13 +19,12 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 import meshwise as mw
-from meshwise.checker.per_rank import TEXTS, slips_in
+from meshwise.checker.per_rank import slips_in
 from meshwise.training.slips.in_a_run import says_divided
 
 Case = Callable[["Program"], Any]
 MISTAKES: list[tuple[Case, str]] = []
 RIGHT: list[Case] = []
-TWICE, RATIO = TEXTS["twice"], TEXTS["ratio"]
 DIVIDED = "batch_size is {} divided by the number of ranks"
 RUNNING = "running adds up losses of this rank's part of each batch"
 OWN = "loss is the loss of this rank's own samples here. Write loss = mw.backward(loss)"
@@ -157,80 +156,6 @@ def a_loss_that_each_rank_prints_as_its_own(p: Program) -> None:
         print(f"rank {mw.rank()}: {loss.item():.4f}")
         if not torch.isfinite(loss):
             raise ValueError("a loss that is not finite")
-
-
-# Sums of sums.
-
-
-@mistake(TWICE)
-def in_the_loop_and_after_it(p: Program) -> float:
-    correct = 0
-    for x, y in p.loader:
-        correct += mw.sum(p.right(x, y))
-    return mw.sum(correct)  # here
-
-
-@mistake(TWICE)
-def one_in_the_other(p: Program) -> float:
-    correct = torch.zeros((), dtype=torch.int64)
-    for x, y in p.loader:
-        correct = correct + mw.sum(mw.sum(torch.tensor(p.right(x, y))))  # here
-    return correct.item()
-
-
-@mistake(TWICE)
-def through_another_name(p: Program) -> float:
-    total = 0.0
-    for x, y in p.loader:
-        total += float(mw.sum(p.right(x, y)))
-    found = total / 2
-    return 2 * mw.sum(torch.tensor(found)).item()  # here
-
-
-@right
-def only_after_it(p: Program) -> float:
-    correct = 0
-    for x, y in p.loader:
-        correct += p.right(x, y)
-    return mw.sum(correct)
-
-
-@right
-def a_mean_times_a_sum(p: Program) -> float:
-    total = 0.0
-    for x, y in p.loader:
-        total += mw.mean((p.model(x).argmax(1) == y).float().mean()).item() * mw.sum(len(y))
-    return round(total)
-
-
-@right
-def a_name_for_both(p: Program) -> float:
-    correct = 0
-    for x, y in p.loader:
-        correct += mw.sum(p.right(x, y))
-    first, correct = correct, 0
-    for x, y in p.loader:
-        correct += p.right(x, y)
-    assert first == mw.sum(correct)
-    return first
-
-
-@mistake(RATIO)
-def a_mean_of_ratios(p: Program) -> None:
-    for x, y in p.loader:
-        q = p.model(x).softmax(1)[:, 1].detach()
-        dice = 2 * (q * y).sum() / (q.sum() + y.sum())
-        mw.mean(dice)  # here
-
-
-@right
-def ratios_of_sums(p: Program) -> None:
-    for x, y in p.loader:
-        q = p.model(x).softmax(1)[:, 1].detach()
-        print(2 * mw.sum((q * y).sum()) / mw.sum(q.sum() + y.sum()))
-        mw.mean((q * y).sum() / (q + y).sum(), weight=(q + y).sum())
-        mw.mean(((q[:, None] * y[:, None]).sum(1) / (q + y + 1)).mean())
-        mw.mean(q.sum() / len(q))
 
 
 # Batches.
