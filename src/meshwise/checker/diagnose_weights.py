@@ -8,7 +8,6 @@ from __future__ import annotations
 import ast
 import linecache
 from collections.abc import Sequence
-from itertools import pairwise
 
 from meshwise.checker.causes import Cause
 from meshwise.checker.causes import CauseKind as K
@@ -58,15 +57,12 @@ def _no_mean(number: Joined, known: dict[Key, Joined]) -> Cause | None:
     parts = [known[key] for key in number.one.made_of if key in known]
     means, sums = [p for p in parts if p.is_mean and not p.is_alike], [p for p in parts if p.is_sum and not p.is_mean]
     if number.is_mean_of_its_own:
-        over, what, within = shown(rank.over for rank in number.ranks), _divisor(number), _function_of(number.place)
-        say = f"mw.backward(loss, weight={what}), or let a job's loss return (loss, {what})"
-        if within:  # variables of that function are not in scope at the mw.backward call
-            say = f"let {within} return {what} with the loss, and write mw.backward(loss, weight=…) with it"
-            say += f"; the loss of a job returns (loss, {what})"
+        over, what = shown(rank.over for rank in number.ranks), _divisor(number)
         return Cause(
             K.LOSS_WEIGHTING,
             f"{line_of(number)} is a mean over {number.one.over:g}, and over {over} on the ranks, which have "
-            f"{some(list(map(str, number.samples)))} samples. Say over how much: {say}.",
+            f"{some(number.samples)} samples. Say over how much: mw.backward(loss, weight=n), or let a job's loss "
+            f"return (loss, n), where n is {what} of that line.",
         )
     if number.key[1] in ("mul", "div") and len(parts) == 1 and (means or sums) and number.one.value:
         shares = [each / sum(number.samples) for each in number.samples] if means else [1.0] * len(number.ranks)
@@ -74,7 +70,9 @@ def _no_mean(number: Joined, known: dict[Key, Joined]) -> Cause | None:
         text = f"{line_of(number)} is {factor:.6g} times that of one device, where what it multiplies is equal"
         return Cause(K.LOSS_WEIGHTING, f"{text}: this factor depends on the number of ranks or microbatches.")
     if number.key[1] in ("add", "sub") and means and sums:
-        added = _origin(sums[0], known)
+        added = sums[0]
+        while len(added.one.made_of) == 1 and added.one.made_of[0] in known:  # where its computation begins
+            added = known[added.one.made_of[0]]
         return Cause(
             K.LOSS_WEIGHTING,
             f"{line_of(number)} adds a mean over samples and a sum over them ({added.key[1]} in {added.place}: "
@@ -85,36 +83,16 @@ def _no_mean(number: Joined, known: dict[Key, Joined]) -> Cause | None:
 
 
 def _divisor(number: Joined) -> str:
-    """Return the source code of the number by which a line divides, such as `len(batch)`."""
+    """Return the source code of the number by which a line divides, such as `len(batch)`, or "the divisor"."""
     try:
         nodes = list(ast.walk(ast.parse(_line(number.place))))
     except SyntaxError:
-        return "…"
+        return "the divisor"
     found = [ast.unparse(n.right) for n in nodes if isinstance(n, ast.BinOp) and isinstance(n.op, ast.Div)]
     if number.key[1] == "mean":
         calls = [n.func for n in nodes if isinstance(n, ast.Call) and not n.args and isinstance(n.func, ast.Attribute)]
         found = [f"{ast.unparse(of.value)}.numel()" for of in calls if of.attr == "mean"]
-    return found[0] if len(found) == 1 and number.key[1] in ("div", "mean") else "…"
-
-
-def _function_of(place: str) -> str:
-    """Return the name of the function around a source line."""
-    file, _, number = place.rpartition(":")
-    try:
-        line, tree = int(number), ast.parse("".join(linecache.getlines(file)))
-    except (SyntaxError, ValueError):
-        return ""
-    functions = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
-    around = [n for n in functions if n.lineno <= line <= (n.end_lineno or n.lineno)]
-    goes_back = around and any(isinstance(n, ast.Attribute) and n.attr == "backward" for n in ast.walk(around[-1]))
-    return around[-1].name if around and not goes_back else ""
-
-
-def _origin(number: Joined, known: dict[Key, Joined]) -> Joined:
-    """Return the scalar at the start of the computation of `number`."""
-    while len(number.one.made_of) == 1 and number.one.made_of[0] in known:
-        number = known[number.one.made_of[0]]
-    return number
+    return found[0] if len(found) == 1 and number.key[1] in ("div", "mean") else "the divisor"
 
 
 def line_of(number: Joined) -> str:
@@ -143,7 +121,7 @@ def by_weights(evidence: Evidence) -> Cause | None:
         names = [name for name, other in of_each.items() if other is not None and _alike(found, other)]
     if found is None or found.one is None or found.plan is None or not found.unique:
         return None
-    return _lost(found, names) or _of_microbatches(found, evidence) or _of_ranks(found, names, evidence)
+    return _lost(found, names) or _of_microbatches(found) or _of_ranks(found, names, evidence)
 
 
 def _times_nothing(evidence: Evidence) -> Cause | None:
@@ -154,7 +132,7 @@ def _times_nothing(evidence: Evidence) -> Cause | None:
     if not lost or len(lost) == len(plan.samples):
         return None
     text = f"the gradients are those of {len(plan.samples) - len(lost)} of {len(plan.samples)} microbatches"
-    return Cause(K.MISSING_REDUCTION, f"{text}: the loss of microbatch {some(list(map(str, lost)))} has no gradient.")
+    return Cause(K.MISSING_REDUCTION, f"{text}: the loss of microbatch {some(lost)} has no gradient.")
 
 
 def _alike(a: RankWeights | None, b: RankWeights) -> bool:
@@ -165,7 +143,7 @@ def _alike(a: RankWeights | None, b: RankWeights) -> bool:
 
 
 def _of(names: Sequence[str]) -> str:
-    return f"the gradients of {some(list(names))}" if names else "the gradients"
+    return f"the gradients of {some(names)}" if names else "the gradients"
 
 
 def _lost(found: RankWeights, names: Sequence[str]) -> Cause | None:
@@ -173,23 +151,20 @@ def _lost(found: RankWeights, names: Sequence[str]) -> Cause | None:
     one, plan, columns = found.one or [], found.plan or [], found.columns
     lost = [c for c, w, v in zip(columns, plan, one, strict=True) if abs(w) <= NONE < abs(v)]
     there = [c for c in columns if c not in lost]
-    if not lost or not there:
+    microbatches, of_there = {m for _, m in lost}, {m for _, m in there}
+    if there and lost and not microbatches & of_there:
+        few = some(sorted(m + 1 for m in microbatches))
+        text = f"{_of(names)} are those of microbatch {some(sorted(m + 1 for m in of_there))} alone"
+        return Cause(K.MISSING_REDUCTION, f"{text}; {few} is not in them.")
+    kept = {rank for rank, _ in there}
+    ranks = [rank for rank in found.ranks if rank not in kept]
+    if not ranks or not there:
         return None
-    ranks = sorted({rank for rank, _ in columns if all(c in lost for c in columns if c[0] == rank)})
-    micro = sorted({m for _, m in columns if all(c in lost for c in columns if c[1] == m)})
-    count = len({m for _, m in columns})
-    if micro and len(micro) < count:
-        kept = ", ".join(str(m + 1) for m in sorted({m for _, m in there}))
-        text = f"{_of(names)} are those of microbatch {kept} of {count} alone"
-        return Cause(K.MISSING_REDUCTION, f"{text}; {some([str(m + 1) for m in micro])} is not in them.")
-    if not ranks:
-        return None
-    kept = some([str(rank) for rank in found.ranks if rank not in ranks])
-    text = f"{_of(names)} on rank 0 are those of rank {kept} alone; rank {some(list(map(str, ranks)))} is not in them"
+    text = f"{_of(names)} on rank 0 are those of rank {some(sorted(kept))} alone; rank {some(ranks)} is not in them"
     return Cause(K.MISSING_REDUCTION, f"{text}: they were not reduced, or over another process group.")
 
 
-def _of_microbatches(found: RankWeights, evidence: Evidence) -> Cause | None:
+def _of_microbatches(found: RankWeights) -> Cause | None:
     """Explain wrong gradients if the plan multiplies the gradients of microbatches by wrong factors, e.g. 2 and 0.5."""
     ratios: dict[int, float] = {}
     for (_, m), w, v in zip(found.columns, found.plan or (), found.one or (), strict=True):
@@ -199,12 +174,9 @@ def _of_microbatches(found: RankWeights, evidence: Evidence) -> Cause | None:
     if len(weights) < 2 or all(near(w, weights[0]) for w in weights):
         return None
     text = (
-        f"the gradients are those of {len(weights)} microbatches, which weigh {shown(weights)} times what they should"
+        f"the gradients are those of {len(weights)} microbatches, which weigh {shown(weights)} times what they should."
     )
-    shrunk = all(0 < a <= b * (1 + 1e-6) for a, b in pairwise(weights)) and weights[0] < 1
-    if evidence.steps[0].clipped_gradients and shrunk and near(weights[-1], 1):
-        return Cause(K.CLIP_NORM, f"{text}: they are clipped each microbatch.")
-    return Cause(K.LOSS_WEIGHTING, f"{text}.")
+    return Cause(K.LOSS_WEIGHTING, text)
 
 
 def _of_ranks(found: RankWeights, names: Sequence[str], evidence: Evidence) -> Cause | None:
@@ -223,7 +195,7 @@ def _of_ranks(found: RankWeights, names: Sequence[str], evidence: Evidence) -> C
         return None
     other = not_a_mean(evidence)
     line = f" {line_of(other)} is {other.shown}." if other is not None and not names else ""
-    have = f"; they have {some(list(map(str, counts)), 8)} samples" if all(counts) else ""
+    have = f"; they have {some(counts, 8)} samples" if all(counts) else ""
     return Cause(K.LOSS_WEIGHTING, f"{text}{have}.{line}")
 
 
