@@ -16,26 +16,24 @@ from meshwise.checker.causes import CauseKind as K
 from meshwise.checker.diagnose_by_hand import by_hand_in_the_backward, without_a_backward
 from meshwise.checker.diagnose_weights import by_weights
 from meshwise.checker.evidence import Evidence, Rule, is_inside, near, owner_of, precision_lost, says
-from meshwise.spec.plan import Plan
 from meshwise.spec.words import some
 
 
 def _no_gradient(evidence: Evidence) -> Cause | None:
     """Explain a gradient that exists in the run on one device, but not in the run under the plan, or the other way
     round."""
-    first = evidence.first
+    first, gradients = evidence.first, evidence.of_kind("gradients")
     lacking = first.facts.get("lacking")
     if lacking is None:
         return None
-    names = [d.name for d in evidence.faults("gradients") if d.facts.get("lacking") == lacking]
-    few = some(names)
+    names = [d.name for d in gradients if d.facts.get("lacking") == lacking]
+    few, owners = some(names), {owner_of(name) for name in names}
     if lacking == "one device":
         return Cause(K.BACKWARD, f"{few}: there is a gradient under the plan, but none on one device.")
-    if not _whole_modules(names, evidence):
+    if any(d.name not in names and owner_of(d.name) in owners for d in gradients):
         return Cause(K.BACKWARD, f"the plan has no gradient of {few}: frozen, detached or unused.")
-    within = _common_module(names)
-    order = [d.name for d in evidence.of_kind("gradients") if is_inside(d.name, within)]
-    beyond = [name for name in order[order.index(first.name) :] if name not in names]
+    within, after = _common_module(names), gradients[gradients.index(first) :]
+    beyond = [d.name for d in after if is_inside(d.name, within) and d.name not in names]
     if beyond and (evidence.plan.shard > 1 or evidence.plan.accumulate > 1):
         text = f"the plan has no gradient of {few}, but has one of {beyond[0]}, which comes before it"
         return Cause(K.MISSING_REDUCTION, f"{text}: the missing gradient was not reduced.")
@@ -64,46 +62,40 @@ def _modified_between_backwards(evidence: Evidence) -> Cause | None:
             text = f"gradients are multiplied by {after / before:.6g} {where}, and later ones are added to the result"
             return Cause(K.SCALED_BETWEEN, f"{text}: earlier microbatches get another weight than later ones.")
         if after < before:
-            text = f"gradients are {'scaled' if alike else 'cut'} from norm {before:.3g} to {after:.3g} {where}"
+            text = f"gradients are cut from norm {before:.3g} to {after:.3g} {where}"
             return Cause(K.CLIP_NORM, f"{text}, before the step: they are clipped in each microbatch.")
     return None
 
 
 def _one_factor(evidence: Evidence) -> Cause | None:
     """Explain gradients that are all the same multiple of the gradients on one device. Return None if they are not."""
-    factors, plan = [d.factor for d in evidence.faults("gradients")], evidence.plan
-    factor = factors[0] if factors else None
-    if factor is None or not all(f is not None and near(f, factor) for f in factors):
+    factor, plan, faults = evidence.first.factor, evidence.plan, evidence.faults("gradients")
+    if factor is None or not all(near(d.factor or math.nan, factor) for d in faults):
         return None
-    text = f"{evidence.how_many()}, and are {factor:.12g} times those of one device"
-    for size, words in {plan.devices: "ranks", plan.shard: "shards", plan.data: "replicas"}.items():
-        if size > 1 and near(factor, size):
-            return Cause(K.DOUBLED_REDUCTION, f"{text}, the number of {words}: summed, and not divided.")
-        if size > 1 and near(factor, 1 / size):
-            text += f", one over the number of {words}: divided once too often."
-            return Cause(K.DOUBLED_REDUCTION, text)
-    return Cause(K.LOSS_WEIGHTING, f"{text}: {_meaning(factor, plan)}.") if _all_wrong(evidence) else None
+    if times := evidence.of_ranks(factor):
+        why = "summed over ranks, and not divided" if factor > 1 else "divided by the number of ranks once too often"
+        return Cause(K.DOUBLED_REDUCTION, f"{evidence.how_many()}, and are {times} those of one device: {why}.")
+    if not all(d.fault for d in evidence.gradients()):
+        return None
+    meaning, power = "the same factor for each", abs(math.log2(abs(factor)))
+    if plan.accumulate > 1 and any(near(factor, size) for size in (plan.accumulate, 1 / plan.accumulate)):
+        meaning = "the number of microbatches is applied once too often, or not at all"
+    elif power >= 4 and near(power, round(power)):
+        meaning = "the same power of two for each: perhaps a loss scale is not removed"
+    text = f"{evidence.how_many()}, and are {factor:.12g} times those of one device: {meaning}."
+    return Cause(K.LOSS_WEIGHTING, text)
 
 
 def _begins_with_a_factor(evidence: Evidence) -> str:
     """Return a sentence if the first wrong gradient is N or 1/N times the gradient on one device, where N is a number
     of ranks. Later gradients may be wrong in other ways, because the backward computes them from the first."""
-    factor, plan = evidence.first.factor, evidence.plan
-    sizes = {plan.devices, plan.data, plan.shard, plan.tensor, plan.context} - {1}
-    if factor is None or not any(near(factor, size) or near(factor, 1 / size) for size in sizes):
+    times = evidence.of_ranks(evidence.first.factor or math.nan)
+    if not times:
         return ""
     return (
-        f"{evidence.how_many()}; the first of the backward, of {evidence.first.name}, is {factor:.12g} times that of "
-        "one device: equal gradients of the ranks are added up, or a sum is divided by the number of ranks."
+        f"{evidence.how_many()}; the first of the backward, of {evidence.first.name}, is {times} that of one device: "
+        "equal gradients of the ranks are added up, or a sum is divided by the number of ranks."
     )
-
-
-def _meaning(factor: float, plan: Plan) -> str:
-    if plan.accumulate > 1 and any(near(factor, size) for size in (plan.accumulate, 1 / plan.accumulate)):
-        return "the number of microbatches is applied once too often, or not at all"
-    power = abs(math.log2(abs(factor)))
-    scale = ", a power of two: perhaps a loss scale is not removed" if power >= 4 and near(power, round(power)) else ""
-    return f"the same factor for each{scale}"
 
 
 def _only_tied_weights(evidence: Evidence) -> str:
@@ -147,17 +139,6 @@ GRADIENT_RULES: tuple[Rule, ...] = (
     without_a_backward,
     says(K.BACKWARD, "{how_many}; {name} was the first to be ready."),
 )
-
-
-def _all_wrong(evidence: Evidence) -> bool:
-    """Return whether every gradient above rounding noise is wrong."""
-    return all(d.fault for d in evidence.gradients())
-
-
-def _whole_modules(names: list[str], evidence: Evidence) -> bool:
-    """Return True if, for each module, `names` contains all of its parameters or none."""
-    owners = {owner_of(name) for name in names}
-    return all(name in names for name in evidence.reference.steps[0].gradients if owner_of(name) in owners)
 
 
 def _common_module(names: list[str]) -> str:
