@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from meshwise.checker.compare_outputs import Unseen, compared_outputs, left_out, of_samples
-from meshwise.checker.contents import compared_fields
+from meshwise.checker.contents import compared_contents
 from meshwise.checker.difference import LIMIT, Difference, finite, numbers, tensors
 from meshwise.checker.noise import note_noise
 from meshwise.checker.trace import Divergence, Named, StepTrace, Trace
@@ -72,7 +72,7 @@ def compare(reference: Trace, actual: Trace) -> Comparison:
         if number == len(actual.steps) > 1:
             found += [d for resumed in actual.resumed for d in _resumed(number, actual.steps[-2], resumed)]
         found += _samples(number, mine, other)
-        contents = list(_contents(number, mine, other))
+        contents = list(compared_contents(number, mine, other))
         gradients = _reduced_by_hand(_over_ranks(_gradients(number, mine, other), other.rank_divergence))
         outputs = _over_ranks(compared_outputs(number, mine, other, unseen), other.rank_divergence)
         wrong = any(d.fault for d in gradients)
@@ -167,24 +167,6 @@ def _indices(kind: str, step: int, name: str, want: Sequence[int], got: Sequence
     counts, wanted = Counter(got), Counter(want)
     facts = {"repeated": sorted((counts - wanted).elements()), "missing": sorted((wanted - counts).elements())}
     return Difference(kind, step, name, 0.0) if want == got else Difference(kind, step, name, math.inf, facts)
-
-
-def _contents(step: int, mine: StepTrace, other: StepTrace) -> Iterator[Difference]:
-    for number, sides in enumerate(zip(mine.samples, other.samples, strict=False)):
-        one, ranks = ([each for each in side.contents if each.microbatch == number] for side in (mine, other))
-        samples = [[index for part in side for index in part] for side in sides]
-        for found in compared_fields(one, ranks, *samples):
-            facts = {
-                "microbatch": number + 1,
-                "sample": found.wrong[0],
-                "how many": f"{len(found.wrong)} of {found.samples}",
-                "from the first": samples[1][0] in found.wrong,
-                "place": ranks[0].place,
-                "source": ranks[0].source,
-                "draws": ranks[0].draws,
-                "collate": ranks[0].collate,
-            } if found.wrong else {}  # fmt: skip
-            yield Difference("batch contents", step, found.name, found.relative, facts)
 
 
 def _gradients(step: int, mine: StepTrace, other: StepTrace) -> Iterator[Difference]:

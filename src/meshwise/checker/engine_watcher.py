@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from meshwise.checker import across_ranks
-from meshwise.checker.contents import Reading, reading_of
+from meshwise.checker.contents import reading_of
 from meshwise.checker.diagnose_kinds import UNSUMMED
 from meshwise.checker.exchanges import is_nan, say_nan
 from meshwise.checker.hints import Hints
@@ -27,7 +27,7 @@ from meshwise.checker.model_tracer import LooksOn, ModelTracer
 from meshwise.checker.noise import take_noise
 from meshwise.checker.passes import say_step
 from meshwise.checker.short_loops import ScriptEnds, ShortLoops
-from meshwise.checker.trace import CheckSpec, Draws, ProgramTrace, StepTrace
+from meshwise.checker.trace import CheckSpec, Draws, ProgramTrace, Reading, StepTrace
 from meshwise.checker.whole_view import RowDraws, own_rows
 from meshwise.parallel.tensor import UNDIVIDED
 from meshwise.spec.errors import UsageError

@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from meshwise.checker.contents import Reading, contents_of
+from meshwise.checker.contents import contents_of
 from meshwise.checker.coupled_operators import noting_coupled
 from meshwise.checker.exchanges import noting_exchanges, noting_nan
 from meshwise.checker.loss_numbers import NotedNumbers
@@ -31,7 +31,7 @@ from meshwise.checker.model_state import (
     tied_in,
 )
 from meshwise.checker.sketches import pieces, sketches
-from meshwise.checker.trace import Draws, Named, Output, StepTrace, Trace
+from meshwise.checker.trace import Draws, Named, Output, Reading, StepTrace, Trace
 from meshwise.checker.upcast import upcast
 from meshwise.checker.whole_view import RowDraws, part_of
 from meshwise.parallel.splits.axis import SplitPart
