@@ -11,16 +11,15 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Any
 
 from meshwise.checker.difference import LIMIT, Difference, numbers
 from meshwise.checker.outputs import (
     Parts,
     Ways,
+    adds_up_to,
     divided_outputs,
     has_rows_of_samples,
-    is_sum_of,
     output_difference,
     parts_of,
     peers_in,
@@ -28,14 +27,6 @@ from meshwise.checker.outputs import (
 from meshwise.checker.trace import Named, Output, StepTrace, Trace
 from meshwise.spec.words import some
 from meshwise.training.data.keyed import GENERATOR
-
-NORMALISED = ("exp_avg", "exp_avg_sq", "exp_inf", "square_avg", "sum")
-"""Keys of `optimizer.state`. An optimizer with such a key divides a gradient by its magnitude, as Adam does."""
-ADAPTIVE_STEPS = (
-    "This optimizer divides the gradient by its size, so in float32 the bias takes random steps of up to the learning "
-    "rate, which depend on the number of devices. Training is the same. An evaluation differs a little, because "
-    "running statistics lag behind. Write bias=False in that layer."
-)
 
 
 @dataclass(frozen=True)
@@ -62,23 +53,9 @@ def left_out(reference: Trace, actual: Trace, unseen: Sequence[Unseen], noise: N
             f"{count:,} of {total:,} values of the parameters after a step{where}: "
             "their gradients are so small that rounding is a large part of them."
         )
-        if biases := _of_norms(reference, many):
-            yield (
-                f"of these, {some(biases)}: a bias in front of a batch norm, which subtracts it again, so its gradient "
-                f"is zero except for rounding. {ADAPTIVE_STEPS}"
-            )
     for name in sorted(reference.unkeyed | actual.unkeyed):
         differ = "each rank draws from its own" if name.endswith(GENERATOR) else "ranks draw different numbers"
         yield f"draws of {name}: it is not keyed, so {differ}."
-
-
-def _of_norms(reference: Trace, names: Sequence[str]) -> list[str]:
-    """Return the biases in front of a batch norm or instance norm, among the parameters in `names`."""
-    calls = [output for step in reference.steps[:1] for output in step.outputs]
-    behind = {one.module: following.kind for one, following in pairwise(calls)}
-    adapted = {n.rpartition(" ")[0] for n in reference.steps[0].optimizer_state if n.rpartition(" ")[2] in NORMALISED}
-    kinds = {name: behind.get(name.removesuffix(".bias"), "") for name in names if name in adapted}
-    return [name for name, kind in kinds.items() if "BatchNorm" in kind or "InstanceNorm" in kind]
 
 
 _Seen = tuple[Output, Parts | None, float | None, Ways]
@@ -104,7 +81,7 @@ def compared_outputs(step: int, mine: StepTrace, other: StepTrace, unseen: list[
         summed = part is not None and part.summed
         slices, of_positions = min(near, default=(None, False))
         size = math.inf if summed else slices if size is None or (part and slices is not None) else size
-        if size is None and is_sum_of(output, theirs[output.key]):
+        if size is None and theirs[output.key] and adds_up_to(output, [theirs[output.key]]):
             size = 0.0
         if size is None:
             single = math.prod(output.shape) == 1

@@ -85,15 +85,6 @@ def divided_rows(one: Output, ranks: Sequence[Output]) -> Iterator[tuple[Layout,
                 yield layout, one.sketches[f"along {dim}"][_order(layout)], torch.cat(found)
 
 
-def is_sum_of(one: Output, ranks: Sequence[Output]) -> bool:
-    """Return whether the outputs of the ranks add up to the output of one device, as partial sums before an all-reduce
-    do."""
-    if len(ranks) < 2 or any(rank.shape != one.shape for rank in ranks):
-        return False
-    total = torch.stack([rank.sketches["whole"] for rank in ranks]).sum(0)
-    return rows_difference(one.sketches["whole"], total) <= LIMIT
-
-
 def has_rows_of_samples(one: Output, ranks: Sequence[Output]) -> bool:
     """Return True if the shapes of a module output are consistent with one row per sample."""
     return any(f"{dim}" in one.sketches and _fits(one, ranks, dim) for dim in (0, 1))
