@@ -175,11 +175,11 @@ def _gradients(step: int, mine: StepTrace, other: StepTrace) -> Iterator[Differe
     yield from numbers("loss", step, {"loss": mine.loss}, {"loss": other.loss})
     order = dict.fromkeys([*mine.ready_order, *mine.gradients])
     wanted = {name: mine.gradients[name] for name in order if name in mine.gradients}
-    yield from tensors("gradients", step, wanted, other.gradients, facts=_gradient_facts)
+    yield from tensors("gradients", step, wanted, other.gradients, facts=multiple)
     norms = [{"all gradients": _norm(gradients)} for gradients in (wanted, other.gradients)]
     yield from numbers("gradient norm", step, *norms)
     clipped = mine.clipped_gradients, other.clipped_gradients
-    yield from tensors("clipped gradients", step, *clipped, facts=_gradient_facts)
+    yield from tensors("clipped gradients", step, *clipped, facts=multiple)
 
 
 def _after(step: int, mine: StepTrace, other: StepTrace, noise: Named) -> Iterator[Difference]:
@@ -202,7 +202,7 @@ def _evaluation(reference: Trace, actual: Trace) -> Iterator[Difference]:
     yield from numbers("evaluation", steps, reference.evaluation, actual.evaluation)
 
 
-def _gradient_facts(mine: Tensor, other: Tensor) -> dict[str, float]:
+def multiple(mine: Tensor, other: Tensor) -> dict[str, float]:
     """Return the factor that maps `mine` to `other` best, by least squares, and the norm of the residual relative to
     the norm of `other`."""
     square = float((mine * mine).sum())
