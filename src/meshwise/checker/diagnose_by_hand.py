@@ -57,15 +57,6 @@ def over_another_group(evidence: Evidence) -> str:
     return f"{evidence.where(evidence.first.name)} is the first whose outputs differ; {said}" if said else ""
 
 
-def exchanges_by_hand(evidence: Evidence) -> str:
-    """Return a sentence that names the first module with wrong outputs, and the lines of the collectives that it calls.
-    Return "" if it calls none."""
-    lines = places_of(evidence.exchanges(evidence.first.name))
-    before = f"everything before it{evidence.not_seen(evidence.first.facts['at'])} is equal"
-    text = f"{evidence.where(evidence.first.name)} is the first whose outputs differ; {before}"
-    return f"{text}. It exchanges by hand in {lines}." if lines else ""
-
-
 def counted_by_ranks(evidence: Evidence) -> Cause | None:
     """Explain wrong outputs that are multiplied or divided by the number of ranks, or that contain a bias once for each
     rank. Return None if the outputs are wrong in another way."""

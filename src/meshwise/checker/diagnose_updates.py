@@ -54,21 +54,6 @@ def other_microbatches(evidence: Evidence) -> str:
     return f"{text}: optimizer.step() was skipped after the first {counts[0]}."
 
 
-def accumulates_by_ranks(evidence: Evidence) -> str:
-    """Return a sentence if the number of microbatches in the first step is the number on one device, multiplied or
-    divided by the number of ranks. Return "" otherwise."""
-    ranks, first = evidence.plan.devices, evidence.first
-    if ranks == 1 or first.name != MICROBATCHES or first.step > 1:
-        return ""
-    one, plan = (first.facts[side] for side in ("one device", "the plan"))
-    if plan not in (-(-one // ranks), one // ranks, one * ranks):
-        return ""
-    return (
-        f"the number of microbatches in a step is {plan} on {ranks} devices, but {one} on one device. Use the same "
-        "number for any number of devices: each device takes its part of every batch."
-    )
-
-
 def fewer_steps(evidence: Evidence) -> str:
     """Return a sentence that says how many optimizer steps were made on one device, and how many under the plan."""
     one, plan = (evidence.first.facts[side] for side in ("one device", "the plan"))

@@ -12,11 +12,10 @@ from collections.abc import Mapping
 
 from meshwise.checker.causes import Cause
 from meshwise.checker.causes import CauseKind as K
-from meshwise.checker.compare import Comparison
+from meshwise.checker.compare import MICROBATCHES, Comparison
 from meshwise.checker.coupled_operators import taken_together
 from meshwise.checker.diagnose_by_hand import (
     counted_by_ranks,
-    exchanges_by_hand,
     over_another_group,
     ranks_have_parts,
     sum_by_hand_is_missing,
@@ -32,7 +31,6 @@ from meshwise.checker.diagnose_kinds import (
 )
 from meshwise.checker.diagnose_updates import (
     UPDATE_RULES,
-    accumulates_by_ranks,
     changed_by_a_load,
     fewer_steps,
     lost_by_a_resume,
@@ -42,6 +40,7 @@ from meshwise.checker.diagnose_updates import (
 from meshwise.checker.diagnose_weights import by_numbers, by_weights, line_of, not_a_mean
 from meshwise.checker.difference import Difference
 from meshwise.checker.evidence import Evidence, Rule, is_inside, near, owner_of, says
+from meshwise.checker.exchanges import places_of
 from meshwise.checker.trace import Trace
 from meshwise.spec.plan import Plan
 from meshwise.spec.words import some
@@ -135,21 +134,30 @@ def _statistics_in_a_module(evidence: Evidence) -> Cause | None:
     return Cause(K.COUPLED, f"{where}; {found[0].text}, and each rank has only its own samples.{evidence.or_padding()}")
 
 
-def _is_of_a_share_of_the_batch(evidence: Evidence) -> str:
-    """Return a sentence if the global batch grows or shrinks with the number of ranks: it has as many samples as on one
+def _first_to_differ(evidence: Evidence) -> str:
+    name, at = evidence.first.name, evidence.first.facts["at"]
+    lines = places_of(evidence.exchanges(name))
+    more = f" It exchanges by hand in {lines}." if lines else evidence.or_padding()
+    before = f"everything before it{evidence.not_seen(at)} is equal"
+    return f"{evidence.where(name)} is the first whose outputs differ; {before}.{more}"
+
+
+def _batch_by_ranks(evidence: Evidence) -> str:
+    """Return a sentence if the number of samples in a batch, or of microbatches in the first step, is the number on one
     device, multiplied or divided by the number of ranks."""
+    first, devices = evidence.first, evidence.plan.devices
     one, plan = ([sum(map(len, ranks)) for ranks in step.samples] for step in evidence.steps)
-    devices, counts = evidence.plan.devices, [len(part) for part in evidence.steps[1].samples[0]]
-    even = max(counts) - min(counts) <= 1
-    read = [sample for part in evidence.steps[1].samples[0] for sample in part]
-    scaled = plan[0] in (one[0] // devices, -(-one[0] // devices), one[0] * devices)
-    # If ranks read the same samples, the batch is not larger, so another rule has to explain the difference.
-    if devices == 1 or not even or not scaled or len(set(read)) < len(read):
+    read = evidence.steps[1].samples[0]
+    counts, several = list(map(len, read)), len({sample for part in read for sample in part})
+    if first.name == MICROBATCHES:
+        what, sizes, holds = "microbatches in a step", (len(one), len(plan)), first.step == 1
+    else:  # if ranks read the same samples, the batch is not larger, so another rule has to explain the difference
+        what, sizes = "samples in a batch", (one[0], plan[0])
+        holds = max(counts) - min(counts) <= 1 and several == sum(counts)
+    if devices == 1 or not holds or sizes[1] not in (sizes[0] // devices, -(-sizes[0] // devices), sizes[0] * devices):
         return ""
-    return (
-        f"a batch has {plan[0]} samples on {devices} devices, and {one[0]} on one. Give the loader the same batch_size "
-        "for any number of devices: each takes its part of it."
-    )
+    text = f"the number of {what} is {sizes[1]} on {devices} devices, but {sizes[0]} on one device"
+    return f"{text}. Use the same for any number of devices: each takes its part of every batch."
 
 
 def _is_scheduled(evidence: Evidence) -> bool:
@@ -207,9 +215,8 @@ RULES: Mapping[str, tuple[Rule, ...]] = {
     "initial parameters": START_RULES,
     "initial buffers": START_RULES,
     "sample order": (
-        says(K.BATCH_SIZE, accumulates_by_ranks),
+        says(K.BATCH_SIZE, _batch_by_ranks),
         says(K.SKIPPED, other_microbatches),
-        says(K.BATCH_SIZE, _is_of_a_share_of_the_batch),
         says(K.DATA_ORDER, "{name} has the same number of samples, but other ones: {samples}.", _reads_other_samples),
         says(K.PADDING, "{name}: {samples}.", Evidence.other_samples),
         says(K.DATA_ORDER, "{name} has the same samples in another order."),
@@ -229,8 +236,7 @@ RULES: Mapping[str, tuple[Rule, ...]] = {
         counted_by_ranks,
         says(K.MISSING_REDUCTION, ranks_have_parts),
         _statistics_in_a_module,
-        says(K.MODULE, exchanges_by_hand),
-        says(K.MODULE, "{name} ({class}) is the first whose outputs differ; {before}.{padding}"),
+        says(K.MODULE, _first_to_differ),
     ),
     "loss": (
         says(K.RACE, open_exchange),

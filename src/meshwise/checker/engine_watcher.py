@@ -22,7 +22,7 @@ from meshwise.checker.contents import reading_of
 from meshwise.checker.diagnose_kinds import UNSUMMED
 from meshwise.checker.exchanges import is_nan, say_nan
 from meshwise.checker.hints import Hints
-from meshwise.checker.model_state import gradients_of, learning_rates_of, local_sum, local_sums, scheduler_numbers
+from meshwise.checker.model_state import gradients_of, learning_rates_of, local_sums, scheduler_numbers
 from meshwise.checker.model_tracer import LooksOn, ModelTracer
 from meshwise.checker.noise import take_noise
 from meshwise.checker.passes import say_step
@@ -83,7 +83,7 @@ class EngineWatcher:
         self._has_loaded = False  # whether a state dict was loaded since an optimizer's last step
         self._stepped: tuple[Optimizer | None, StepTrace] | None = None  # the last step, kept until the next backward
         self._in_step = False
-        self._reduced = 0.0  # a sum of the parameters when gradients were last reduced
+        self._reduced: dict[str, float] = {}  # sums of the parameters when gradients were last reduced
         self._meetings = self._sums = 0
         self._unsummed = dict[str, None]()
 
@@ -221,7 +221,7 @@ class EngineWatcher:
             self.tracer.step.samples.append(self._batch[1])
         if reduce and self._job is None:
             self.tracer.step.gradients = gradients_of(self._model)
-            self._reduced = local_sum(self._model)
+            self._reduced = local_sums(self._model, buffers=False)
         if self._job is None:
             self._begin_forward()
 
@@ -280,7 +280,7 @@ class EngineWatcher:
         """Record a step if a script has updated the parameters itself, without an optimizer."""
         if self._job is not None or self.tracer is None or self._stepped is not None or not self.tracer.step.gradients:
             return
-        if any(gather_objects(local_sum(self._model) != self._reduced)):
+        if any(gather_objects(local_sums(self._model, buffers=False) != self._reduced)):
             self._made_step(None)
 
     def _made_step(self, optimizer: Optimizer | None) -> None:

@@ -24,7 +24,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from meshwise.checker.model_state import local_sum
+from meshwise.checker.model_state import local_sums
 from meshwise.checker.model_tracer import LooksOn, ModelTracer
 from meshwise.checker.per_rank import divided_evaluations, slips_in
 from meshwise.spec.user_code import frame_in, is_users, place, user_lines, user_place
@@ -56,7 +56,7 @@ class _Window:
 
     backwards: int = 0
     between: dict[str, list[str]] = field(default_factory=dict)
-    parameters: float = 0.0
+    parameters: dict[str, float] = field(default_factory=dict)
     moved: bool = False
 
 
@@ -106,7 +106,7 @@ class Hints:
         pass."""
         for loop in self._loops:
             loop.trained = True
-        window, now = self._window, local_sum(model)
+        window, now = self._window, local_sums(model, buffers=False)
         if window.backwards:
             if any(p.grad is not None and p.grad.any() for p in model.parameters()):
                 self._called.pop(THROWN_AWAY, None)
