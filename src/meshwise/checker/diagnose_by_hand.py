@@ -35,20 +35,16 @@ WRITE = "Write the all_reduce into the backward of a torch.autograd.Function"
 def sum_by_hand_is_missing(evidence: Evidence) -> str:
     """Return a sentence if the program must add up the outputs of the first wrong module over the ranks, but does not
     do so."""
-    first = evidence.first
+    first, where = evidence.first, evidence.where(evidence.first.name)
     if first.facts.get("parts") == "a sum":
-        return (
-            f"the ranks have the same samples, and their outputs of {evidence.where(first.name)} add up to that of one "
-            "device. Each rank continues with its part of the sum. An all_reduce of the output is missing."
-        )
+        text = f"the ranks have the same samples, and their outputs of {where} add up to that of one device"
+        return f"{text}. Each rank continues with its part of the sum. An all_reduce of the output is missing."
     before = [d for d in evidence.of_kind("module outputs") if d.facts["at"] < first.facts["at"]]
     follows_features = bool(before) and before[-1].facts.get("parts") == "features"
     if first.facts.get("parts") != "positions" or not follows_features or evidence.exchanges(first.name, sums=True):
         return ""
-    return (
-        f"each rank passes part of the features to {evidence.where(first.name)}, which returns part of the positions. "
-        "Its forward adds nothing up over the ranks: a reduce_scatter or an all_reduce is missing."
-    )
+    text = f"each rank passes part of the features to {where}, which returns part of the positions"
+    return f"{text}. Its forward adds nothing up over the ranks: a reduce_scatter or an all_reduce is missing."
 
 
 def over_another_group(evidence: Evidence) -> str:
@@ -57,30 +53,26 @@ def over_another_group(evidence: Evidence) -> str:
     return f"{evidence.where(evidence.first.name)} is the first whose outputs differ; {said}" if said else ""
 
 
-def counted_by_ranks(evidence: Evidence) -> Cause | None:
-    """Explain wrong outputs that are multiplied or divided by the number of ranks, or that contain a bias once for each
-    rank. Return None if the outputs are wrong in another way."""
+def counted_by_ranks(evidence: Evidence) -> str:
+    """Return a sentence if wrong outputs are multiplied or divided by the number of ranks, or contain a bias once for
+    each rank."""
     ranks_of = [[output] for output in evidence.steps[1].outputs if output.key == _call(evidence)]
     found = None if evidence.ranks_differ() else next(_scaled(evidence, ranks_of), None)
     if found is None:
-        return None
-    factor, added, what = found
+        return ""
+    factor, added, bias = found
     lines = places_of(evidence.exchanges(evidence.first.name, sums=True))
     there = f" in {lines}" if lines else ""
     text = f"the outputs of {evidence.where(evidence.first.name)} are"
     if near(factor, 1):
-        if not what or abs(added) < LIMIT or (what != "1" and (added < 0 or not evidence.of_ranks(added + 1))):
-            return None
-        return Cause(
-            K.DOUBLED_REDUCTION,
-            f"{text} those of one device and {added:.6g} {'more' if what == '1' else f'times {what}'}: every rank "
-            f"adds it before the sum{there}. Add it after the sum, or on one rank only.",
-        )
+        text = f"{text} those of one device and {added:.6g} times {bias}: every rank adds it before the sum{there}"
+        counted = added > LIMIT and evidence.of_ranks(added + 1)
+        return f"{text}. Add it after the sum, or on one rank only." if counted else ""
     times = evidence.of_ranks(factor)
-    apart = f", apart from {what}," if added else ""
+    apart = f", apart from {bias}," if bias else ""
     mean = f"the sum{there} is divided by the number of ranks, or is a mean"
     why = mean if factor < 1 else f"equal values of the ranks are added up{there}"
-    return Cause(K.DOUBLED_REDUCTION, f"{text}{apart} {times} those of one device: {why}.") if times else None
+    return f"{text}{apart} {times} those of one device: {why}." if times else ""
 
 
 def ranks_have_parts(evidence: Evidence) -> str:
@@ -90,12 +82,10 @@ def ranks_have_parts(evidence: Evidence) -> str:
         return ""
     text = f"{evidence.where(evidence.first.name)} returns different outputs on ranks that have the same samples"
     peers = peers_in(evidence.steps[1]).get(_call(evidence), [])
-    for factor, added, what in _scaled(evidence, peers):
-        if near(factor, 1) and near(added, len(peers[0]) - 1) and what != "1":
-            return (
-                f"{text}: without {what}, which every rank adds, the outputs add up to that of one device. An "
-                f"all_reduce is missing before {what} is added."
-            )
+    for factor, added, bias in _scaled(evidence, peers):
+        if near(factor, 1) and near(added, len(peers[0]) - 1):
+            text = f"{text}: without {bias}, which every rank adds, the outputs add up to that of one device"
+            return f"{text}. An all_reduce is missing before {bias} is added."
     lines = places_of(evidence.exchanges(evidence.first.name))
     there = f"; it exchanges in {lines}" if lines else ""
     return f"{text}{there}: a sum over these ranks lacks a part, or an all_reduce of the result is missing."
@@ -108,26 +98,24 @@ def _call(evidence: Evidence) -> tuple[int, str, int]:
 
 
 def _scaled(evidence: Evidence, groups: Groups) -> Iterator[tuple[float, float, str]]:
-    """Yield (factor, added, what) if the outputs are `factor` times one device's outputs, plus `added` times `what`."""
+    """Yield (factor, added, bias) if the outputs are `factor` times one device's outputs, plus `added` times a bias."""
     key = _call(evidence)
     one = next((output for output in evidence.steps[0].outputs if output.key == key), None)
     rows = _rows(groups)
     if one is None or rows is None or "0" not in one.sketches or len(one.sketches["0"]) != len(rows):
         return
-    size, wanted = one.shape[-1] if one.shape else 1, rows.flatten()
     biases = {
         name: p
         for name, p in evidence.reference.initial_parameters.items()
-        if owner_of(name) == one.module and p.shape == (size,) and evidence.first.step == 1
+        if owner_of(name) == one.module and p.shape == one.shape[-1:] and evidence.first.step == 1
     }
-    for what, value in ({"": None} | biases | {"1": torch.ones(size, dtype=torch.float64)}).items():
-        columns = [one.sketches["0"].flatten()]
-        if value is not None:
-            shape = (1, one.shape[0] // len(rows), *one.shape[1:]) if one.shape[0] != len(rows) else (1, *one.shape[1:])
-            columns.append(row_sketches(value.expand(shape)).expand_as(rows).flatten())
-        found = solve(torch.stack(columns, 1), wanted)
+    shape = (1, *one.shape[1:]) if one.shape[0] == len(rows) else (1, one.shape[0] // len(rows), *one.shape[1:])
+    columns = [one.sketches["0"].flatten()]
+    for bias, value in (("", None), *biases.items()):
+        added = [] if value is None else [row_sketches(value.expand(shape)).expand_as(rows).flatten()]
+        found = solve(torch.stack(columns + added, 1), rows.flatten())
         if found is not None and found[1]:
-            yield found[0][0], found[0][1] if value is not None else 0.0, what
+            yield found[0][0], found[0][1] if added else 0.0, bias
 
 
 def _rows(groups: Groups) -> Tensor | None:
@@ -170,12 +158,9 @@ def by_hand_in_the_backward(evidence: Evidence) -> Cause | None:
         return Cause(K.WRONG_GROUP, f"{text} {at} is the first that is wrong, in the backward of {behind}: {said}")
     text = f"{text} the outputs of {at}"
     if wrong.is_part:
-        return Cause(
-            K.MISSING_REDUCTION,
-            f"{text} is only a part on each rank, and the parts add up to that of one device. {behind}, which uses "
-            "the outputs, returns only its own rank's part of the gradient: its backward lacks an all_reduce. "
-            f"{WRITE} that its inputs go through.",
-        )
+        text = f"{text} is only a part on each rank, and the parts add up to that of one device. {behind}, which uses"
+        text = f"{text} the outputs, lacks an all_reduce in its backward. {WRITE} that its inputs go through."
+        return Cause(K.MISSING_REDUCTION, text)
     times = evidence.of_ranks(wrong.factor)
     why = "equal gradients of the ranks are added up" if wrong.factor > 1 else "it is divided by the number of ranks"
     there = f" Its backward adds up in {places_of(sums)}." if sums else ""
@@ -197,20 +182,14 @@ def _of_a_parameter(evidence: Evidence) -> Cause | None:
     if said := evidence.of_another_group(behind if first in parts else sums):
         return Cause(K.WRONG_GROUP, f"{text} of {first} is not: {said}")
     if first in parts:
-        return Cause(
-            K.MISSING_REDUCTION,
-            f"{text}s of {some(parts)} are only a part on each rank, and the parts add up to that of one device. Each "
-            f"rank has the part of its slice, positions or samples. An all_reduce is missing. {WRITE} that the "
-            "parameter goes through.",
-        )
+        text = f"{text}s of {some(parts)} are only a part on each rank, and the parts add up to that of one device"
+        return Cause(K.MISSING_REDUCTION, f"{text}. {WRITE} that the parameter goes through.")
     weights = found.get(first)
     if weights is None or weights.unique or not weights.one or not weights.plan or not sums:
         return None
     factor = sum(weights.plan) / sum(weights.one)
-    text = (
-        f"{text} of {first} is {factor:.6g} times that of one device. In the backward {places_of(sums)} adds up equal "
-        "gradients of the ranks: this is one all_reduce too many."
-    )
+    text = f"{text} of {first} is {factor:.6g} times that of one device: {places_of(sums)} adds up equal gradients"
+    text = f"{text} of the ranks in the backward, which is one all_reduce too many."
     return Cause(K.DOUBLED_REDUCTION, text) if near(factor, len(weights.ranks)) else None
 
 
@@ -277,20 +256,14 @@ def without_a_backward(evidence: Evidence) -> Cause | None:
     module = next((name for name in (owner, *_called_next(evidence)) if evidence.exchanges(name)), None)
     if module is None:
         return None
-    text = (
-        f"{evidence.how_many()}, from {evidence.first.name} on; no weights of the ranks' own gradients of it give that "
-        f"of one device: something is on no rank. {evidence.where(module)} exchanges by hand in"
-    )
+    text = f"{evidence.how_many()}, from {evidence.first.name} on; no weights of the ranks' own gradients give that"
+    text = f"{text} of one device: something is on no rank. {evidence.where(module)} exchanges by hand in"
     back = {each.function for each in evidence.actual.exchanges_backward}
     found = evidence.exchanges(module, sums=False if evidence.steps[1].peers else None)
     lost = [each for each in found if not each.function or each.function not in back]
     if lost:
-        return Cause(
-            K.MISSING_REDUCTION,
-            f"{text} {places_of(lost)}, but its backward has no collective, so no gradient comes back from other "
-            "ranks. Use a torch.autograd.Function whose backward adds up the gradients of what was gathered or added "
-            "up in the forward.",
-        )
+        text = f"{text} {places_of(lost)}, but its backward has no collective, so no gradient comes back from others"
+        return Cause(K.MISSING_REDUCTION, f"{text}. {WRITE} that also gathers or adds up in the forward.")
     return Cause(K.BACKWARD, f"{text} {places_of(evidence.exchanges(module))}: look at the backward of that.")
 
 

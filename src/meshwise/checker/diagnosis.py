@@ -233,7 +233,7 @@ RULES: Mapping[str, tuple[Rule, ...]] = {
         says(K.NOT_FINITE, not_finite),
         says(K.WRONG_GROUP, over_another_group),
         says(K.MISSING_REDUCTION, sum_by_hand_is_missing),
-        counted_by_ranks,
+        says(K.DOUBLED_REDUCTION, counted_by_ranks),
         says(K.MISSING_REDUCTION, ranks_have_parts),
         _statistics_in_a_module,
         says(K.MODULE, _first_to_differ),
