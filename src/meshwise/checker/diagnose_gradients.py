@@ -90,12 +90,9 @@ def _begins_with_a_factor(evidence: Evidence) -> str:
     """Return a sentence if the first wrong gradient is N or 1/N times the gradient on one device, where N is a number
     of ranks. Later gradients may be wrong in other ways, because the backward computes them from the first."""
     times = evidence.of_ranks(evidence.first.factor or math.nan)
-    if not times:
-        return ""
-    return (
-        f"{evidence.how_many()}; the first of the backward, of {evidence.first.name}, is {times} that of one device: "
-        "equal gradients of the ranks are added up, or a sum is divided by the number of ranks."
-    )
+    text = f"{evidence.how_many()}; the first of the backward, of {evidence.first.name}, is {times} that of one device"
+    why = "equal gradients of the ranks are added up, or a sum is divided by the number of ranks"
+    return f"{text}: {why}." if times else ""
 
 
 def _only_tied_weights(evidence: Evidence) -> str:

@@ -14,27 +14,25 @@ from meshwise.spec.words import some
 # The contents of batches.
 
 
+DRAW_BY_INDEX = (
+    "Make a generator of the sample's index, np.random.default_rng((seed, index)), or draw from torch, numpy.random or "
+    "random, whose draws are keyed by epoch and index."
+)
+COLLATE_EACH = "Compute what depends on all samples (for example a mean) in the loop, with mw.mean or mw.sum."
+
+
 def other_contents(evidence: Evidence) -> str:
     """Return a sentence that names a sample whose values differ from those on one device, and the source line that
     reads the sample. Blame the collate function if the very first sample already differs, before random numbers could
     have diverged."""
     facts = evidence.first.facts
     where = f"{facts['place']}: " if facts["place"] else ""
-    text = (
-        f"{where}sample {facts['sample']} of {facts['source']} has other values in {evidence.first.name} than on one "
-        f"device ({facts['how many']} samples of microbatch {facts['microbatch']} do)."
-    )
+    text = f"{where}sample {facts['sample']} of {facts['source']} has other values in {evidence.first.name} than on one"
+    text = f"{text} device ({facts['how many']} samples of microbatch {facts['microbatch']} do)."
     if facts["draws"]:
-        return (
-            f"{text} {facts['draws']} draws in the order in which each rank reads. Make a generator from the sample's "
-            "index, np.random.default_rng((seed, index)), or draw from torch, numpy.random or random, whose draws are "
-            "keyed by epoch and index."
-        )
+        return f"{text} {facts['draws']} draws in the order in which each rank reads. {DRAW_BY_INDEX}"
     if facts["collate"] and facts["from the first"] and evidence.first.step == 1:
-        return (
-            f"{text} {facts['collate']} makes a batch of the samples of one rank. Compute what depends on all samples "
-            "(for example a mean) in the loop, with mw.mean or mw.sum."
-        )
+        return f"{text} {facts['collate']} makes a batch of the samples of one rank. {COLLATE_EACH}"
     return text
 
 
@@ -51,12 +49,8 @@ def own_statistics(evidence: Evidence) -> str:
     samples only. Return "" if its buffers agree."""
     name, kind = evidence.first.name, evidence.first.facts["class"]
     kept = [d.name for d in evidence.faults("buffers") if owner_of(d.name) == name]
-    if not kept:
-        return ""
-    return (
-        f"{name or 'the model'} ({kind}) keeps {some(kept)}, which after the step covers the samples of one rank. "
-        f"{OF_BATCH}"
-    )
+    text = f"{name or 'the model'} ({kind}) keeps {some(kept)}, which after the step covers the samples of one rank."
+    return f"{text} {OF_BATCH}" if kept else ""
 
 
 # Values that are not finite.
@@ -72,43 +66,37 @@ def open_exchange(evidence: Evidence) -> str:
 
 def not_finite(evidence: Evidence) -> str:
     """Return a sentence about a value that is finite on one device, but not under the plan."""
-    one, plan = evidence.steps
-    if not math.isfinite(one.loss) or math.isfinite(plan.loss) or "lacking" in evidence.first.facts:
+    (one, plan), first = evidence.steps, evidence.first
+    is_new = math.isfinite(one.loss) and not math.isfinite(plan.loss) and math.isinf(first.relative)
+    if not is_new or "lacking" in first.facts:
         return ""
-    if not math.isinf(evidence.first.relative):
-        return ""
-    where = evidence.first.name or "the model"
+    where = first.name or "the model"
     losses = f"the loss is {plan.loss} under the plan and {one.loss:.6g} on one device"
     return f"{where} is the first value that is not finite under the plan; {losses}."
 
 
 COUNTED = (
     "{name} is {both}: every rank has the value of all samples. Either the loop reads a DataLoader that was not passed "
-    "to mw.distribute (write loader = mw.distribute(loader) before it), or mw.sum or mw.mean has returned the value."
+    "to mw.distribute, or mw.sum or mw.mean has returned the value."
 )
 UNSUMMED = "without mw.sum"
 """The label of an evaluation loop whose metrics cover the samples of one rank only."""
 
 
-def _is_not_summed(evidence: Evidence) -> bool:
-    return evidence.first.name.endswith(UNSUMMED)
-
-
-def _is_read_by_every_rank(evidence: Evidence) -> str:
-    """Return a sentence about a value that every rank computes from all samples, so that `mw.sum` counts each sample
-    once per rank. Return "" if there is none."""
+def _is_read_by_every_rank(evidence: Evidence) -> bool:
+    """Return whether every rank computes a value from all samples, so that `mw.sum` counts each sample once per
+    rank."""
     one, plan = (evidence.first.facts.get(side, math.nan) for side in ("one device", "the plan"))
-    again = near(plan, one * evidence.plan.devices) and evidence.first.name.startswith("mw.sum")
-    return COUNTED.format(name=evidence.first.name, both=evidence.both_numbers()) if again else ""
+    return near(plan, one * evidence.plan.devices) and evidence.first.name.startswith("mw.sum")
 
 
 EVALUATION_RULES: tuple[Rule, ...] = (
     says(
         K.MISSING_SUM,
         "{name} had no mw.backward either, so each rank has the figure of its own samples.",
-        _is_not_summed,
+        lambda evidence: evidence.first.name.endswith(UNSUMMED),
     ),
-    says(K.UNDISTRIBUTED, _is_read_by_every_rank),
+    says(K.UNDISTRIBUTED, COUNTED, _is_read_by_every_rank),
     says(K.PADDING, "{name}: {samples}.", Evidence.other_samples),
     says(
         K.EVALUATION,

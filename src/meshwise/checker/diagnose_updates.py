@@ -93,10 +93,8 @@ def began_anew(evidence: Evidence) -> str:
         return ""
     moments = sorted({n.rpartition(" ")[2] for n in plan.optimizer_state} - {"step"})
     of = some(dict.fromkeys(n.rpartition(" ")[0] for n in fresh))
-    return (
-        f"the optimizer's state of {of} ({some(moments)}) is reset in step {step}, but continues on one device: "
-        "optimizer.load_state_dict was not called, or a new optimizer was made."
-    )
+    text = f"the optimizer's state of {of} ({some(moments)}) is reset in step {step}, but continues on one device"
+    return f"{text}: optimizer.load_state_dict was not called, or a new optimizer was made."
 
 
 def _is_first(step: StepTrace, name: str) -> bool:

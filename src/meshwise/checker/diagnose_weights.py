@@ -31,9 +31,8 @@ def by_numbers(evidence: Evidence) -> Cause | None:
     if loss.is_sum and not loss.is_mean:
         return Cause(K.LOSS_WEIGHTING, f"the loss adds up over the ranks: {line_of(loss)} is {loss.shown}: {OF_SUM}")
     if loss.is_mean and near(plan.loss, sum(number.value for number in loss.ranks)):
-        return Cause(
-            K.LOSS_WEIGHTING, f"the loss is a mean, and the plan adds it up: {evidence.both_numbers()}: {OF_MEAN}"
-        )
+        text = f"the loss is a mean, and the plan adds it up: {evidence.both_numbers()}"
+        return Cause(K.LOSS_WEIGHTING, f"{text}: {OF_MEAN}")
     other = not_a_mean(evidence)
     return None if other is None else _no_mean(other, {n.key: n for n in numbers})
 
@@ -58,12 +57,9 @@ def _no_mean(number: Joined, known: dict[Key, Joined]) -> Cause | None:
     means, sums = [p for p in parts if p.is_mean and not p.is_alike], [p for p in parts if p.is_sum and not p.is_mean]
     if number.is_mean_of_its_own:
         over, what = shown(rank.over for rank in number.ranks), _divisor(number)
-        return Cause(
-            K.LOSS_WEIGHTING,
-            f"{line_of(number)} is a mean over {number.one.over:g}, and over {over} on the ranks, which have "
-            f"{some(number.samples)} samples. Say over how much: mw.backward(loss, weight=n), or let a job's loss "
-            f"return (loss, n), where n is {what} of that line.",
-        )
+        text = f"{line_of(number)} is a mean over {number.one.over:g}, and over {over} on the ranks, which have"
+        text = f"{text} {some(number.samples)} samples. Say over how much: mw.backward(loss, weight=n), or let a job's"
+        return Cause(K.LOSS_WEIGHTING, f"{text} loss return (loss, n), where n is {what} of that line.")
     if number.key[1] in ("mul", "div") and len(parts) == 1 and (means or sums) and number.one.value:
         shares = [each / sum(number.samples) for each in number.samples] if means else [1.0] * len(number.ranks)
         factor = number.weighed(shares) / number.one.value
@@ -73,12 +69,9 @@ def _no_mean(number: Joined, known: dict[Key, Joined]) -> Cause | None:
         added = sums[0]
         while len(added.one.made_of) == 1 and added.one.made_of[0] in known:  # where its computation begins
             added = known[added.one.made_of[0]]
-        return Cause(
-            K.LOSS_WEIGHTING,
-            f"{line_of(number)} adds a mean over samples and a sum over them ({added.key[1]} in {added.place}: "
-            f"{added.shown}). No weight of the ranks is right for both: make both means, or both sums and say "
-            f"{SAY_SUM}.",
-        )
+        text = f"{line_of(number)} adds a mean over samples and a sum over them ({added.key[1]} in {added.place}:"
+        text = f"{text} {added.shown}). No weight of the ranks is right for both: make both means, or both sums and say"
+        return Cause(K.LOSS_WEIGHTING, f"{text} {SAY_SUM}.")
     return None
 
 
@@ -173,10 +166,8 @@ def _of_microbatches(found: RankWeights) -> Cause | None:
     weights = list(ratios.values())
     if len(weights) < 2 or all(near(w, weights[0]) for w in weights):
         return None
-    text = (
-        f"the gradients are those of {len(weights)} microbatches, which weigh {shown(weights)} times what they should."
-    )
-    return Cause(K.LOSS_WEIGHTING, text)
+    text = f"the gradients are those of {len(weights)} microbatches, which weigh {shown(weights)} times what they"
+    return Cause(K.LOSS_WEIGHTING, f"{text} should.")
 
 
 def _of_ranks(found: RankWeights, names: Sequence[str], evidence: Evidence) -> Cause | None:

@@ -56,12 +56,9 @@ class Evidence:
 
     def not_seen(self, before: float = math.inf) -> str:
         """Return a phrase that names the modules whose outputs under the plan cannot be compared with one device."""
-        names = [
-            each.module or "the model"
-            for each in self.comparison.unseen
-            if each.step == self.first.step and each.at < before
-        ]
-        return f" that can be compared (those of {some(list(dict.fromkeys(names)))} cannot)" if names else ""
+        unseen = [each for each in self.comparison.unseen if each.step == self.first.step and each.at < before]
+        names = some(dict.fromkeys(each.module or "the model" for each in unseen))
+        return f" that can be compared (those of {names} cannot)" if names else ""
 
     def or_padding(self) -> str:
         """Return a sentence that names padding as another possible cause, if ranks pad their samples to different
@@ -72,14 +69,10 @@ class Evidence:
         for one in self.steps[0].outputs:
             lengths = theirs.get(one.key, [])
             if one.shape[1:] and lengths and min(lengths) < one.shape[1] == max(lengths):
-                drawn = " Dropout draws other numbers where padding stands in front." * bool(
-                    self.reference.random_modules
+                text = (
+                    f" Or the model reads padding: ranks pad to {some(lengths, 8)}, and one device to {one.shape[1]}."
                 )
-                return (
-                    f" Or the model reads padding: ranks pad to {some(list(map(str, lengths)), 8)}, and one device to "
-                    f"{one.shape[1]}.{drawn} Pass a mask to every attention, also for its memory, or pad to "
-                    "one length."
-                )
+                return f"{text} Pass a mask to every attention, also for its memory, or pad to one length."
         return ""
 
     def where(self, module: str) -> str:
@@ -118,10 +111,8 @@ class Evidence:
         if not wrong or len(alike) < 2:
             return ""
         over, right = (some(ranks, 8) for ranks in (wrong[0].ranks, alike))
-        return (
-            f"{wrong[0].line} adds up over rank {over}, but the parts of the sum are on rank {right}, which have the "
-            "same samples: the collective uses the wrong process group."
-        )
+        text = f"{wrong[0].line} adds up over rank {over}, but the parts of the sum are on rank {right}"
+        return f"{text}, which have the same samples: the collective uses the wrong process group."
 
     def ranks_differ(self) -> bool:
         """Return True if the first wrong value that the check found differs between ranks, although all ranks should

@@ -27,14 +27,8 @@ FIRST_STEP = ("loss", "gradients")
 """Values that are judged in step 1 only. Later values depend on updates, and Adam enlarges rounding errors."""
 SOME = 8  # tensors of up to this many values may fit a lower precision by chance
 EPS = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
-NO_ROUNDING = (
-    "not looked at (--no-rounding): the plan's own precision, which would show a cast to a lower precision on one side "
-    "alone."
-)
-OTHER_STEPS = (
-    "not looked at: the plan's own precision, in which the number of steps differs. A loss scaler skips steps that "
-    "overflow."
-)
+NO_ROUNDING = "not looked at (--no-rounding): the plan's own precision, which shows casts to a lower one on one side."
+OTHER_STEPS = "not looked at: the plan's own precision, in which a loss scaler may skip steps: their number differs."
 
 
 def rounding_warnings(rounded: Sequence[Comparison], dtypes: Dtypes) -> Iterator[str]:
@@ -47,10 +41,8 @@ def rounding_warnings(rounded: Sequence[Comparison], dtypes: Dtypes) -> Iterator
         found = ([d.relative for d in side.differences if d.kind == kind and d.step == 1] for side in rounded)
         one, plan = (max(each, default=0.0) for each in found)
         if plan > TIMES * max(one, least) and not (math.isinf(plan) and dtypes.scaled):  # loss scalers skip such steps
-            yield (
-                f"rounding of the {kind} in step 1 is {plan:.1e} under the plan and {one:.1e} on one device, in the "
-                "same precision: something is cast to a lower precision under the plan alone, or overflows there."
-            )
+            text = f"rounding of the {kind} in step 1 is {plan:.1e} under the plan and {one:.1e} on one device"
+            yield f"{text}: something is cast to a lower precision under the plan alone, or overflows there."
 
 
 def kept_coarser(rounded: Sequence[Trace]) -> Iterator[str]:
@@ -63,11 +55,9 @@ def kept_coarser(rounded: Sequence[Trace]) -> Iterator[str]:
         lower = {name: _lower(t) for name, t in plan.items() if name in one and _lower(t) and not _lower(one[name])}
         lower = {name: held for name, held in lower.items() if name.rpartition(" ")[0] not in noise}
         if lower:
-            yield (
-                f"{what} kept in {some(sorted(set(lower.values())))} under the plan alone: after step 1 every value "
-                f"of {some(list(lower))} fits this precision, but not on one device. Small updates of large values are "
-                "lost: keep parameters and optimizer state in float32."
-            )
+            text = f"{what} kept in {some(sorted(set(lower.values())))} under the plan alone: after step 1 every value"
+            text = f"{text} of {some(lower)} fits this precision, but not on one device. Small updates of large values"
+            yield f"{text} are lost: keep parameters and optimizer state in float32."
 
 
 def _of_rounding(step: StepTrace) -> set[str]:
