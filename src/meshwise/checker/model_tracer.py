@@ -59,11 +59,10 @@ class ModelTracer:
         whole: bool = False,
     ) -> None:
         """whole: whether the program sees whole batches. In that case, no rank has a loss of its own."""
-        kinds = {clean(name): type(module).__name__ for name, module in model.named_modules()}
+        modules = {clean(name): type(module) for name, module in model.named_modules()}
+        kinds = {name: kind.__name__ for name, kind in modules.items()}
         self.trace = Trace(kinds, tied_in(model), parameters_of(model), buffers_of(model))
-        self.trace.places = {
-            clean(name): at for name, module in model.named_modules() if (at := place_of(type(module).forward))
-        }
+        self.trace.places = {name: at for name, kind in modules.items() if (at := place_of(kind.forward))}
         self.step = StepTrace()
         self._seed, self._reference, self._upcast, self._perturb = seed, reference, upcast, perturb
         self._whole = whole
@@ -78,7 +77,7 @@ class ModelTracer:
         """Whether the forward pass of a microbatch is being traced."""
         self._numbers = NotedNumbers()
         self._running = list[str]()  # names of the running modules, the innermost last
-        self._open_calls: list[list[int]] = []  # for each open call: [draws before it, draws made by nested calls]
+        self._drawn = 0  # number of draws of this microbatch when a module last began or ended
         self._norms_left: dict[str, float] | None = None
         self._in_backward = False
         self._own: Named | None = None  # this rank's own gradients in the running backward
@@ -114,7 +113,7 @@ class ModelTracer:
         self.draws = RowDraws((self._seed, count, 0), rows, layout)
         self.trace.draws[count] = self.draws.log
         self._forwards = max(self._forwards, count + 1)
-        self._calls, self.in_forward, self._open_calls, self._running = {}, True, [], []
+        self._calls, self.in_forward, self._drawn, self._running = {}, True, 0, []
         try:
             several = 0 if self._whole else rows.count
             pairs = noting_coupled(several, self.step.coupled, lambda: self._running[-1] if self._running else None)
@@ -157,12 +156,12 @@ class ModelTracer:
         if self._reference is not None:
             self.draws.draw_for(part, self._reference.get(self._forwards - 1, ()))
         redraw, outputs, calls = self.draws.attempt(), len(self.step.outputs), dict(self._calls)
-        running, open_calls = list(self._running), [list(each) for each in self._open_calls]
+        running, drawn = list(self._running), self._drawn
 
         def forget() -> None:
             redraw()
             del self.step.outputs[outputs:]
-            self._calls, self._running, self._open_calls = calls, running, open_calls
+            self._calls, self._running, self._drawn = calls, running, drawn
 
         return forget
 
@@ -200,20 +199,18 @@ class ModelTracer:
         if self._at[1] == 0 and self._rows.samples:
             self.step.numbers[:] = [self._numbers.of(loss)]
 
-        def note(gradient: Tensor) -> None:
-            self._own_factor = float(gradient)
-
         if self._reference is not None and loss.requires_grad and type(loss) is Tensor:
-            self._of_loss = loss.register_hook(note)
+            self._of_loss = loss.register_hook(self._keep_factor)
+
+    def _keep_factor(self, gradient: Tensor) -> None:
+        self._own_factor = float(gradient)
 
     def _watch_own(self) -> None:
         """Register hooks that receive the gradients of this rank's own loss."""
-        names = {id(p): name for name, p in named_parameters(self._model)}
-        found = [(name, p) for name, p in named_parameters(self._model)]
-        for _, module in sharded_modules(self._model):
-            found += [
-                (names[id(p)], whole) for group in groups_of(module) for p, whole in group.wholes() if id(p) in names
-            ]
+        found = list(named_parameters(self._model))
+        names = {id(p): name for name, p in found}
+        groups = [group for _, module in sharded_modules(self._model) for group in groups_of(module)]
+        found += [(names[id(p)], whole) for group in groups for p, whole in group.wholes() if id(p) in names]
         for name, p in found:
             if p.requires_grad and p not in self._hooked and (type(p) is nn.Parameter or is_replicated(p)):
                 self._hooked[p] = p.register_hook(partial(self._keep_own, name))
@@ -261,12 +258,13 @@ class ModelTracer:
         if self.in_forward:
             if not module.training:
                 self.step.evaluating.add(name)
+            self._note_draws()
             self._running.append(name)
-            self._open_calls.append([self._drawn(), 0])
 
     def _left(self, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
         if self.in_forward:
-            self._close_call(name)
+            self._note_draws()
+            del self._running[-1:]
             for tensor in tensors_in(output) if stages.counts(module) else ():
                 if tensor.is_floating_point() or tensor.is_complex():
                     self._keep(name, type(module).__name__, tensor)
@@ -291,21 +289,12 @@ class ModelTracer:
             with without_interception():
                 output.gradient.update(sketches(gradient.detach() / (self._own_factor or math.inf), output.rows))
 
-    def _drawn(self) -> int:
-        """Return how many random draws of this microbatch were recorded so far."""
-        return len(self.draws.log) + len(self.draws.unkeyed)
-
-    def _close_call(self, name: str) -> None:
-        """End a module's call, and record whether the module drew random numbers."""
-        if not self._open_calls:
-            return
-        self._running.pop()
-        before, below = self._open_calls.pop()
-        drawn = self._drawn() - before
-        if drawn > below:
-            self.trace.random_modules.add(name)
-        if self._open_calls:
-            self._open_calls[-1][1] += drawn
+    def _note_draws(self) -> None:
+        """Record the innermost running module if it drew random numbers since a module last began or ended."""
+        drawn = len(self.draws.log) + len(self.draws.unkeyed)
+        if drawn > self._drawn and self._running:
+            self.trace.random_modules.add(self._running[-1])
+        self._drawn = drawn
 
 
 class LooksOn:
