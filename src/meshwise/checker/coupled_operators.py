@@ -57,22 +57,18 @@ def noting_coupled(rows: int, found: Coupled, module: Callable[[], str | None]) 
     calls: Counter[tuple[str, str | None]] = Counter()
 
     def note(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        result, name = operator(*args, **kwargs), operator_name(operator)
+        result, name, within = operator(*args, **kwargs), operator_name(operator), module()
+        calls[name, within] += 1
+        taken = list[Dims]()
         if rows > 1 and isinstance(result, Tensor) and result.dim() > 1:
-            within = module()
-            calls[name, within] += 1
             dims = tuple((d, size / rows) for d, size in enumerate(result.shape) if size and size % rows == 0)
-            if len(dims) > 1:
-                found.setdefault((name, within, calls[name, within], dims, rows), user_place())
+            taken += [dims] if len(dims) > 1 else []
         if rows > 1 and name in _TOGETHER and args and isinstance(args[0], Tensor):
-            within = module()
-            of_rows = f"{name} of rows"
-            calls[of_rows, within] += 1
             size = _rows_taken_together(name, args[0], result, named_arguments(operator, args, kwargs), rows)
             curved = within is None and name in CURVED and args[0].is_floating_point() and args[0].dim() == 0
-            if size or curved:
-                key = name, within, calls[of_rows, within], ((STATISTIC, size / rows),), rows
-                found.setdefault(key, user_place())
+            taken += [((STATISTIC, size / rows),)] if size or curved else []
+        for dims in taken:
+            found.setdefault((name, within, calls[name, within], dims, rows), user_place())
         return result
 
     return intercept_operators(note)
@@ -106,11 +102,10 @@ def taken_together(one: Coupled, rank: Coupled) -> list[Together]:
     rows: dict[Any, set[int]] = {}
     for *call, count in rank:
         rows.setdefault(tuple(call), set()).add(count)
-    both = [(key, place) for key, place in one.items() if place and rows.get(key[:4], set()) - {key[4]}]
-    return [Together(name, module, _said(name, place, dims)) for (name, module, _, dims, _), place in both]
-
-
-def _said(name: str, place: str, dims: Dims) -> str:
-    if dims[0][0] == STATISTIC:
-        return f"{place} takes several samples of a batch together ({name})"
-    return f"{place} compares the samples of a batch with each other"
+    found = list[Together]()
+    for (name, module, number, dims, count), place in one.items():
+        if place and rows.get((name, module, number, dims), set()) - {count}:
+            statistic = f"{place} takes several samples of a batch together ({name})"
+            pairs = f"{place} compares the samples of a batch with each other"
+            found.append(Together(name, module, statistic if dims[0][0] == STATISTIC else pairs))
+    return found

@@ -83,31 +83,29 @@ UNSUMMED = "without mw.sum"
 """The label of an evaluation loop whose metrics cover the samples of one rank only."""
 
 
+RATIO = "The mean of the ranks' ratios is not that of all: write mw.sum(a) / mw.sum(b), or mw.mean(a / b, weight=b)."
+
+
+def _is_unsummed(evidence: Evidence) -> bool:
+    return evidence.first.name.endswith(UNSUMMED)
+
+
+def _is_of_a_sum(evidence: Evidence) -> bool:
+    return evidence.first.name.startswith("mw.sum")
+
+
 def _is_read_by_every_rank(evidence: Evidence) -> bool:
     """Return whether every rank computes a value from all samples, so that `mw.sum` counts each sample once per
     rank."""
     one, plan = (evidence.first.facts.get(side, math.nan) for side in ("one device", "the plan"))
-    return near(plan, one * evidence.plan.devices) and evidence.first.name.startswith("mw.sum")
+    return near(plan, one * evidence.plan.devices) and _is_of_a_sum(evidence)
 
 
 EVALUATION_RULES: tuple[Rule, ...] = (
-    says(
-        K.MISSING_SUM,
-        "{name} had no mw.backward either, so each rank has the figure of its own samples.",
-        lambda evidence: evidence.first.name.endswith(UNSUMMED),
-    ),
+    says(K.MISSING_SUM, "{name} had no mw.backward either: each rank has the figure of its own samples.", _is_unsummed),
     says(K.UNDISTRIBUTED, COUNTED, _is_read_by_every_rank),
     says(K.PADDING, "{name}: {samples}.", Evidence.other_samples),
-    says(
-        K.EVALUATION,
-        "ranks have different values of {name}, which should be that of all samples.",
-        Evidence.ranks_differ,
-    ),
-    says(
-        K.EVALUATION,
-        "parameters and buffers are equal; {name} is {both}. The mean of the ranks' ratios is not the ratio of all: "
-        "write mw.sum(a) / mw.sum(b), or mw.mean(a / b, weight=b).",
-        lambda evidence: evidence.first.name.startswith("mw.sum"),
-    ),
+    says(K.EVALUATION, "ranks have different values of {name}, which should be that of all.", Evidence.ranks_differ),
+    says(K.EVALUATION, f"parameters and buffers are equal; {{name}} is {{both}}. {RATIO}", _is_of_a_sum),
     says(K.EVALUATION, "parameters and buffers are equal; {name} is {both}."),
 )

@@ -10,33 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
+from meshwise.checker import diagnose_by_hand as by_hand
+from meshwise.checker import diagnose_kinds as kinds
+from meshwise.checker import diagnose_updates as updates
 from meshwise.checker.causes import Cause
 from meshwise.checker.causes import CauseKind as K
 from meshwise.checker.compare import MICROBATCHES, Comparison
 from meshwise.checker.coupled_operators import taken_together
-from meshwise.checker.diagnose_by_hand import (
-    counted_by_ranks,
-    over_another_group,
-    ranks_have_parts,
-    sum_by_hand_is_missing,
-)
 from meshwise.checker.diagnose_gradients import GRADIENT_RULES
-from meshwise.checker.diagnose_kinds import (
-    EVALUATION_RULES,
-    OF_BATCH,
-    not_finite,
-    open_exchange,
-    other_contents,
-    own_statistics,
-)
-from meshwise.checker.diagnose_updates import (
-    UPDATE_RULES,
-    changed_by_a_load,
-    fewer_steps,
-    lost_by_a_resume,
-    other_microbatches,
-    skipped_step,
-)
 from meshwise.checker.diagnose_weights import by_numbers, by_weights, line_of, not_a_mean
 from meshwise.checker.difference import Difference
 from meshwise.checker.evidence import Evidence, Rule, is_inside, near, owner_of, says
@@ -130,7 +111,7 @@ def _statistics_in_a_module(evidence: Evidence) -> Cause | None:
         return None
     where = f"{evidence.where(name)} is the first whose outputs differ"
     if found[0].is_statistic:
-        return Cause(K.BATCH_NORM, f"{where}; {found[0].text}, which are those of one rank. {OF_BATCH}")
+        return Cause(K.BATCH_NORM, f"{where}; {found[0].text}, which are those of one rank. {kinds.OF_BATCH}")
     return Cause(K.COUPLED, f"{where}; {found[0].text}, and each rank has only its own samples.{evidence.or_padding()}")
 
 
@@ -196,11 +177,6 @@ def _belongs_to_batch_norm(evidence: Evidence) -> bool:
 
 
 START_RULES: tuple[Rule, ...] = (
-    says(
-        K.TIED_WEIGHT,
-        "{name} differs, and weights are tied on one side only.",
-        lambda evidence: bool(evidence.faults("tied weights")),
-    ),
     says(K.START_VALUES, "ranks have different values of {name} before the first step.", ranks_differ),
     says(K.START_VALUES, "{lacking} has no {name}.", lambda evidence: "lacking" in evidence.first.facts),
     says(K.START_VALUES, "{name} differs before the first step."),
@@ -216,51 +192,44 @@ RULES: Mapping[str, tuple[Rule, ...]] = {
     "initial buffers": START_RULES,
     "sample order": (
         says(K.BATCH_SIZE, _batch_by_ranks),
-        says(K.SKIPPED, other_microbatches),
+        says(K.SKIPPED, updates.other_microbatches),
         says(K.DATA_ORDER, "{name} has the same number of samples, but other ones: {samples}.", _reads_other_samples),
         says(K.PADDING, "{name}: {samples}.", Evidence.other_samples),
         says(K.DATA_ORDER, "{name} has the same samples in another order."),
     ),
-    "resumed state": (says(K.RESUMED, lost_by_a_resume),),
-    "batch contents": (says(K.CONTENTS, other_contents),),
+    "resumed state": (says(K.RESUMED, updates.lost_by_a_resume),),
+    "batch contents": (says(K.CONTENTS, kinds.other_contents),),
     "module outputs": (
-        says(K.RACE, open_exchange),
+        says(K.RACE, kinds.open_exchange),
         says(K.MODE, _other_mode),
         says(K.BATCH_NORM, "{name} is a {class}: its inputs are equal, its outputs are not.", _is_norm),
-        says(K.BATCH_NORM, own_statistics),
+        says(K.BATCH_NORM, kinds.own_statistics),
         says(K.DROPOUT, _draws_of_ranks),
         says(K.DROPOUT, "{name} ({class}) draws random numbers; {before}.", _is_random),
-        says(K.NOT_FINITE, not_finite),
-        says(K.WRONG_GROUP, over_another_group),
-        says(K.MISSING_REDUCTION, sum_by_hand_is_missing),
-        says(K.DOUBLED_REDUCTION, counted_by_ranks),
-        says(K.MISSING_REDUCTION, ranks_have_parts),
+        says(K.NOT_FINITE, kinds.not_finite),
+        says(K.WRONG_GROUP, by_hand.over_another_group),
+        says(K.MISSING_REDUCTION, by_hand.sum_by_hand_is_missing),
+        says(K.DOUBLED_REDUCTION, by_hand.counted_by_ranks),
+        says(K.MISSING_REDUCTION, by_hand.ranks_have_parts),
         _statistics_in_a_module,
         says(K.MODULE, _first_to_differ),
     ),
     "loss": (
-        says(K.RACE, open_exchange),
-        says(K.NOT_FINITE, not_finite),
+        says(K.RACE, kinds.open_exchange),
+        says(K.NOT_FINITE, kinds.not_finite),
         says(K.LOSS, "ranks have different losses, which should all be that of the global batch.", ranks_differ),
         by_numbers,
         by_weights,
         says(K.COUPLED, _couples_samples, _outputs_are_equal),
         says(K.LOSS, "the loss is {both}."),
     ),
-    "gradients": (says(K.RACE, open_exchange), *GRADIENT_RULES),
+    "gradients": (says(K.RACE, kinds.open_exchange), *GRADIENT_RULES),
     "gradient norm": GRADIENT_RULES,
     "clipped gradients": (
-        says(K.RACE, open_exchange),
-        says(K.SKIPPED, skipped_step),
-        says(
-            K.CLIP_NORM, "gradients are equal before they are clipped, but differ between ranks after it.", ranks_differ
-        ),
-        says(
-            K.CLIP_NORM,
-            "gradients are equal before they are clipped, and after it {factor:.12g} times those of one device.",
-            lambda evidence: evidence.first.factor is not None,
-        ),
-        says(K.CLIP_NORM, "gradients are equal before they are clipped, but not after it."),
+        says(K.RACE, kinds.open_exchange),
+        says(K.SKIPPED, updates.skipped_step),
+        says(K.CLIP_NORM, "gradients are equal before they are clipped, but not on all ranks after it.", ranks_differ),
+        says(K.CLIP_NORM, "gradients are equal before they are clipped, but not after it{times}."),
     ),
     "learning rate": (
         says(K.SCHEDULER, "ranks have different learning rates of {name}.", ranks_differ, _is_scheduled),
@@ -271,10 +240,10 @@ RULES: Mapping[str, tuple[Rule, ...]] = {
         says(K.SCHEDULER, "the learning rate is {both}.", _is_scheduled),
         says(K.LEARNING_RATE, "the learning rate is {both}, and no scheduler is known."),
     ),
-    "optimizer state": UPDATE_RULES,
-    "parameters": UPDATE_RULES,
+    "optimizer state": updates.UPDATE_RULES,
+    "parameters": updates.UPDATE_RULES,
     "buffers": (
-        says(K.RESUMED, changed_by_a_load),
+        says(K.RESUMED, updates.changed_by_a_load),
         says(K.BATCH_NORM, "{outputs}, but {name}, of a batch norm, is not.", _belongs_to_batch_norm),
         says(K.BUFFER, "{outputs}, and parameters; ranks have different values of {name}.", ranks_differ),
         says(K.BUFFER, "{name} differs; {outputs}, and parameters."),
@@ -284,7 +253,7 @@ RULES: Mapping[str, tuple[Rule, ...]] = {
         says(K.EXTRA_TICKS, _extra_ticks),
         says(K.SCHEDULER, "{name} is {both} after step {step}."),
     ),
-    "steps": (says(K.SKIPPED, fewer_steps),),
-    "evaluation": EVALUATION_RULES,
+    "steps": (says(K.SKIPPED, updates.fewer_steps),),
+    "evaluation": kinds.EVALUATION_RULES,
 }
 """The rules for each kind of difference between one device and the plan. The first rule that finds a cause is used."""

@@ -85,7 +85,6 @@ class EngineWatcher:
         self._in_step = False
         self._reduced: dict[str, float] = {}  # sums of the parameters when gradients were last reduced
         self._meetings = self._sums = 0
-        self._unsummed = dict[str, None]()
 
     def choose_plan(self, plan: Plan, world: World) -> Plan:
         """Return the plan to apply instead of `plan`."""
@@ -348,7 +347,9 @@ class EngineWatcher:
 
     def unsummed(self, place: str) -> None:
         """Record that the results of the loop at this line were never reduced over the ranks."""
-        self._unsummed[place] = None
+        if self.found.trace is not None:
+            # One device has no such value, so this counts as a difference.
+            self.found.trace.evaluation[f"the loop at {place}, {UNSUMMED}"] = math.nan
 
     def shown(self, where: str, text: str) -> None:
         """Record a text that `mw.print` or `mw.log` shows."""
@@ -372,9 +373,6 @@ class EngineWatcher:
             if self.hints is not None:
                 by_hand = any(map(_is_by_hand, trace.steps))
                 trace.hints = self.hints.end(by_hand=by_hand, per_rank=self._engine.whole is None)
-            for place in self._unsummed:
-                # One device has no such value, so this counts as a difference.
-                trace.evaluation[f"the loop at {place}, {UNSUMMED}"] = math.nan
         return self.found
 
     def _wait_for_ranks(self, where: str) -> None:

@@ -165,6 +165,7 @@ def says(kind: CauseKind, text: str | Callable[[Evidence], str], *when: Callable
             "name": first.name or "the model",
             "step": first.step,
             "both": evidence.both_numbers(),
+            "times": f": they are {first.factor:.12g} times those of one device" if first.factor else "",
             "samples": evidence.samples_text(),
             "padding": evidence.or_padding() if first.step > 0 else "",
             "how_many": evidence.how_many(),
