@@ -1,8 +1,7 @@
 """Tensor and sequence parallel by hand under plans whose ranks have the same samples: what is right is equal, and what
 is wrong is told with its cause and its line.
 
-Of checker/diagnose_by_hand.py, checker/outputs.py and
-checker/compare_outputs.py.
+Of checker/diagnose_by_hand.py and checker/outputs.py.
 """
 
 from __future__ import annotations

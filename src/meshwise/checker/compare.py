@@ -19,11 +19,13 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from meshwise.checker.compare_outputs import Unseen, compared_outputs, left_out, of_samples
 from meshwise.checker.contents import compared_contents
 from meshwise.checker.difference import LIMIT, Difference, finite, numbers, tensors
 from meshwise.checker.noise import note_noise
+from meshwise.checker.outputs import Unseen, compared_outputs, of_samples
 from meshwise.checker.trace import Divergence, Named, StepTrace, Trace
+from meshwise.spec.words import some
+from meshwise.training.data.keyed import GENERATOR
 
 MICROBATCHES = "number of microbatches"
 """The name of the `Difference` between the number of microbatches in a step on one device and under the plan."""
@@ -87,8 +89,26 @@ def compare(reference: Trace, actual: Trace) -> Comparison:
     by_kind = {kind: [d for d in found if d.kind == kind] for kind in KINDS}
     kinds = tuple(_compared(kind, differences) for kind, differences in by_kind.items() if differences)
     first = next((d for d in found if d.fault), None)
-    left = tuple(left_out(reference, actual, unseen, noise))
+    left = tuple(_left_out(reference, actual, unseen, noise))
     return Comparison(kinds, tuple(found), first, reference.modules, left, tuple(unseen))
+
+
+def _left_out(reference: Trace, actual: Trace, unseen: Sequence[Unseen], noise: Named) -> Iterator[str]:
+    """Yield sentences that say what the comparison leaves out."""
+    for (module, kind, why), calls in Counter((each.module, each.kind, each.why) for each in unseen).items():
+        yield f"outputs of {module or 'the model'} ({kind}): {why} ({calls} call{'s' * (calls > 1)})."
+    small = {name: int(mask.sum()) for name, mask in noise.items() if bool(mask.any())}
+    if small:
+        count, total = sum(small.values()), sum(mask.numel() for mask in noise.values())
+        many = [name for name, few in small.items() if few * 10 > noise[name].numel()]
+        where = f", most of them in {some(many)}" if many else ""
+        yield (
+            f"{count:,} of {total:,} values of the parameters after a step{where}: "
+            "their gradients are so small that rounding is a large part of them."
+        )
+    for name in sorted(reference.unkeyed | actual.unkeyed):
+        differ = "each rank draws from its own" if name.endswith(GENERATOR) else "ranks draw different numbers"
+        yield f"draws of {name}: it is not keyed, so {differ}."
 
 
 def _compared(kind: str, differences: Sequence[Difference]) -> Compared:

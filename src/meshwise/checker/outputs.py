@@ -1,20 +1,22 @@
-"""Compare a module's outputs on ranks with those on one device.
+"""Compare the outputs of modules on ranks with those on one device.
 
 The samples of all ranks are concatenated first. A program may divide the work of its modules by hand. Ranks with the
-same samples then have equal outputs, slices of the whole output, or parts of a sum. The same holds for the gradients
-that reach the outputs.
+same samples then have equal outputs, slices of the whole output along the sequence dimension (positions) or along the
+last dimension (features), or parts of a sum. The same holds for the gradients that reach the outputs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from meshwise.checker.difference import FLOOR, LIMIT, apart, largest, ratio
+from meshwise.checker.difference import FLOOR, LIMIT, Difference, apart, largest, numbers, ratio
 from meshwise.checker.trace import Output, StepTrace
 
 
@@ -187,3 +189,68 @@ def _total(ranks: Sequence[Output]) -> Output:
 def _alike(a: Output, b: Output) -> bool:
     same = a.shape == b.shape and a.sketches.keys() == b.sketches.keys()
     return same and rows_difference(a.sketches["whole"], b.sketches["whole"]) <= LIMIT
+
+
+@dataclass(frozen=True)
+class Unseen:
+    """A module call with an output that could not be compared, and the reason."""
+
+    step: int
+    at: int
+    module: str
+    kind: str
+    why: str
+
+
+_Seen = tuple[Output, Parts | None, float | None, Ways]
+
+
+def compared_outputs(step: int, mine: StepTrace, other: StepTrace, unseen: list[Unseen]) -> list[Difference]:
+    """Compare the module outputs of a step. Add the outputs that cannot be compared to `unseen`."""
+    theirs: dict[Any, list[Output]] = defaultdict(list)
+    for output in other.outputs:
+        theirs[output.key].append(output)
+    peers, seen = peers_in(other), list[_Seen]()
+    for one in mine.outputs:
+        part = parts_of(one, peers[one.key]) if one.key in peers else None
+        size = part.whole if part else output_difference(one, theirs[one.key]) if theirs[one.key] else None
+        by_samples = size is not None or has_rows_of_samples(one, theirs[one.key])
+        ways = part.ways if part else [] if by_samples else list(divided_outputs(one, theirs[one.key]))
+        seen.append((one, part, size, ways))
+    layouts = {layout for *_, ways in seen for layout, far in ways if far <= LIMIT}
+    found = list[Difference]()
+    for at, (output, part, size, ways) in enumerate(seen):
+        # A layout in which no output agrees is probably not one that the ranks use.
+        near = [(far, not layout.is_last) for layout, far in ways if layout in layouts]
+        summed = part is not None and part.summed
+        slices, of_positions = min(near, default=(None, False))
+        size = math.inf if summed else slices if size is None or (part and slices is not None) else size
+        if size is None and theirs[output.key] and adds_up_to(output, [theirs[output.key]]):
+            size = 0.0
+        if size is None:
+            single = math.prod(output.shape) == 1
+            why = "one number of the whole batch, such as a loss in it" if single else "not that of single samples"
+            why = why if theirs[output.key] else "under the plan its forward hooks saw no such call"
+            unseen.append(Unseen(step, at, output.module, output.kind, why))
+        else:
+            facts = {"class": output.kind, "microbatch": output.microbatch + 1, "call": output.number + 1, "at": at}
+            which = "a sum" if summed else "positions" if of_positions else "features"
+            facts |= {"parts": which} if summed or (part and near) else {}
+            found.append(Difference("module outputs", step, output.module, size, facts))
+    right = not next(numbers("loss", step, {"loss": mine.loss}, {"loss": other.loss})).fault
+    for at in reversed(range(len(found))):  # a partial sum is right if the next output (or the loss) is
+        if found[at].facts.get("parts") == "a sum" and right:
+            found[at] = replace(found[at], relative=0.0)
+        right = not found[at].fault
+    return found
+
+
+def of_samples(outputs: Iterable[Difference], unseen: list[Unseen]) -> Iterator[Difference]:
+    """Yield the module outputs that agree with one device. Add the others to `unseen`: their rows are not samples."""
+    for difference in outputs:
+        if difference.fault:
+            why = "its rows are not those of the samples, since nothing made of them differs"
+            at, kind = difference.facts["at"], difference.facts["class"]
+            unseen.append(Unseen(difference.step, at, difference.name, kind, why))
+        else:
+            yield difference
