@@ -31,7 +31,7 @@ MICROBATCHES = "number of microbatches"
 """The name of the `Difference` between the number of microbatches in a step on one device and under the plan."""
 KINDS = (
     *("races", "modules", "tied weights", "initial parameters", "initial buffers", "resumed state", "sample order"),
-    *("batch contents", "module outputs", "loss", "gradients", "gradient norm", "clipped gradients", "learning rate"),
+    *("batch contents", "module outputs", "loss", "gradients", "clipped gradients", "learning rate"),
     *("optimizer state", "parameters", "buffers", "scheduler", "steps", "evaluation"),
 )
 """The kinds of values that are compared, in the order in which a step produces them."""
@@ -84,8 +84,7 @@ def compare(reference: Trace, actual: Trace) -> Comparison:
         note_noise(noise, mine.gradients, other.gradients)
         found += _over_ranks(_after(number, mine, other, noise), other.rank_divergence)
     if actual.steps:
-        found += _number_of_steps(len(reference.steps), len(actual.steps))
-        found += _over_ranks(_evaluation(reference, actual), actual.rank_divergence)
+        found += _over_ranks(_ends(reference, actual), actual.rank_divergence)
     by_kind = {kind: [d for d in found if d.kind == kind] for kind in KINDS}
     kinds = tuple(_compared(kind, differences) for kind, differences in by_kind.items() if differences)
     first = next((d for d in found if d.fault), None)
@@ -102,10 +101,8 @@ def _left_out(reference: Trace, actual: Trace, unseen: Sequence[Unseen], noise: 
         count, total = sum(small.values()), sum(mask.numel() for mask in noise.values())
         many = [name for name, few in small.items() if few * 10 > noise[name].numel()]
         where = f", most of them in {some(many)}" if many else ""
-        yield (
-            f"{count:,} of {total:,} values of the parameters after a step{where}: "
-            "their gradients are so small that rounding is a large part of them."
-        )
+        text = f"{count:,} of {total:,} values of the parameters after a step{where}"
+        yield f"{text}: their gradients are so small that rounding is a large part of them."
     for name in sorted(reference.unkeyed | actual.unkeyed):
         differ = "each rank draws from its own" if name.endswith(GENERATOR) else "ranks draw different numbers"
         yield f"draws of {name}: it is not keyed, so {differ}."
@@ -122,9 +119,8 @@ def _over_ranks(differences: Iterable[Difference], divergence: Divergence) -> li
     for d in differences:
         ranks = divergence.get((d.kind, d.name), 0.0)
         if ranks > LIMIT and "parts" not in d.facts:
-            d = replace(
-                d, relative=max(d.relative, ranks), facts={**d.facts, "ranks apart": ranks, "first rank": d.relative}
-            )
+            facts = {**d.facts, "ranks apart": ranks, "first rank": d.relative}
+            d = replace(d, relative=max(d.relative, ranks), facts=facts)
         found.append(d)
     return found
 
@@ -132,20 +128,13 @@ def _over_ranks(differences: Iterable[Difference], divergence: Divergence) -> li
 def _reduced_by_hand(gradients: list[Difference]) -> list[Difference]:
     """Return the differences of gradients, without errors that the program itself corrects before the optimizer step,
     e.g. by an all_reduce."""
-    got = {d.name: d.relative for d in gradients if d.kind == "clipped gradients"}
-    made = {
-        d.name: got.get(d.name, math.inf)
-        for d in gradients
-        if d.kind == "gradients" and d.fault and abs((d.factor or 1.0) - 1) < HARDLY
-    }
-    made = {d.name: made[d.name] for d in gradients if d.name in made and made[d.name] < HARDLY * d.relative}
-    if not made:
-        return gradients
-    far = {**made, "all gradients": max(got.values())}
-    kinds = ("gradients", "gradient norm")
-    return [
-        replace(d, relative=min(d.relative, far.get(d.name, math.inf))) if d.kind in kinds else d for d in gradients
-    ]
+    clipped = {d.name: d.relative for d in gradients if d.kind == "clipped gradients"}
+    found = []
+    for d in gradients:
+        nearly = d.kind == "gradients" and d.fault and abs((d.factor or 1.0) - 1) < HARDLY
+        corrected = nearly and clipped.get(d.name, math.inf) < HARDLY * d.relative
+        found.append(replace(d, relative=clipped[d.name]) if corrected else d)
+    return found
 
 
 def _start(reference: Trace, actual: Trace) -> Iterator[Difference]:
@@ -159,12 +148,6 @@ def _start(reference: Trace, actual: Trace) -> Iterator[Difference]:
         yield Difference("tied weights", 0, group, math.inf if one_side else 0.0, facts)
     yield from tensors("initial parameters", 0, reference.initial_parameters, actual.initial_parameters)
     yield from tensors("initial buffers", 0, reference.initial_buffers, actual.initial_buffers)
-
-
-def _number_of_steps(one: int, plan: int) -> Iterator[Difference]:
-    if one != plan:
-        facts = {"one device": one, "the plan": plan}
-        yield Difference("steps", min(one, plan), "number of steps", math.inf, facts)
 
 
 def _resumed(step: int, before: StepTrace, after: StepTrace) -> Iterator[Difference]:
@@ -190,14 +173,12 @@ def _indices(kind: str, step: int, name: str, want: Sequence[int], got: Sequence
 
 
 def _gradients(step: int, mine: StepTrace, other: StepTrace) -> Iterator[Difference]:
-    """Yield the comparisons of the loss, the gradients, the norm of all gradients, and the clipped gradients in a step.
-    The gradients are in the order in which the backward pass on one device has computed them."""
+    """Yield the comparisons of the loss, the gradients and the clipped gradients in a step. The gradients are in the
+    order in which the backward pass on one device has computed them."""
     yield from numbers("loss", step, {"loss": mine.loss}, {"loss": other.loss})
     order = dict.fromkeys([*mine.ready_order, *mine.gradients])
     wanted = {name: mine.gradients[name] for name in order if name in mine.gradients}
     yield from tensors("gradients", step, wanted, other.gradients, facts=multiple)
-    norms = [{"all gradients": _norm(gradients)} for gradients in (wanted, other.gradients)]
-    yield from numbers("gradient norm", step, *norms)
     clipped = mine.clipped_gradients, other.clipped_gradients
     yield from tensors("clipped gradients", step, *clipped, facts=multiple)
 
@@ -215,8 +196,12 @@ def _after(step: int, mine: StepTrace, other: StepTrace, noise: Named) -> Iterat
         yield from numbers("scheduler", step, mine.scheduler, other.scheduler)
 
 
-def _evaluation(reference: Trace, actual: Trace) -> Iterator[Difference]:
-    steps = len(reference.steps)
+def _ends(reference: Trace, actual: Trace) -> Iterator[Difference]:
+    """Yield the comparisons of the number of steps, and of what is evaluated."""
+    steps, others = len(reference.steps), len(actual.steps)
+    if steps != others:
+        facts = {"one device": steps, "the plan": others}
+        yield Difference("steps", min(steps, others), "number of steps", math.inf, facts)
     if reference.evaluated or actual.evaluated:
         yield _indices("evaluation", steps, "samples", sorted(reference.evaluated), sorted(actual.evaluated))
     yield from numbers("evaluation", steps, reference.evaluation, actual.evaluation)
@@ -229,7 +214,3 @@ def multiple(mine: Tensor, other: Tensor) -> dict[str, float]:
     factor = float((mine * other).sum()) / square if square else math.nan
     length = float(other.norm())
     return {"factor": factor, "rest": float((other - factor * mine).norm()) / length if length else math.nan}
-
-
-def _norm(named: Named) -> float:
-    return math.sqrt(sum(float((t * t).sum()) for t in named.values()))

@@ -224,7 +224,6 @@ RULES: Mapping[str, tuple[Rule, ...]] = {
         says(K.LOSS, "the loss is {both}."),
     ),
     "gradients": (says(K.RACE, kinds.open_exchange), *GRADIENT_RULES),
-    "gradient norm": GRADIENT_RULES,
     "clipped gradients": (
         says(K.RACE, kinds.open_exchange),
         says(K.SKIPPED, updates.skipped_step),

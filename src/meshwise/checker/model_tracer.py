@@ -17,19 +17,12 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from meshwise.checker import model_state
 from meshwise.checker.contents import contents_of
 from meshwise.checker.coupled_operators import noting_coupled
 from meshwise.checker.exchanges import noting_exchanges, noting_nan
 from meshwise.checker.loss_numbers import NotedNumbers
-from meshwise.checker.model_state import (
-    buffers_of,
-    clean,
-    is_replicated,
-    local_norms,
-    named_parameters,
-    parameters_of,
-    tied_in,
-)
+from meshwise.checker.model_state import clean, is_replicated, named_parameters
 from meshwise.checker.sketches import pieces, sketches
 from meshwise.checker.trace import Draws, Named, Output, Reading, StepTrace, Trace
 from meshwise.checker.upcast import upcast
@@ -61,7 +54,8 @@ class ModelTracer:
         """whole: whether the program sees whole batches. In that case, no rank has a loss of its own."""
         modules = {clean(name): type(module) for name, module in model.named_modules()}
         kinds = {name: kind.__name__ for name, kind in modules.items()}
-        self.trace = Trace(kinds, tied_in(model), parameters_of(model), buffers_of(model))
+        parameters, buffers = model_state.parameters_of(model), model_state.buffers_of(model)
+        self.trace = Trace(kinds, model_state.tied_in(model), parameters, buffers)
         self.trace.places = {name: at for name, kind in modules.items() if (at := place_of(kind.forward))}
         self.step = StepTrace()
         self._seed, self._reference, self._upcast, self._perturb = seed, reference, upcast, perturb
@@ -184,7 +178,7 @@ class ModelTracer:
             self._of_loss.remove()  # otherwise it would be taken for a hook of the program
         # The log grows only if the backward draws numbers that do not repeat draws of the forward.
         self.step.rng_mismatch |= len(self.draws.log) > drawn
-        self._norms_left = local_norms(self._model)
+        self._norms_left = model_state.local_norms(self._model)
 
     def forget_gradients(self) -> None:
         """Forget the gradients of this step."""
@@ -226,7 +220,7 @@ class ModelTracer:
         """Record the gradients' norm, and whether they changed since the last backward pass of this step."""
         if self._norms_left is None:
             return
-        now = local_norms(self._model)
+        now = model_state.local_norms(self._model)
         self.step.standing[self._at[1] - 1] = math.hypot(*now.values())
         ratios = [now.get(name, 0.0) / norm for name, norm in self._norms_left.items() if norm > 0]
         if ratios and max(abs(ratio - 1) for ratio in ratios) > 1e-12:
