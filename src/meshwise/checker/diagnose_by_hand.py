@@ -250,7 +250,7 @@ def without_a_backward(evidence: Evidence) -> Cause | None:
     """Explain a wrong gradient, which no weights of the ranks give, by a collective in the forward of its module or of
     a module that is called next."""
     solved = weights_in(*evidence.steps, [evidence.first.name])
-    if solved is None or solved.one is not None:
+    if solved is None or solved.one:
         return None
     owner = owner_of(evidence.first.name)
     module = next((name for name in (owner, *_called_next(evidence)) if evidence.exchanges(name)), None)

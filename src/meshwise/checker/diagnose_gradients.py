@@ -15,7 +15,9 @@ from meshwise.checker.causes import Cause
 from meshwise.checker.causes import CauseKind as K
 from meshwise.checker.diagnose_by_hand import by_hand_in_the_backward, without_a_backward
 from meshwise.checker.diagnose_weights import by_weights
+from meshwise.checker.difference import largest
 from meshwise.checker.evidence import Evidence, Rule, is_inside, near, owner_of, precision_lost, says
+from meshwise.checker.noise import NOISE
 from meshwise.spec.words import some
 
 
@@ -75,7 +77,9 @@ def _one_factor(evidence: Evidence) -> Cause | None:
     if times := evidence.of_ranks(factor):
         why = "summed over ranks, and not divided" if factor > 1 else "divided by the number of ranks once too often"
         return Cause(K.DOUBLED_REDUCTION, f"{evidence.how_many()}, and are {times} those of one device: {why}.")
-    if not all(d.fault for d in evidence.gradients()):
+    wanted = evidence.steps[0].gradients
+    right = [wanted[d.name] for d in evidence.of_kind("gradients") if not d.fault]
+    if largest(right) > NOISE * largest(wanted.values()):
         return None
     meaning, power = "the same factor for each", abs(math.log2(abs(factor)))
     if plan.accumulate > 1 and any(near(factor, size) for size in (plan.accumulate, 1 / plan.accumulate)):

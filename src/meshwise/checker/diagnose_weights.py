@@ -105,14 +105,14 @@ def by_weights(evidence: Evidence) -> Cause | None:
     """Explain wrong gradients by wrong weights of the ranks."""
     reference, actual = evidence.steps
     found, names = weights_in(reference, actual), list[str]()
-    if found is not None and found.one is None and (cause := _times_nothing(evidence)):
+    if found is not None and not found.one and (cause := _times_nothing(evidence)):
         return cause
-    if found is None or found.one is None:
+    if found is None or not found.one:
         wrong = [d.name for d in evidence.faults("gradients") if d.name in actual.gradients]
         of_each = {name: weights_in(reference, actual, [name]) for name in wrong}
         found = of_each[wrong[0]] if wrong else None
         names = [name for name, other in of_each.items() if other is not None and _alike(found, other)]
-    if found is None or found.one is None or found.plan is None or not found.unique:
+    if found is None or not found.one or not found.plan or not found.unique:
         return None
     return _lost(found, names) or _of_microbatches(found) or _of_ranks(found, names, evidence)
 
@@ -129,9 +129,9 @@ def _times_nothing(evidence: Evidence) -> Cause | None:
 
 
 def _alike(a: RankWeights | None, b: RankWeights) -> bool:
-    if a is None or a.columns != b.columns or None in (a.one, a.plan, b.one, b.plan):
+    if a is None or a.columns != b.columns or not all((a.one, a.plan, b.one, b.plan)):
         return False
-    sides = zip((*(a.one or ()), *(a.plan or ())), (*(b.one or ()), *(b.plan or ())), strict=True)
+    sides = zip(a.one + a.plan, b.one + b.plan, strict=True)
     return all(near(x, y) or abs(x - y) < NONE for x, y in sides)
 
 
@@ -141,8 +141,8 @@ def _of(names: Sequence[str]) -> str:
 
 def _lost(found: RankWeights, names: Sequence[str]) -> Cause | None:
     """Explain wrong gradients if the plan leaves out the gradients of whole ranks or whole microbatches."""
-    one, plan, columns = found.one or [], found.plan or [], found.columns
-    lost = [c for c, w, v in zip(columns, plan, one, strict=True) if abs(w) <= NONE < abs(v)]
+    columns = found.columns
+    lost = [c for c, w, v in zip(columns, found.plan, found.one, strict=True) if abs(w) <= NONE < abs(v)]
     there = [c for c in columns if c not in lost]
     microbatches, of_there = {m for _, m in lost}, {m for _, m in there}
     if there and lost and not microbatches & of_there:
@@ -160,7 +160,7 @@ def _lost(found: RankWeights, names: Sequence[str]) -> Cause | None:
 def _of_microbatches(found: RankWeights) -> Cause | None:
     """Explain wrong gradients if the plan multiplies the gradients of microbatches by wrong factors, e.g. 2 and 0.5."""
     ratios: dict[int, float] = {}
-    for (_, m), w, v in zip(found.columns, found.plan or (), found.one or (), strict=True):
+    for (_, m), w, v in zip(found.columns, found.plan, found.one, strict=True):
         if abs(v) <= NONE or not near(ratios.setdefault(m, w / v), w / v):
             return None
     weights = list(ratios.values())
@@ -172,7 +172,7 @@ def _of_microbatches(found: RankWeights) -> Cause | None:
 
 def _of_ranks(found: RankWeights, names: Sequence[str], evidence: Evidence) -> Cause | None:
     """Explain wrong gradients if the plan gives wrong weights to the gradients of ranks or microbatches."""
-    one, plan = found.one or [], found.plan or []
+    one, plan = found.one, found.plan
     if len(one) < 2 or all(near(v, w) for v, w in zip(one, plan, strict=True)):
         return None
     text = f"{_of(names)} of the ranks weigh {shown(one)} on one device and {shown(plan)} under the plan"

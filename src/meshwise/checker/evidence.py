@@ -14,9 +14,8 @@ from torch import Tensor
 
 from meshwise.checker.causes import Cause, CauseKind
 from meshwise.checker.compare import Comparison
-from meshwise.checker.difference import Difference, largest, precision_of
+from meshwise.checker.difference import Difference, precision_of
 from meshwise.checker.exchanges import Exchange
-from meshwise.checker.noise import NOISE
 from meshwise.checker.trace import StepTrace, Trace
 from meshwise.spec.plan import Plan
 from meshwise.spec.words import some
@@ -48,12 +47,6 @@ class Evidence:
         """Return the comparisons of one kind, such as "gradients", that found a difference larger than `LIMIT`."""
         return [d for d in self.of_kind(kind) if d.fault]
 
-    def gradients(self) -> list[Difference]:
-        """Return the comparisons of gradients in the step where the plan first differs from one device."""
-        values = self.steps[0].gradients
-        noise = NOISE * largest(values.values())
-        return [d for d in self.of_kind("gradients") if d.fault or largest([values[d.name]]) > noise]
-
     def not_seen(self, before: float = math.inf) -> str:
         """Return a phrase that names the modules whose outputs under the plan cannot be compared with one device."""
         unseen = [each for each in self.comparison.unseen if each.step == self.first.step and each.at < before]
@@ -70,9 +63,9 @@ class Evidence:
             lengths = theirs.get(one.key, [])
             if one.shape[1:] and lengths and min(lengths) < one.shape[1] == max(lengths):
                 text = (
-                    f" Or the model reads padding: ranks pad to {some(lengths, 8)}, and one device to {one.shape[1]}."
+                    f" Or the model reads padding: ranks pad to {some(lengths, 8)}, one device to {one.shape[1]}. Pass"
                 )
-                return f"{text} Pass a mask to every attention, also for its memory, or pad to one length."
+                return f"{text} a mask to every attention, also for its memory, or pad to one length."
         return ""
 
     def where(self, module: str) -> str:

@@ -63,24 +63,29 @@ def noting_exchanges(found: Exchanges, module: Callable[[], str]) -> AbstractCon
     """Add to `found` each collective that the program itself calls inside the with block."""
 
     def note(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        frame = _by_hand() if operator.namespace in NAMESPACES else None
+        frame, ranks = _by_hand() if operator.namespace in NAMESPACES else (None, ())
         if frame is not None:
-            where = place(frame.f_code.co_filename, frame.f_lineno)
-            name, ranks = operator_name(operator).strip("_"), _ranks()
+            where, name = place(frame.f_code.co_filename, frame.f_lineno), operator_name(operator).strip("_")
             found[Exchange(module(), where, name, _function(frame), ranks)] = None
         return operator(*args, **kwargs)
 
     return intercept_operators(note)
 
 
-def _by_hand() -> FrameType | None:
-    """Return the frame of the user's code that called torch.distributed. Return None if other code called it."""
+def _by_hand() -> tuple[FrameType | None, tuple[int, ...]]:
+    """Return the frame of the user's code that called torch.distributed, and the ranks of the process group that it
+    gave. The frame is None if other code called torch.distributed."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and not frame.f_code.co_filename.startswith(DISTRIBUTED):
         frame = frame.f_back
+    groups = list[Any]()
     while frame is not None and frame.f_code.co_filename.startswith(TORCH):
+        groups += [frame.f_locals["group"]] if "group" in frame.f_locals else []
         frame = frame.f_back
-    return frame if frame is not None and is_users(frame.f_code.co_filename) else None
+    if frame is None or not is_users(frame.f_code.co_filename):
+        return None, ()
+    known = groups and (groups[0] is None or isinstance(groups[0], dist.ProcessGroup))
+    return frame, tuple(sorted(dist.get_process_group_ranks(groups[0]))) if known else ()
 
 
 def _function(frame: FrameType | None) -> str:
@@ -91,16 +96,6 @@ def _function(frame: FrameType | None) -> str:
             return frame.f_code.co_qualname.rpartition(".")[0]
         frame = frame.f_back
     return ""
-
-
-def _ranks() -> tuple[int, ...]:
-    """Return the ranks of the process group given to the running torch.distributed call."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and not (frame.f_code.co_filename.startswith(DISTRIBUTED) and "group" in frame.f_locals):
-        frame = frame.f_back
-    group = None if frame is None else frame.f_locals["group"]
-    known = frame is not None and (group is None or isinstance(group, dist.ProcessGroup))
-    return tuple(sorted(dist.get_process_group_ranks(group))) if known else ()
 
 
 UNREAD = ("fill_", "empty", "new_empty", "empty_like", "empty_strided", "copy_")

@@ -25,12 +25,12 @@ ROUNDING = 100 * LIMIT  # relative to the target, and loose because a step can m
 
 @dataclass(frozen=True)
 class RankWeights:
-    """The weights with which the ranks' own gradients add up to the gradients of one device and of the plan. A rank has
-    one gradient of its own for each microbatch."""
+    """The weights with which the ranks' own gradients add up to the gradients of one device and of the plan, empty if
+    there are none. A rank has one gradient of its own for each microbatch."""
 
     columns: list[tuple[int, int]]
-    one: list[float] | None
-    plan: list[float] | None
+    one: list[float]
+    plan: list[float]
     unique: bool
 
     @property
@@ -63,7 +63,7 @@ def weights_in(reference: StepTrace, actual: StepTrace, names: Iterable[str] | N
     matrix = matrix[:, matrix.any(0)]
     one, plan = (solve(matrix, torch.cat(side)) for side in wanted_of)
     unique = all(found is None or found[1] for found in (one, plan))
-    return RankWeights(there, one[0] if one else None, plan[0] if plan else None, unique)
+    return RankWeights(there, one[0] if one else [], plan[0] if plan else [], unique)
 
 
 def solve(columns: Tensor, wanted: Tensor) -> tuple[list[float], bool] | None:
