@@ -33,19 +33,16 @@ def reading_of(data: Any, collate: Any = None) -> Reading:
     """Describe a data set, and the function that collates its samples into a batch."""
     read: Any = getattr(type(data), "__getitem__", None) or getattr(type(data), "__iter__", None)
     code = getattr(read, "__code__", None)
-    named = [name for name in (() if code is None else code.co_names) if _is_generator(read.__globals__.get(name))]
+    names = () if code is None else code.co_names
+    named = [name for name in names if isinstance(read.__globals__.get(name), GENERATORS)]
     where = f" ({at})" if (at := place_of(read)) else ""
     function = "" if collate in (None, default_collate) else getattr(collate, "__name__", type(collate).__name__)
     return Reading(f"{type(data).__name__}{where}", named[0] if named else _held(data, type(data).__name__), function)
 
 
-def _is_generator(thing: Any) -> bool:
-    return isinstance(thing, GENERATORS)
-
-
 def _held(thing: Any, name: str, deep: int = DEPTH) -> str:
     """Return the path of a random generator that an object holds, such as `Data.rng`."""
-    if _is_generator(thing):
+    if isinstance(thing, GENERATORS):
         return name
     if isinstance(thing, type | ModuleType | nn.Module | Tensor):
         return ""

@@ -46,11 +46,6 @@ class Together:
     module: str | None
     text: str
 
-    @property
-    def is_statistic(self) -> bool:
-        """Whether the operator takes a statistic over the samples, such as a mean, a sum or a variance."""
-        return self.operator in STATISTICS
-
 
 def noting_coupled(rows: int, found: Coupled, module: Callable[[], str | None]) -> AbstractContextManager[Any]:
     """Record in `found` the operators inside the with block that may combine samples."""

@@ -14,7 +14,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
 
 from meshwise.checker.causes import Cause
 from meshwise.checker.causes import CauseKind as K
@@ -101,8 +100,10 @@ def _scaled(evidence: Evidence, groups: Groups) -> Iterator[tuple[float, float, 
     """Yield (factor, added, bias) if the outputs are `factor` times one device's outputs, plus `added` times a bias."""
     key = _call(evidence)
     one = next((output for output in evidence.steps[0].outputs if output.key == key), None)
-    rows = _rows(groups)
-    if one is None or rows is None or "0" not in one.sketches or len(one.sketches["0"]) != len(rows):
+    if one is None or not groups or any("0" not in each.sketches for ranks in (*groups, [one]) for each in ranks):
+        return
+    rows = torch.cat([torch.stack([rank.sketches["0"] for rank in ranks]).sum(0) for ranks in groups])
+    if len(one.sketches["0"]) != len(rows):
         return
     biases = {
         name: p
@@ -116,12 +117,6 @@ def _scaled(evidence: Evidence, groups: Groups) -> Iterator[tuple[float, float, 
         found = solve(torch.stack(columns + added, 1), rows.flatten())
         if found is not None and found[1]:
             yield found[0][0], found[0][1] if added else 0.0, bias
-
-
-def _rows(groups: Groups) -> Tensor | None:
-    if not groups or any("0" not in rank.sketches for ranks in groups for rank in ranks):
-        return None
-    return torch.cat([torch.stack([rank.sketches["0"] for rank in ranks]).sum(0) for ranks in groups])
 
 
 # The backward pass.

@@ -14,10 +14,7 @@ from meshwise.spec.words import some
 # The contents of batches.
 
 
-DRAW_BY_INDEX = (
-    "Make a generator of the sample's index, np.random.default_rng((seed, index)), or draw from torch, numpy.random or "
-    "random, whose draws are keyed by epoch and index."
-)
+DRAW_BY_INDEX = "Draw from np.random.default_rng((seed, index)), or from torch or numpy, which are keyed by index."
 COLLATE_EACH = "Compute what depends on all samples (for example a mean) in the loop, with mw.mean or mw.sum."
 
 
@@ -38,10 +35,7 @@ def other_contents(evidence: Evidence) -> str:
 
 # A module's own statistics.
 
-OF_BATCH = (
-    "Compute statistics of the whole batch with mw.mean(x.mean(0), weight=len(x), grad=True). meshwise does this "
-    "itself for torch's own batch norms."
-)
+OF_BATCH = "Compute statistics of the whole batch with mw.mean(x.mean(0), weight=len(x), grad=True)."
 
 
 def own_statistics(evidence: Evidence) -> str:
@@ -75,14 +69,9 @@ def not_finite(evidence: Evidence) -> str:
     return f"{where} is the first value that is not finite under the plan; {losses}."
 
 
-COUNTED = (
-    "{name} is {both}: every rank has the value of all samples. Either the loop reads a DataLoader that was not passed "
-    "to mw.distribute, or mw.sum or mw.mean has returned the value."
-)
+COUNTED = "{name} is {both}: its loader was not passed to mw.distribute, or mw.sum or mw.mean has given it already."
 UNSUMMED = "without mw.sum"
 """The label of an evaluation loop whose metrics cover the samples of one rank only."""
-
-
 RATIO = "The mean of the ranks' ratios is not that of all: write mw.sum(a) / mw.sum(b), or mw.mean(a / b, weight=b)."
 
 

@@ -16,7 +16,7 @@ from meshwise.checker import diagnose_updates as updates
 from meshwise.checker.causes import Cause
 from meshwise.checker.causes import CauseKind as K
 from meshwise.checker.compare import MICROBATCHES, Comparison
-from meshwise.checker.coupled_operators import taken_together
+from meshwise.checker.coupled_operators import STATISTICS, taken_together
 from meshwise.checker.diagnose_gradients import GRADIENT_RULES
 from meshwise.checker.diagnose_weights import by_numbers, by_weights, line_of, not_a_mean
 from meshwise.checker.difference import Difference
@@ -110,7 +110,7 @@ def _statistics_in_a_module(evidence: Evidence) -> Cause | None:
     if not found or evidence.exchanges(name):
         return None
     where = f"{evidence.where(name)} is the first whose outputs differ"
-    if found[0].is_statistic:
+    if found[0].operator in STATISTICS:
         return Cause(K.BATCH_NORM, f"{where}; {found[0].text}, which are those of one rank. {kinds.OF_BATCH}")
     return Cause(K.COUPLED, f"{where}; {found[0].text}, and each rank has only its own samples.{evidence.or_padding()}")
 

@@ -62,10 +62,8 @@ class Evidence:
         for one in self.steps[0].outputs:
             lengths = theirs.get(one.key, [])
             if one.shape[1:] and lengths and min(lengths) < one.shape[1] == max(lengths):
-                text = (
-                    f" Or the model reads padding: ranks pad to {some(lengths, 8)}, one device to {one.shape[1]}. Pass"
-                )
-                return f"{text} a mask to every attention, also for its memory, or pad to one length."
+                text = f" Or the model reads padding: ranks pad to {some(lengths, 8)}, one device to {one.shape[1]}."
+                return f"{text} Pass a mask to every attention, also for its memory, or pad to one length."
         return ""
 
     def where(self, module: str) -> str:
@@ -133,9 +131,7 @@ class Evidence:
         ends = {"repeated": "counts too often", "missing": "not at all"}
         found = {end: [str(index) for index in self.first.facts.get(fact, ())] for fact, end in ends.items()}
         text = ", ".join(f"sample {some(indices)} {end}" for end, indices in found.items() if indices)
-        if self.first.kind != "sample order":
-            return text
-        places = [each.place for each in self.steps[1].contents if each.place]
+        places = [each.place for each in self.steps[1].contents if each.place and self.first.kind == "sample order"]
         return f"{text}, in the loop at {places[0]}" if places else text
 
 
@@ -160,7 +156,6 @@ def says(kind: CauseKind, text: str | Callable[[Evidence], str], *when: Callable
             "both": evidence.both_numbers(),
             "times": f": they are {first.factor:.12g} times those of one device" if first.factor else "",
             "samples": evidence.samples_text(),
-            "padding": evidence.or_padding() if first.step > 0 else "",
             "how_many": evidence.how_many(),
             "outputs": f"module outputs{evidence.not_seen()} are equal",
             "before": f"everything before it{evidence.not_seen(first.facts.get('at', math.inf))} is equal",

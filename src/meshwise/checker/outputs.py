@@ -202,15 +202,12 @@ class Unseen:
     why: str
 
 
-_Seen = tuple[Output, Parts | None, float | None, Ways]
-
-
 def compared_outputs(step: int, mine: StepTrace, other: StepTrace, unseen: list[Unseen]) -> list[Difference]:
     """Compare the module outputs of a step. Add the outputs that cannot be compared to `unseen`."""
     theirs: dict[Any, list[Output]] = defaultdict(list)
     for output in other.outputs:
         theirs[output.key].append(output)
-    peers, seen = peers_in(other), list[_Seen]()
+    peers, seen = peers_in(other), list[tuple[Output, Parts | None, float | None, Ways]]()
     for one in mine.outputs:
         part = parts_of(one, peers[one.key]) if one.key in peers else None
         size = part.whole if part else output_difference(one, theirs[one.key]) if theirs[one.key] else None
