@@ -60,8 +60,7 @@ def of_any_rank(named: dict[Name, Any], group: Group = None) -> dict[Name, Any]:
 def tensors_diverge(
     kind: str, named: Mapping[str, Tensor], *, divided: bool = False, group: Group = None
 ) -> Divergence:
-    """Return, for each tensor that differs between ranks, the largest relative distance of a copy from the first rank's
-    copy."""
+    """Return how far each tensor that differs between ranks is from the first rank's copy."""
     ranks = to_rank_0({name: sketch(value) for name, value in named.items()}, group)
     found = {}
     for name in {name for sketches in ranks for name in sketches}:
@@ -87,8 +86,7 @@ def numbers_diverge(kind: str, named: Mapping[str, float], group: Group = None) 
 
 
 def start_diverges(trace: Trace) -> Divergence:
-    """Return the differences between ranks before the first step: in tied weights, classes of modules, parameters and
-    buffers."""
+    """Return the differences between ranks before the first step."""
     found: Divergence = {}
     group = _alike()
     ranks = gather_objects((trace.tied, trace.modules, list(trace.initial_parameters)), group)
@@ -111,8 +109,7 @@ def cannot_train(divergence: Divergence) -> bool:
 
 
 def slices_of_ranks(slices: Sequence[BatchSlice], world: World) -> tuple[list[list[list[int]]], list[Rows]]:
-    """Return two lists with one entry for each microbatch: the sample indices that each rank reads, without padding,
-    and the rows that belong to this rank. Collective."""
+    """Return each rank's sample indices and this rank's rows, by microbatch. Collective."""
     ranks = gather_objects([(own.indices[: own.samples].tolist(), len(own.indices)) for own in slices])
     samples = [[own[k][0] if k < len(own) else [] for own in ranks] for k in range(len(slices))]
     rows = [
@@ -157,8 +154,7 @@ def collect_step(step: StepTrace, model: nn.Module, optimizer: Optimizer | None,
 
 
 def _join_outputs(step: StepTrace) -> Divergence:
-    """Gather the ranks' batches and module outputs on rank 0: one copy of each, in rank order, and all copies of the
-    outputs if there are several. Return how far these copies differ."""
+    """Gather batches and module outputs on rank 0. Return how far the copies differ."""
     found: dict[int, list[tuple[list[Output], list[Contents]]]] = {}
     differ: Divergence = {}
     for rank, outputs, contents in to_rank_0((get_rank(), step.outputs, step.contents), _alike()):

@@ -126,8 +126,7 @@ def _over_ranks(differences: Iterable[Difference], divergence: Divergence) -> li
 
 
 def _reduced_by_hand(gradients: list[Difference]) -> list[Difference]:
-    """Return the differences of gradients, without errors that the program itself corrects before the optimizer step,
-    e.g. by an all_reduce."""
+    """Return the differences, without errors that the program corrects itself before the step."""
     clipped = {d.name: d.relative for d in gradients if d.kind == "clipped gradients"}
     found = []
     for d in gradients:
@@ -173,8 +172,7 @@ def _indices(kind: str, step: int, name: str, want: Sequence[int], got: Sequence
 
 
 def _gradients(step: int, mine: StepTrace, other: StepTrace) -> Iterator[Difference]:
-    """Yield the comparisons of the loss, the gradients and the clipped gradients in a step. The gradients are in the
-    order in which the backward pass on one device has computed them."""
+    """Yield the comparisons of the loss and the gradients, in the order of the backward on one device."""
     yield from numbers("loss", step, {"loss": mine.loss}, {"loss": other.loss})
     order = dict.fromkeys([*mine.ready_order, *mine.gradients])
     wanted = {name: mine.gradients[name] for name in order if name in mine.gradients}
@@ -208,8 +206,7 @@ def _ends(reference: Trace, actual: Trace) -> Iterator[Difference]:
 
 
 def multiple(mine: Tensor, other: Tensor) -> dict[str, float]:
-    """Return the factor that maps `mine` to `other` best, by least squares, and the norm of the residual relative to
-    the norm of `other`."""
+    """Return the factor that maps `mine` to `other` by least squares, and the relative residual."""
     square = float((mine * mine).sum())
     factor = float((mine * other).sum()) / square if square else math.nan
     length = float(other.norm())

@@ -32,8 +32,7 @@ WRITE = "Write the all_reduce into the backward of a torch.autograd.Function"
 
 
 def sum_by_hand_is_missing(evidence: Evidence) -> str:
-    """Return a sentence if the program must add up the outputs of the first wrong module over the ranks, but does not
-    do so."""
+    """Return a sentence if the outputs of the first wrong module lack a sum over the ranks."""
     first, where = evidence.first, evidence.where(evidence.first.name)
     if first.facts.get("parts") == "a sum":
         text = f"the ranks have the same samples, and their outputs of {where} add up to that of one device"
@@ -53,8 +52,7 @@ def over_another_group(evidence: Evidence) -> str:
 
 
 def counted_by_ranks(evidence: Evidence) -> str:
-    """Return a sentence if wrong outputs are multiplied or divided by the number of ranks, or contain a bias once for
-    each rank."""
+    """Return a sentence if outputs are multiplied by the number of ranks, or have a bias of each rank."""
     ranks_of = [[output] for output in evidence.steps[1].outputs if output.key == _call(evidence)]
     found = None if evidence.ranks_differ() else next(_scaled(evidence, ranks_of), None)
     if found is None:
@@ -75,8 +73,7 @@ def counted_by_ranks(evidence: Evidence) -> str:
 
 
 def ranks_have_parts(evidence: Evidence) -> str:
-    """Return a sentence for the user if ranks with the same samples get different outputs from the first wrong
-    module."""
+    """Return a sentence if ranks with the same samples get different outputs."""
     if not evidence.first.facts.get("first rank", 0.0) > LIMIT:
         return ""
     text = f"{evidence.where(evidence.first.name)} returns different outputs on ranks that have the same samples"
@@ -124,8 +121,7 @@ def _scaled(evidence: Evidence, groups: Groups) -> Iterator[tuple[float, float, 
 
 @dataclass(frozen=True)
 class Back:
-    """The gradient that reaches the output of one module call in the backward pass. It says how the gradient on the
-    ranks is related to the gradient on one device."""
+    """How the gradient that reaches the output of a module call is related to that of one device."""
 
     module: str
     at: int
@@ -134,8 +130,7 @@ class Back:
 
 
 def by_hand_in_the_backward(evidence: Evidence) -> Cause | None:
-    """Find a sum over ranks that is missing or done twice in the backward pass of a program that calls collectives
-    itself. Return None if there is no sign of this."""
+    """Explain wrong gradients by a sum over ranks that the backward lacks or makes twice."""
     actual, first = evidence.actual, evidence.first
     if first.step > 1 or not (actual.exchanges or actual.exchanges_backward) or not evidence.steps[1].peers:
         return None
@@ -242,8 +237,7 @@ def _gradient(output: Output, share: float = 1.0) -> Output:
 
 
 def without_a_backward(evidence: Evidence) -> Cause | None:
-    """Explain a wrong gradient, which no weights of the ranks give, by a collective in the forward of its module or of
-    a module that is called next."""
+    """Explain a wrong gradient, which no weights of the ranks give, by a collective in a forward."""
     solved = weights_in(*evidence.steps, [evidence.first.name])
     if solved is None or solved.one:
         return None

@@ -22,8 +22,7 @@ from meshwise.spec.words import some
 
 
 def _no_gradient(evidence: Evidence) -> Cause | None:
-    """Explain a gradient that exists in the run on one device, but not in the run under the plan, or the other way
-    round."""
+    """Explain a gradient that only one of the two runs has."""
     first, gradients = evidence.first, evidence.of_kind("gradients")
     lacking = first.facts.get("lacking")
     if lacking is None:
@@ -48,8 +47,7 @@ def _not_reduced(evidence: Evidence) -> str:
 
 
 def _modified_between_backwards(evidence: Evidence) -> Cause | None:
-    """Explain wrong gradients if the program has cleared, scaled or clipped gradients between the microbatches of a
-    step. Return None if the program has not done so."""
+    """Explain gradients that are cleared, scaled or clipped between the microbatches of a step."""
     one, plan = evidence.steps
     for rank, micro, before, after, alike in plan.modified_between_backwards:
         where = f"after microbatch {micro + 1} on rank {rank}"
@@ -91,8 +89,7 @@ def _one_factor(evidence: Evidence) -> Cause | None:
 
 
 def _begins_with_a_factor(evidence: Evidence) -> str:
-    """Return a sentence if the first wrong gradient is N or 1/N times the gradient on one device, where N is a number
-    of ranks. Later gradients may be wrong in other ways, because the backward computes them from the first."""
+    """Return a sentence if the first wrong gradient is that of one device by a number of ranks."""
     times = evidence.of_ranks(evidence.first.factor or math.nan)
     text = f"{evidence.how_many()}; the first of the backward, of {evidence.first.name}, is {times} that of one device"
     why = "equal gradients of the ranks are added up, or a sum is divided by the number of ranks"
@@ -117,8 +114,7 @@ def _lower_precision(evidence: Evidence) -> str:
 
 
 def _random_recompute(evidence: Evidence) -> str:
-    """Return a sentence if a block under activation checkpointing draws other random numbers in its recomputation than
-    in its forward pass, but only under the plan. Return "" otherwise."""
+    """Return a sentence if a recomputed block draws other random numbers under the plan alone."""
     reference, actual = evidence.steps
     if not actual.rng_mismatch or reference.rng_mismatch:
         return ""

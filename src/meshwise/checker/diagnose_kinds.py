@@ -39,8 +39,7 @@ OF_BATCH = "Compute statistics of the whole batch with mw.mean(x.mean(0), weight
 
 
 def own_statistics(evidence: Evidence) -> str:
-    """Return a sentence about a module whose buffers differ after the step, because it keeps statistics of this rank's
-    samples only. Return "" if its buffers agree."""
+    """Return a sentence if a module keeps statistics of this rank's samples only."""
     name, kind = evidence.first.name, evidence.first.facts["class"]
     kept = [d.name for d in evidence.faults("buffers") if owner_of(d.name) == name]
     text = f"{name or 'the model'} ({kind}) keeps {some(kept)}, which after the step covers the samples of one rank."
@@ -84,8 +83,7 @@ def _is_of_a_sum(evidence: Evidence) -> bool:
 
 
 def _is_read_by_every_rank(evidence: Evidence) -> bool:
-    """Return whether every rank computes a value from all samples, so that `mw.sum` counts each sample once per
-    rank."""
+    """Return whether `mw.sum` counts each sample once per rank."""
     one, plan = (evidence.first.facts.get(side, math.nan) for side in ("one device", "the plan"))
     return near(plan, one * evidence.plan.devices) and _is_of_a_sum(evidence)
 

@@ -19,8 +19,7 @@ FIRST_MOMENTS = ("exp_avg", "momentum_buffer")
 
 
 def skipped_step(evidence: Evidence) -> str:
-    """Return a sentence if, in the step with the first difference, parameters change on one device but none changes
-    under the plan."""
+    """Return a sentence if a step changes parameters on one device, and none under the plan."""
     (one, plan), step = evidence.steps, evidence.first.step
     others = [n for n in range(1, len(evidence.actual.steps) + 1) if n != step]
     moved = any(_moved(evidence.actual, n) for n in others)
@@ -61,15 +60,13 @@ def fewer_steps(evidence: Evidence) -> str:
 
 
 def changed_by_a_load(evidence: Evidence) -> str:
-    """Return a sentence if, under the plan, the program loads a state dict into the model between optimizer.step() and
-    the next batch, and the first wrong value changes there."""
+    """Return a sentence if the first wrong value changes when the plan loads a state dict."""
     text = changed_behind_step(evidence)
     return f"{text} The model loads a state dict with other values there." if text and evidence.steps[1].loaded else ""
 
 
 def changed_behind_step(evidence: Evidence) -> str:
-    """Return a sentence if the first wrong value changes between optimizer.step() and the next batch under the plan,
-    but not on one device. Return "" otherwise."""
+    """Return a sentence if the first wrong value changes behind the step under the plan alone."""
     (one, plan), name = evidence.steps, evidence.first.name
     if name not in plan.changed_behind or name in one.changed_behind:
         return ""
@@ -78,8 +75,7 @@ def changed_behind_step(evidence: Evidence) -> str:
 
 
 def began_anew(evidence: Evidence) -> str:
-    """Return a sentence if the optimizer's state is reset under the plan, but not on one device, before the step with
-    the first difference. Return "" otherwise."""
+    """Return a sentence if the optimizer's state is reset under the plan alone."""
     (one, plan), step = evidence.steps, evidence.first.step
     if step == 1:
         return ""
@@ -116,8 +112,7 @@ def lost_by_a_resume(evidence: Evidence) -> str:
 
 
 def _kept_in_low_precision(evidence: Evidence) -> str:
-    """Return a sentence if the plan rounds a parameter or an optimizer state to a lower precision than one device does.
-    Return "" otherwise."""
+    """Return a sentence if the plan alone rounds a parameter or an optimizer state."""
     name = evidence.first.name
     if evidence.first.kind == "optimizer state":
         found = {name: precision_lost(*(step.optimizer_state.get(name) for step in evidence.steps))}

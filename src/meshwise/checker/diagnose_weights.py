@@ -38,8 +38,7 @@ def by_numbers(evidence: Evidence) -> Cause | None:
 
 
 def not_a_mean(evidence: Evidence) -> Joined | None:
-    """Return the first scalar in the computation of the loss whose value on one device does not follow from the ranks'
-    values."""
+    """Return the first scalar of the loss that does not follow from the ranks' values."""
     return next((n for n in _numbers(evidence) if not (n.is_mean or n.is_sum or n.is_alike)), None)
 
 
@@ -89,8 +88,7 @@ def _divisor(number: Joined) -> str:
 
 
 def line_of(number: Joined) -> str:
-    """Return where a scalar of the loss is computed, as text: the file, the line number and the source code of the
-    line."""
+    """Return where a scalar of the loss is computed: the source line and its code."""
     return f"{number.place} ({_line(number.place) or number.key[1]})"
 
 

@@ -30,8 +30,7 @@ ranks_differ = Evidence.ranks_differ
 
 
 def module_of(difference: Difference, comparison: Comparison) -> str:
-    """Return the name of the module whose output differs, or that holds the differing parameter or gradient. Return ""
-    if the difference belongs to no single module."""
+    """Return the module of a difference. Return "" if it belongs to no single module."""
     if difference.kind in ("module outputs", "modules"):
         return difference.name
     if difference.kind in ("clipped gradients", "scheduler", "evaluation"):  # clipping covers all gradients at once
@@ -60,8 +59,7 @@ def _is_random(evidence: Evidence) -> bool:
 
 
 def _draws_of_ranks(evidence: Evidence) -> str:
-    """Return a sentence if each rank draws its own random numbers in the first wrong module, such as dropout in an
-    expert, whose rows are not samples, or before the model's first module. Return "" otherwise."""
+    """Return a sentence if each rank draws numbers of its own in the first wrong module or before it."""
     first, outputs = evidence.first, evidence.of_kind("module outputs")
     random = evidence.reference.random_modules | evidence.actual.random_modules
     parts = sorted(name for name in random if is_inside(name, first.name))
@@ -124,8 +122,7 @@ def _first_to_differ(evidence: Evidence) -> str:
 
 
 def _batch_by_ranks(evidence: Evidence) -> str:
-    """Return a sentence if the number of samples in a batch, or of microbatches in the first step, is the number on one
-    device, multiplied or divided by the number of ranks."""
+    """Return a sentence if a batch, or a step's number of microbatches, grows or shrinks by the ranks."""
     first, devices = evidence.first, evidence.plan.devices
     one, plan = ([sum(map(len, ranks)) for ranks in step.samples] for step in evidence.steps)
     read = evidence.steps[1].samples[0]
@@ -146,8 +143,7 @@ def _is_scheduled(evidence: Evidence) -> bool:
 
 
 def _rate_by_ranks(evidence: Evidence) -> str:
-    """Return a sentence if the learning rate of the first step, under the plan, is the rate on one device times the
-    number of ranks, times its square root, or (without a scheduler) divided by it. Return "" otherwise."""
+    """Return a sentence if the number of ranks, or its root, scales the learning rate."""
     ranks = evidence.plan.devices
     scaled = {f"{ranks} times": ranks, f"the root of {ranks} times": math.sqrt(ranks)}
     scaled |= {} if _is_scheduled(evidence) else {f"1/{ranks}": 1 / ranks}

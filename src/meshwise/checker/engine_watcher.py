@@ -309,8 +309,7 @@ class EngineWatcher:
         step.rank_divergence |= across_ranks.numbers_diverge("scheduler", step.scheduler)
 
     def _scheduler_of(self, optimizer: Optimizer | None) -> dict[str, float]:
-        """Return the numbers in the state dicts of all learning rate schedulers that are known to belong to an
-        optimizer."""
+        """Return the numbers in the state dicts of an optimizer's learning rate schedulers."""
         known = [] if optimizer is None else [s for s in self._engine.given.schedulers if s.optimizer is optimizer]
         found: dict[str, float] = {}
         for scheduler in sorted(known, key=lambda scheduler: type(scheduler).__name__):
@@ -393,8 +392,7 @@ class EngineWatcher:
 
 
 def _is_by_hand(step: StepTrace) -> bool:
-    """Return True if the program changed the gradients between the last backward pass and the optimizer step, e.g. by
-    adding noise. Return False if all gradients were only multiplied by the same number, as clipping to a norm does."""
+    """Return whether the program changed gradients between backward and step, other than by a factor."""
     names = step.gradients.keys() & step.clipped_gradients.keys()
     pairs = [(step.gradients[name], step.clipped_gradients[name]) for name in names]
     square = math.prod(sum(float((t * t).sum()) for t in side) for side in zip(*pairs, strict=True))

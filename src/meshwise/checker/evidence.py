@@ -39,8 +39,7 @@ class Evidence:
         return self.reference.steps[self.first.step - 1], self.actual.steps[self.first.step - 1]
 
     def of_kind(self, kind: str) -> list[Difference]:
-        """Return all comparisons of values of one kind, such as "gradients", in the step where the plan first differs
-        from one device. Comparisons that found equal values are included."""
+        """Return all comparisons of values of one kind, such as "gradients", in the step of the first difference."""
         return [d for d in self.comparison.differences if d.kind == kind and d.step == self.first.step]
 
     def faults(self, kind: str) -> list[Difference]:
@@ -54,8 +53,7 @@ class Evidence:
         return f" that can be compared (those of {names} cannot)" if names else ""
 
     def or_padding(self) -> str:
-        """Return a sentence that names padding as another possible cause, if ranks pad their samples to different
-        lengths. Return "" if they do not."""
+        """Return a sentence on padding as another possible cause, if ranks pad to different lengths."""
         theirs = dict[Any, list[int]]()
         for output in self.steps[1].outputs if self.plan.tensor == self.plan.context == 1 else ():
             theirs.setdefault(output.key, []).extend(output.shape[1:2])
@@ -106,13 +104,11 @@ class Evidence:
         return f"{text}, which have the same samples: the collective uses the wrong process group."
 
     def ranks_differ(self) -> bool:
-        """Return True if the first wrong value that the check found differs between ranks, although all ranks should
-        have the same value."""
+        """Return True if ranks have different values, although all should have the same."""
         return "ranks apart" in self.first.facts
 
     def other_samples(self) -> bool:
-        """Return whether the first difference is a sample that the plan reads more often or less often than one
-        device."""
+        """Return whether the plan reads a sample more often or less often than one device."""
         return bool(self.first.facts.get("repeated") or self.first.facts.get("missing"))
 
     def how_many(self) -> str:
@@ -120,8 +116,7 @@ class Evidence:
         return f"{len(self.faults('gradients'))} of {len(self.of_kind('gradients'))} gradients differ"
 
     def both_numbers(self) -> str:
-        """Return a phrase with the two numbers of the first wrong value, e.g. "2 under the plan and 1 on one
-        device"."""
+        """Return a phrase with both numbers, e.g. "2 under the plan and 1 on one device"."""
         figures = (self.first.facts.get(side) for side in ("the plan", "one device"))
         plan, one = (f"{value:.12g}" if isinstance(value, float) else str(value) for value in figures)
         return f"{plan} under the plan and {one} on one device"

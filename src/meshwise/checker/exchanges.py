@@ -45,8 +45,7 @@ class Exchange(NamedTuple):
 
     @property
     def line(self) -> str:
-        """Where the program calls the collective, its name, and the autograd Function that makes the call, if there is
-        one: `train.py:31 (all_reduce in Sum)`."""
+        """Where the program calls it, and its names: `train.py:31 (all_reduce in Sum)`."""
         return f"{self.place} ({self.operator}{f' in {self.function}' if self.function else ''})"
 
 
@@ -73,8 +72,7 @@ def noting_exchanges(found: Exchanges, module: Callable[[], str]) -> AbstractCon
 
 
 def _by_hand() -> tuple[FrameType | None, tuple[int, ...]]:
-    """Return the frame of the user's code that called torch.distributed, and the ranks of the process group that it
-    gave. The frame is None if other code called torch.distributed."""
+    """Return the user's frame that called torch.distributed, and the ranks of its process group."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and not frame.f_code.co_filename.startswith(DISTRIBUTED):
         frame = frame.f_back

@@ -51,8 +51,7 @@ OF_STATISTICS = "torch/optim/swa_utils.py"
 
 @dataclass
 class _Window:
-    """What a script did between two optimizer steps. It is used to notice calls between the backward passes of one
-    step."""
+    """What a script did between two optimizer steps."""
 
     backwards: int = 0
     between: dict[str, list[str]] = field(default_factory=dict)
@@ -102,8 +101,7 @@ class Hints:
             self._say(DROPOUT.format(place=where, names=some(names)))
 
     def backward_begins(self, model: nn.Module) -> None:
-        """Record that a backward pass begins, and compare parameters and gradients with those of the last backward
-        pass."""
+        """Record that a backward pass begins, and what has changed since the last one."""
         for loop in self._loops:
             loop.trained = True
         window, now = self._window, local_sums(model, buffers=False)
@@ -210,8 +208,7 @@ def noting_unused(say: Callable[[str], None]) -> AbstractContextManager[Any]:
 
 @functools.cache
 def drops(code: CodeType, at: int) -> bool:
-    """Return whether the result of the call at instruction `at` is unused: dropped, or assigned to a name that is never
-    read."""
+    """Return whether the result of the call at instruction `at` is dropped, or never read."""
     instructions = list(dis.get_instructions(code))
     after = next((i for i in instructions if i.offset > at), None)
     if after is None or after.opname == "POP_TOP":

@@ -145,8 +145,7 @@ class ModelTracer:
             redraw()
 
     def attempt(self, part: SplitPart) -> Callable[[], None]:
-        """Let modules draw random numbers for this part of a split tensor. Return a function that discards what is
-        recorded from now on."""
+        """Let modules draw for this part of a split tensor. Return a function that discards what follows."""
         if self._reference is not None:
             self.draws.draw_for(part, self._reference.get(self._forwards - 1, ()))
         redraw, outputs, calls = self.draws.attempt(), len(self.step.outputs), dict(self._calls)
@@ -186,8 +185,7 @@ class ModelTracer:
         self.step.own_gradients.clear()
 
     def loss_made(self, loss: Tensor) -> None:
-        """Record the scalars that this rank's loss is computed from, and the factor by which the plan multiplies the
-        gradient of the loss."""
+        """Record the scalars of this rank's loss, and the factor of its gradient."""
         if self._whole:
             return
         if self._at[1] == 0 and self._rows.samples:
@@ -292,8 +290,7 @@ class ModelTracer:
 
 
 class LooksOn:
-    """A module hook that only calls a function. A copied hook does nothing, so that copies of a model are not
-    traced."""
+    """A module hook that only calls a function, and does nothing in a copy of the model."""
 
     def __init__(self, looks: Callable[..., None]) -> None:
         self._looks = looks

@@ -21,8 +21,7 @@ from meshwise.checker.trace import Output, StepTrace
 
 
 def output_difference(one: Output, ranks: Sequence[Output]) -> float | None:
-    """Return the relative difference between a call's output on one device and on the ranks. Return None if it is
-    unknown whether the output's rows are samples."""
+    """Return a call's relative difference, or None if it is unknown whether its rows are samples."""
     for layout, dim in (("0", 0), ("1", 1)):
         parts = [rank.sketches[layout] for rank in ranks if layout in rank.sketches]
         if layout in one.sketches and len(parts) == len(ranks) and _fits(one, ranks, dim):
@@ -144,8 +143,7 @@ Groups = Sequence[Sequence[Output]]
 
 @dataclass(frozen=True)
 class Parts:
-    """Possible explanations why ranks with the same samples have different outputs of one module call. Each field
-    compares these outputs with the output on one device."""
+    """Possible explanations why ranks with the same samples have different outputs of one module call."""
 
     whole: float | None
     ways: Ways

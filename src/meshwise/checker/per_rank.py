@@ -41,8 +41,7 @@ def _own_losses(source: Source) -> Iterator[str]:
 
 
 def _own_loss(source: Source, backward: ast.Call) -> str:
-    """Return the name of the loss in `mw.backward(loss)` or `mw.backward(scaler.scale(loss) / 4)`, if it is computed
-    from this rank's samples alone."""
+    """Return the name of the loss in `mw.backward(loss)` if it is of this rank's samples alone."""
     loss = backward.args[0] if backward.args else backward
     loss = loss.left if isinstance(loss, ast.BinOp) else loss
     loss = loss.args[0] if isinstance(loss, ast.Call) and name_of(loss) == "scale" and loss.args else loss

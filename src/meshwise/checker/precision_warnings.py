@@ -32,8 +32,7 @@ OTHER_STEPS = "not looked at: the plan's own precision, in which a loss scaler m
 
 
 def rounding_warnings(rounded: Sequence[Comparison], dtypes: Dtypes) -> Iterator[str]:
-    """Yield a sentence if the loss or gradients of step 1 have a much larger rounding error under the plan than on one
-    device."""
+    """Yield a sentence if the plan rounds the loss or gradients of step 1 much more."""
     if not rounded:
         return
     least = max(torch.finfo(EPS[name]).eps for name in dtypes.by_field.values())
@@ -46,8 +45,7 @@ def rounding_warnings(rounded: Sequence[Comparison], dtypes: Dtypes) -> Iterator
 
 
 def kept_coarser(rounded: Sequence[Trace]) -> Iterator[str]:
-    """Yield a sentence if the plan seems to keep parameters or optimizer state in bfloat16 or float16 between steps,
-    but one device does not."""
+    """Yield a sentence if the plan alone keeps parameters or optimizer state in 16 bits."""
     kinds = {"parameters are": "parameters", "the optimizer's state is": "optimizer_state"}
     noise = _of_rounding(rounded[0].steps[0]) if rounded else set()
     for what, kind in kinds.items() if len(rounded) == 2 else ():
@@ -61,8 +59,7 @@ def kept_coarser(rounded: Sequence[Trace]) -> Iterator[str]:
 
 
 def _of_rounding(step: StepTrace) -> set[str]:
-    """Return the names of the parameters whose gradients are only rounding noise, e.g. a bias in front of a batch norm.
-    The optimizer's state of such a parameter may fit into bfloat16 by chance, so `kept_coarser` ignores it."""
+    """Return the parameters whose gradients are only rounding: their state fits 16 bits by chance."""
     gradients = step.clipped_gradients or step.gradients
     sizes = {name: float(t.abs().max()) for name, t in gradients.items() if t.numel()}
     least = TIMES * torch.finfo(torch.float32).eps * max(sizes.values(), default=0.0)

@@ -32,8 +32,7 @@ ALONE = "This counts the samples of one rank only: use mw.sum(total) / mw.sum(co
 
 
 def printed_otherwise(one: Printed, many: Printed, devices: str, again: Printed = ()) -> tuple[list[str], list[str]]:
-    """Return sentences about lines of a script that print other numbers on `devices` than on one device: first the
-    wrong ones, then the harmless ones, such as a time."""
+    """Return sentences on lines that print other numbers on `devices`: wrong ones, harmless ones."""
     wrong, harmless = list[str](), list[str]()
     ours, theirs, once_more = map(_by_line, (one, many, again))
     for line in sorted(ours.keys() & theirs.keys()):

@@ -25,8 +25,7 @@ ROUNDING = 100 * LIMIT  # relative to the target, and loose because a step can m
 
 @dataclass(frozen=True)
 class RankWeights:
-    """The weights with which the ranks' own gradients add up to the gradients of one device and of the plan, empty if
-    there are none. A rank has one gradient of its own for each microbatch."""
+    """The weights of the ranks' own gradients, one for each microbatch, on both sides; empty if none."""
 
     columns: list[tuple[int, int]]
     one: list[float]
