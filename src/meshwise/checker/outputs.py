@@ -86,6 +86,14 @@ def divided_rows(one: Output, ranks: Sequence[Output]) -> Iterator[tuple[Layout,
                 yield layout, one.sketches[f"along {dim}"][_order(layout)], torch.cat(found)
 
 
+def is_sum_of(one: Output, ranks: Sequence[Output]) -> bool:
+    """Return whether the outputs of the ranks add up to that of one device, as partial sums before an all-reduce do."""
+    if len(ranks) < 2 or any(rank.shape != one.shape for rank in ranks):
+        return False
+    total = torch.stack([rank.sketches["whole"] for rank in ranks]).sum(0)
+    return rows_difference(one.sketches["whole"], total) <= LIMIT
+
+
 def has_rows_of_samples(one: Output, ranks: Sequence[Output]) -> bool:
     """Return True if the shapes of a module output are consistent with one row per sample."""
     return any(f"{dim}" in one.sketches and _fits(one, ranks, dim) for dim in (0, 1))
@@ -220,7 +228,7 @@ def compared_outputs(step: int, mine: StepTrace, other: StepTrace, unseen: list[
         summed = part is not None and part.summed
         slices, of_positions = min(near, default=(None, False))
         size = math.inf if summed else slices if size is None or (part and slices is not None) else size
-        if size is None and theirs[output.key] and adds_up_to(output, [theirs[output.key]]):
+        if size is None and is_sum_of(output, theirs[output.key]):
             size = 0.0
         if size is None:
             single = math.prod(output.shape) == 1
