@@ -123,9 +123,10 @@ def collect_step(step: StepTrace, model: nn.Module, optimizer: Optimizer | None,
     """Complete the trace of a step with the values of all ranks. Collective."""
     differ = _join_outputs(step)
     rank = get_rank(everyone())
-    own = to_rank_0((rank, step.own_gradients), _alike())
+    own = to_rank_0((rank, step.own_gradients, step.own_boxes), _alike())
     step.alike = tuple(rank for rank, part in gather_objects((rank, get_rank()), everyone()) if part == 0)
-    step.own_gradients = {(rank, number): named for rank, each in own for (_, number), named in each.items()}
+    step.own_gradients = {(rank, number): named for rank, each, _ in own for (_, number), named in each.items()}
+    step.own_boxes = {(rank, name): box for rank, _, boxes in own for (_, name), box in boxes.items()}
     step.evaluating = set().union(*gather_objects(step.evaluating))
     step.loaded = any(gather_objects(step.loaded))
     step.changed_behind = set().union(*gather_objects(step.changed_behind))

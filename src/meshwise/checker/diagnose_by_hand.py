@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import torch
 
@@ -39,10 +40,30 @@ def sum_by_hand_is_missing(evidence: Evidence) -> str:
         return f"{text}. Each rank continues with its part of the sum. An all_reduce of the output is missing."
     before = [d for d in evidence.of_kind("module outputs") if d.facts["at"] < first.facts["at"]]
     follows_features = bool(before) and before[-1].facts.get("parts") == "features"
-    if first.facts.get("parts") != "positions" or not follows_features or evidence.exchanges(first.name, sums=True):
+    if evidence.exchanges(first.name, sums=True):
         return ""
-    text = f"each rank passes part of the features to {where}, which returns part of the positions"
-    return f"{text}. Its forward adds nothing up over the ranks: a reduce_scatter or an all_reduce is missing."
+    if first.facts.get("parts") == "positions" and follows_features:
+        text = f"each rank passes part of the features to {where}, which returns part of the positions"
+        return f"{text}. Its forward adds nothing up over the ranks: a reduce_scatter or an all_reduce is missing."
+    parts = some(_divided_by_hand(evidence, first.name))
+    lines = places_of(evidence.exchanges(first.name))
+    there = f"; it exchanges in {lines}" if lines else ""
+    text = f"each rank works with its own part of {parts}, and {where} adds nothing up over the ranks{there}"
+    return f"{text}: an all_reduce of its result is missing." if parts else ""
+
+
+def _divided_by_hand(evidence: Evidence, module: str) -> list[str]:
+    """Return the names of the parameters in `module` that the program itself divides over ranks."""
+    found: dict[str, list[list[tuple[int, int]]]] = {}
+    for (_, name), box in sorted(evidence.steps[1].own_boxes.items()):
+        if is_inside(name, module):
+            found.setdefault(name, []).append(box)
+    return [name for name, boxes in found.items() if len(boxes) > 1 and _are_apart(boxes)]
+
+
+def _are_apart(boxes: list[list[tuple[int, int]]]) -> bool:
+    """Return True if there is a dimension along which the boxes lie one after another without overlap."""
+    return all(boxes) and any(all(a[1] <= b[0] for a, b in pairwise(dim)) for dim in zip(*boxes, strict=True))
 
 
 def over_another_group(evidence: Evidence) -> str:
@@ -82,9 +103,7 @@ def ranks_have_parts(evidence: Evidence) -> str:
         if near(factor, 1) and near(added, len(peers[0]) - 1):
             text = f"{text}: without {bias}, which every rank adds, the outputs add up to that of one device"
             return f"{text}. An all_reduce is missing before {bias} is added."
-    lines = places_of(evidence.exchanges(evidence.first.name))
-    there = f"; it exchanges in {lines}" if lines else ""
-    return f"{text}{there}: a sum over these ranks lacks a part, or an all_reduce of the result is missing."
+    return f"{text}: a sum lacks a part."
 
 
 def _call(evidence: Evidence) -> tuple[int, str, int]:

@@ -213,6 +213,8 @@ class ModelTracer:
         if self._own is not None and name not in self._own and type(gradient) is Tensor:
             with without_interception():
                 self._own[name] = pieces(gradient.detach()).div(self._own_factor or math.inf)
+                if self.trace.exchanges:
+                    self.step.own_boxes[0, name] = _box(gradient.detach() != 0)
 
     def _compare_with_last_backward(self) -> None:
         """Record the gradients' norm, and whether they changed since the last backward pass of this step."""
@@ -287,6 +289,12 @@ class ModelTracer:
         if drawn > self._drawn and self._running:
             self.trace.random_modules.add(self._running[-1])
         self._drawn = drawn
+
+
+def _box(there: Tensor) -> list[tuple[int, int]]:
+    """Return, for each dimension, the range of indices in which `there` has True elements."""
+    along = [there.transpose(0, dim).reshape(size, -1).any(1).nonzero() for dim, size in enumerate(there.shape)]
+    return [(int(where[0]), int(where[-1]) + 1) for where in along if len(where)]
 
 
 class LooksOn:

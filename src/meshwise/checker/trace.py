@@ -111,6 +111,7 @@ class StepTrace:
     scheduler: dict[str, float] = field(default_factory=dict)
     rank_divergence: Divergence = field(default_factory=dict)
     own_gradients: dict[tuple[int, int], Named] = field(default_factory=dict)
+    own_boxes: dict[tuple[int, str], list[tuple[int, int]]] = field(default_factory=dict)
     modified_between_backwards: list[tuple[int, int, float, float, bool]] = field(default_factory=list)
     standing: dict[int, float] = field(default_factory=dict)
     rng_mismatch: bool = False
