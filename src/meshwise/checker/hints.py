@@ -26,7 +26,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from meshwise.checker.model_state import local_sums
 from meshwise.checker.model_tracer import LooksOn, ModelTracer
-from meshwise.checker.per_rank import divided_evaluations, slips_in
+from meshwise.checker.per_rank import slips_in
 from meshwise.spec.user_code import frame_in, is_users, place, user_lines, user_place
 from meshwise.spec.words import some
 
@@ -74,7 +74,6 @@ class Hints:
         self._loops: list[_Loop] = []
         self._window, self._windows = _Window(), list[_Window]()
         self._called = dict[str, str]()  # text of a hint -> place of the last such call after the last backward
-        self._evaluated = dict[tuple[str, int], None]()
         self._files = dict[str, None]()
         self._begun = 0  # number of random draws before the current model call
 
@@ -96,7 +95,6 @@ class Hints:
         loop = self._loops.pop()
         if loop.trained:
             return
-        self._evaluated |= dict.fromkeys(user_lines(1))
         for where, names in loop.dropped.items():
             self._say(DROPOUT.format(place=where, names=some(names)))
 
@@ -147,9 +145,7 @@ class Hints:
             every = all(len(window.between.get(text, ())) == window.backwards - 1 for window in several)
             if several and every and not skipped:
                 self._say(text.format(place=several[0].between[text][0], count=count))
-        for text in (*divided_evaluations(self._evaluated, count), *(slips_in(self._files) if per_rank else ())):
-            self._say(text)
-        return list(self._said)
+        return [*self._said, *(slips_in(self._files) if per_rank else ())]
 
     @contextlib.contextmanager
     def noting(self) -> Iterator[None]:

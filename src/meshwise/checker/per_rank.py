@@ -8,13 +8,9 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterable, Iterator
 
-from meshwise.training.slips.user_source import FUNCTIONS, Scope, Source, given, inside, name_of, sources_in
+from meshwise.training.slips.user_source import FUNCTIONS, Source, inside, name_of, sources_in
 
 OWN = "{name} is the loss of this rank's own samples here. Write {name} = {given}, the loss of the whole batch."
-DIVIDED = (
-    "this evaluation divides by {name}, the number of backwards that make a step, so its result is {count} times too "
-    "small. Divide only a loss that mw.backward accumulates."
-)
 JOINS = ("reduce", "gather", "sync", "sum", "mean", "average", "append", "extend", "update", "add", "push", "put")
 """Parts of the names of functions that reduce a value over the ranks, or keep it for later."""
 PLAIN = {"item", "float", "double", "long", "int", "cpu", "clone", "detach", "to", "tolist", "tensor", "as_tensor"}
@@ -69,47 +65,8 @@ def _joins(source: Source, node: ast.AST) -> bool:
     return any(isinstance(each, FUNCTIONS) and each.name in called for each in ast.walk(source.tree))
 
 
-def divided_evaluations(places: Iterable[tuple[str, int]], count: int) -> Iterator[str]:
-    """Yield a warning for each evaluation that divides its loss by `count`, the number of backwards in a training step.
-
-    places: the lines of the loops that evaluate.
-    """
-    for file, line in places if count > 1 else ():
-        sources = sources_in(file)
-        names = [name for source in sources for name in _divisors(source)]
-        divisors = {name for name in names if not name.isdigit() or int(name) == count}
-        for loop in loops_at(sources[0].tree, line):
-            anew = {name for node in inside(loop) for name, _ in given(node)}
-            scopes: list[Scope | ast.For] = [loop, *_called(sources[0], loop)]
-            for node in (node for each in scopes for node in inside(each)):
-                name = _divisor(node)
-                if name in divisors and name not in anew:
-                    where = sources[0].place(node.lineno)  # type: ignore[attr-defined]
-                    yield f"{where}: {DIVIDED.format(name=name, count=count)}"
-
-
-def _divisors(source: Source) -> Iterator[str]:
-    """Yield the expressions by which a scope divides what it passes to `mw.backward`."""
-    for loss in [call.args[0] for call in source.calls() if source.verb(call) == "backward" and call.args]:
-        nodes: list[ast.AST] = [loss, *(source.given_to(loss.id) if isinstance(loss, ast.Name) else ())]
-        functions = [each for node in nodes for each in _called(source, node)]
-        nodes += [n.value for each in functions for n in inside(each) if isinstance(n, ast.Return) and n.value]
-        yield from map(_divisor, nodes)
-
-
 def _divisor(node: ast.AST) -> str:
     return ast.unparse(node.right) if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div) else "1"
-
-
-def _called(source: Source, node: ast.AST) -> list[ast.FunctionDef]:
-    names = {name_of(each) for each in ast.walk(node) if isinstance(each, ast.Call)}
-    return [each for each in ast.walk(source.tree) if isinstance(each, ast.FunctionDef) and each.name in names]
-
-
-def loops_at(tree: ast.Module, line: int) -> list[ast.For]:
-    """Return the `for` statements that have this line between the word `for` and the colon."""
-    loops = [node for node in ast.walk(tree) if isinstance(node, ast.For)]
-    return [node for node in loops if node.lineno <= line <= (node.iter.end_lineno or 0)]
 
 
 def bare(node: ast.expr) -> ast.expr:
