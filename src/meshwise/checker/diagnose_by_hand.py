@@ -37,14 +37,14 @@ def sum_by_hand_is_missing(evidence: Evidence) -> str:
     first, where = evidence.first, evidence.where(evidence.first.name)
     if first.facts.get("parts") == "a sum":
         text = f"the ranks have the same samples, and their outputs of {where} add up to that of one device"
-        return f"{text}. Each rank continues with its part of the sum. An all_reduce of the output is missing."
+        return f"{text}. An all_reduce of the output is missing."
     before = [d for d in evidence.of_kind("module outputs") if d.facts["at"] < first.facts["at"]]
     follows_features = bool(before) and before[-1].facts.get("parts") == "features"
     if evidence.exchanges(first.name, sums=True):
         return ""
     if first.facts.get("parts") == "positions" and follows_features:
         text = f"each rank passes part of the features to {where}, which returns part of the positions"
-        return f"{text}. Its forward adds nothing up over the ranks: a reduce_scatter or an all_reduce is missing."
+        return f"{text}: a reduce_scatter or an all_reduce is missing."
     parts = some(_divided_by_hand(evidence, first.name))
     lines = places_of(evidence.exchanges(first.name))
     there = f"; it exchanges in {lines}" if lines else ""
@@ -167,9 +167,8 @@ def by_hand_in_the_backward(evidence: Evidence) -> Cause | None:
         return Cause(K.WRONG_GROUP, f"{text} {at} is the first that is wrong, in the backward of {behind}: {said}")
     text = f"{text} the outputs of {at}"
     if wrong.is_part:
-        text = f"{text} is only a part on each rank, and the parts add up to that of one device. {behind}, which uses"
-        text = f"{text} the outputs, lacks an all_reduce in its backward. {WRITE} that its inputs go through."
-        return Cause(K.MISSING_REDUCTION, text)
+        text = f"{text} is only a part on each rank: the backward of {behind} lacks an all_reduce"
+        return Cause(K.MISSING_REDUCTION, f"{text}. {WRITE} that its inputs go through.")
     times = evidence.of_ranks(wrong.factor)
     why = "equal gradients of the ranks are added up" if wrong.factor > 1 else "it is divided by the number of ranks"
     there = f" Its backward adds up in {places_of(sums)}." if sums else ""
@@ -191,14 +190,14 @@ def _of_a_parameter(evidence: Evidence) -> Cause | None:
     if said := evidence.of_another_group(behind if first in parts else sums):
         return Cause(K.WRONG_GROUP, f"{text} of {first} is not: {said}")
     if first in parts:
-        text = f"{text}s of {some(parts)} are only a part on each rank, and the parts add up to that of one device"
+        text = f"{text}s of {some(parts)} are only a part on each rank"
         return Cause(K.MISSING_REDUCTION, f"{text}. {WRITE} that the parameter goes through.")
     weights = found.get(first)
     if weights is None or weights.unique or not weights.one or not weights.plan or not sums:
         return None
     factor = sum(weights.plan) / sum(weights.one)
-    text = f"{text} of {first} is {factor:.6g} times that of one device: {places_of(sums)} adds up equal gradients"
-    text = f"{text} of the ranks in the backward, which is one all_reduce too many."
+    text = f"{text} of {first} is {factor:.6g} times that of one device"
+    text = f"{text}: {places_of(sums)} adds up equal gradients, which is one sum too many."
     return Cause(K.DOUBLED_REDUCTION, text) if near(factor, len(weights.ranks)) else None
 
 
@@ -264,14 +263,14 @@ def without_a_backward(evidence: Evidence) -> Cause | None:
     module = next((name for name in (owner, *_called_next(evidence)) if evidence.exchanges(name)), None)
     if module is None:
         return None
-    text = f"{evidence.how_many()}, from {evidence.first.name} on; no weights of the ranks' own gradients give that"
-    text = f"{text} of one device: something is on no rank. {evidence.where(module)} exchanges by hand in"
+    text = f"{evidence.how_many()}, from {evidence.first.name} on; no weights of the ranks' own gradients give it."
+    text = f"{text} {evidence.where(module)} exchanges by hand in"
     back = {each.function for each in evidence.actual.exchanges_backward}
     found = evidence.exchanges(module, sums=False if evidence.steps[1].peers else None)
     lost = [each for each in found if not each.function or each.function not in back]
     if lost:
-        text = f"{text} {places_of(lost)}, but its backward has no collective, so no gradient comes back from others"
-        return Cause(K.MISSING_REDUCTION, f"{text}. {WRITE} that also gathers or adds up in the forward.")
+        text = f"{text} {places_of(lost)}, but its backward has no collective: no gradient comes back"
+        return Cause(K.MISSING_REDUCTION, f"{text}. {WRITE}.")
     return Cause(K.BACKWARD, f"{text} {places_of(evidence.exchanges(module))}: look at the backward of that.")
 
 

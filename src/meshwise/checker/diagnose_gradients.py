@@ -73,7 +73,7 @@ def _one_factor(evidence: Evidence) -> Cause | None:
     if factor is None or not all(near(d.factor or math.nan, factor) for d in faults):
         return None
     if times := evidence.of_ranks(factor):
-        why = "summed over ranks, and not divided" if factor > 1 else "divided by the number of ranks once too often"
+        why = "summed, and not divided" if factor > 1 else "divided once too often"
         return Cause(K.DOUBLED_REDUCTION, f"{evidence.how_many()}, and are {times} those of one device: {why}.")
     wanted = evidence.steps[0].gradients
     right = [wanted[d.name] for d in evidence.of_kind("gradients") if not d.fault]
@@ -92,7 +92,7 @@ def _begins_with_a_factor(evidence: Evidence) -> str:
     """Return a sentence if the first wrong gradient is that of one device by a number of ranks."""
     times = evidence.of_ranks(evidence.first.factor or math.nan)
     text = f"{evidence.how_many()}; the first of the backward, of {evidence.first.name}, is {times} that of one device"
-    why = "equal gradients of the ranks are added up, or a sum is divided by the number of ranks"
+    why = "equal gradients are added up, or a sum is divided by the number of ranks"
     return f"{text}: {why}." if times else ""
 
 

@@ -69,8 +69,8 @@ def _no_mean(number: Joined, known: dict[Key, Joined]) -> Cause | None:
         while len(added.one.made_of) == 1 and added.one.made_of[0] in known:  # where its computation begins
             added = known[added.one.made_of[0]]
         text = f"{line_of(number)} adds a mean over samples and a sum over them ({added.key[1]} in {added.place}:"
-        text = f"{text} {added.shown}). No weight of the ranks is right for both: make both means, or both sums and say"
-        return Cause(K.LOSS_WEIGHTING, f"{text} {SAY_SUM}.")
+        text = f"{text} {added.shown}). Make both means, or both sums and say {SAY_SUM}."
+        return Cause(K.LOSS_WEIGHTING, text)
     return None
 
 

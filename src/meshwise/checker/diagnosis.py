@@ -132,7 +132,8 @@ def _batch_by_ranks(evidence: Evidence) -> str:
     else:  # if ranks read the same samples, the batch is not larger, so another rule has to explain the difference
         what, sizes = "samples in a batch", (one[0], plan[0])
         holds = max(counts) - min(counts) <= 1 and several == sum(counts)
-    if devices == 1 or not holds or sizes[1] not in (sizes[0] // devices, -(-sizes[0] // devices), sizes[0] * devices):
+    scaled = sizes[0] // devices, -(-sizes[0] // devices), sizes[0] * devices
+    if devices == 1 or not holds or sizes[1] not in scaled:
         return ""
     text = f"the number of {what} is {sizes[1]} on {devices} devices, but {sizes[0]} on one device"
     return f"{text}. Use the same for any number of devices: each takes its part of every batch."

@@ -27,8 +27,8 @@ FIRST_STEP = ("loss", "gradients")
 """Values that are judged in step 1 only. Later values depend on updates, and Adam enlarges rounding errors."""
 SOME = 8  # tensors of up to this many values may fit a lower precision by chance
 EPS = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
-NO_ROUNDING = "not looked at (--no-rounding): the plan's own precision, which shows casts to a lower one on one side."
-OTHER_STEPS = "not looked at: the plan's own precision, in which a loss scaler may skip steps: their number differs."
+NO_ROUNDING = "not looked at (--no-rounding): the plan's own precision, which shows casts of one side."
+OTHER_STEPS = "not looked at: the plan's own precision, in which the number of steps differs."
 
 
 def rounding_warnings(rounded: Sequence[Comparison], dtypes: Dtypes) -> Iterator[str]:
@@ -53,9 +53,9 @@ def kept_coarser(rounded: Sequence[Trace]) -> Iterator[str]:
         lower = {name: _lower(t) for name, t in plan.items() if name in one and _lower(t) and not _lower(one[name])}
         lower = {name: held for name, held in lower.items() if name.rpartition(" ")[0] not in noise}
         if lower:
-            text = f"{what} kept in {some(sorted(set(lower.values())))} under the plan alone: after step 1 every value"
-            text = f"{text} of {some(lower)} fits this precision, but not on one device. Small updates of large values"
-            yield f"{text} are lost: keep parameters and optimizer state in float32."
+            text = f"{what} kept in {some(sorted(set(lower.values())))} under the plan alone, as all of"
+            text = f"{text} {some(lower)} fits it after step 1. Small updates are lost"
+            yield f"{text}: keep parameters and optimizer state in float32."
 
 
 def _of_rounding(step: StepTrace) -> set[str]:
