@@ -1,13 +1,10 @@
 """Compare two sides: what differs, how much, and where it began.
 
 The sides are the reference run on one device and the run under a plan. A difference is relative to the largest value of
-the tensor, but at least to a thousandth of the largest value among all tensors of its kind in that step, because a
-gradient that is zero except for rounding has no scale of its own. A difference above `LIMIT` is a fault. A difference
-between ranks in a value that should be the same on all of them is a fault too, even if rank 0 is right.
+the tensor, but at least to a thousandth of the largest of its kind in that step. Above `LIMIT` it is a fault. So is a
+difference between ranks in a value that should be the same on all of them, even if rank 0 is right.
 
-Some elements of parameters and optimizer state are left out: those whose gradient was zero except for rounding in some
-step (below 1e-8 of the largest gradient, yet not zero on both sides; see noise.py). Adam turns such noise into steps of
-full size.
+Elements of parameters and optimizer state whose gradient is only rounding are left out (see noise.py).
 """
 
 from __future__ import annotations

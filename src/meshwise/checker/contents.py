@@ -1,8 +1,7 @@
 """Sketch each sample of a batch, to compare what ranks read.
 
-A sketch is a random projection of the sample's values. A sample must have the same values, whichever rank reads it.
-Only tensors with one row for each sample are compared. Rows of different widths cannot be compared, as when each rank
-pads to the longest of its own samples.
+A sketch is a random projection of the sample's values, which are the same whichever rank reads it. Only tensors with
+one row for each sample are compared, if the rows have the same width.
 """
 
 from __future__ import annotations

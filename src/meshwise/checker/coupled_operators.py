@@ -3,9 +3,8 @@
 A loss that compares samples with each other uses such operators.
 
 A tensor with two dimensions that both grow with the number of rows holds pairs of samples. A sum over rows that is not
-a single number is a statistic of the batch. Sorting, indexing or moving along rows compares samples. In a single
-forward pass this may be chance, as when there are as many features as samples. If the same call does it with another
-number of samples, it is not.
+a single number is a statistic of the batch. Sorting, indexing or moving along rows compares samples. It is no chance if
+the same call does it with another number of samples.
 """
 
 from __future__ import annotations

@@ -3,9 +3,8 @@
 By hand means with torch.distributed collectives that the program itself calls.
 
 In a forward pass, the evidence is the outputs of modules. In a backward pass, it is the gradients that reach these
-outputs. Ranks with the same samples should get the whole gradient of an output. If they get only parts of it, or a
-multiple, the module that uses the output lacks a sum over ranks in its backward, or sums once too often. If the
-gradients of all outputs are right, the gradient of a parameter is itself only a part.
+outputs: ranks with the same samples should get the whole gradient. Parts of it, or a multiple, come from the module
+that uses the output. If all are right, the gradient of a parameter is itself only a part.
 """
 
 from __future__ import annotations

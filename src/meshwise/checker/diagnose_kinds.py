@@ -19,9 +19,10 @@ COLLATE_EACH = "Compute what depends on all samples (for example a mean) in the 
 
 
 def other_contents(evidence: Evidence) -> str:
-    """Return a sentence that names a sample whose values differ from those on one device, and the source line that
-    reads the sample. Blame the collate function if the very first sample already differs, before random numbers could
-    have diverged."""
+    """Return a sentence that names a sample whose values differ, and the line that reads it.
+
+    The collate function is blamed if the very first sample differs, before random numbers could diverge.
+    """
     facts = evidence.first.facts
     where = f"{facts['place']}: " if facts["place"] else ""
     text = f"{where}sample {facts['sample']} of {facts['source']} has other values in {evidence.first.name} than on one"

@@ -2,9 +2,8 @@
 
 The trace tells which of them are means over samples, and which are sums.
 
-On one device, such a number covers the whole batch. On a rank, it covers only the rank's samples. The number on one
-device may be the mean of the ranks' numbers weighted by samples, their sum, or equal to each of them. The first number
-that is none of these is where the loss stops being a mean.
+The number on one device may be the mean of the ranks' numbers weighted by samples, their sum, or equal to each of
+them. The first number that is none of these is where the loss stops being a mean.
 """
 
 from __future__ import annotations

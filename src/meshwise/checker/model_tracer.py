@@ -2,8 +2,8 @@
 
 The trace holds what each module returned, which random draws it made, and when gradients were ready.
 
-A module's output is kept as random projections of each sample's row, called sketches (see sketches.py). The ranks send
-only sketches. The sketches of all ranks together equal the sketches of one device.
+A module's output is kept as random projections of each sample's row (see sketches.py). Those of all ranks together
+equal those of one device.
 """
 
 from __future__ import annotations
@@ -38,8 +38,10 @@ from meshwise.transfer.sharded import full_tensor
 
 
 class ModelTracer:
-    """Records how `model` trains: its outputs, random draws and gradients. Call `begin` for each step, and enter
-    `forward` and `backward` for each microbatch. The methods are collective if the model is divided over ranks."""
+    """Records how `model` trains. Call `begin` for each step, and enter `forward` and `backward` for each microbatch.
+
+    The methods are collective if the model is divided over ranks.
+    """
 
     def __init__(
         self,

@@ -2,9 +2,9 @@
 
 Examples are the bias in front of a batch norm, and the bias of the keys in attention.
 
-Adam divides such a gradient by its size, so these elements take meaningless steps, which differ between one device and
-the plan. The elements are not compared. Values that depend on them without changing a gradient (a running mean, an
-evaluation) are compared: one device runs once more, and takes over the plan's values of these elements.
+Adam divides such a gradient by its size, so these elements take meaningless steps, and are not compared. Values that
+depend on them without changing a gradient (a running mean, an evaluation) are compared: one device runs once more, and
+takes over the plan's values of these elements.
 """
 
 from __future__ import annotations

@@ -3,8 +3,7 @@
 A cast to a lower precision that only one side makes has no effect in float64. In the plan's own precision it shows as
 larger rounding. After a value that is not finite, nothing is proven.
 
-Parameters or moments that only the plan keeps in a lower dtype are found because that dtype holds all their values
-exactly.
+Parameters or moments that only the plan keeps in a lower dtype are told by their values, which it holds exactly.
 """
 
 from __future__ import annotations

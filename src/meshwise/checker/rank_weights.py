@@ -3,8 +3,7 @@
 The gradients are those of each rank's own loss, before any exchange between ranks.
 
 The plan's gradient is a weighted sum of these gradients, and so is one device's. Both sets of weights are found by
-least squares over all parameters, in float64, on random projections. They count only if the residual is as small as
-rounding. Otherwise no weights explain the gradient.
+least squares over all parameters, on random projections, and count only if the residual is rounding.
 """
 
 from __future__ import annotations
