@@ -75,7 +75,7 @@ def tensors_diverge(
 
 
 def numbers_diverge(kind: str, named: Mapping[str, float], group: Group = None) -> Divergence:
-    """Return how much each number differs from rank 0's number, relative to the size of rank 0's number."""
+    """Return how much each number differs from rank 0's, relative to its size."""
     ranks = gather_objects(dict(named), group)
     found = {}
     for name in {name for numbers in ranks for name in numbers}:
@@ -174,7 +174,7 @@ def _join_outputs(step: StepTrace) -> Divergence:
 
 
 def _apart(first: Output, other: Output) -> float:
-    """Return how much the outputs of one call differ between two ranks, relative to the size of `first`."""
+    """Return how much the outputs of one call differ, relative to `first`."""
     shapes = [{layout: rows.shape for layout, rows in output.sketches.items()} for output in (first, other)]
     if shapes[0] != shapes[1]:
         return LACKS

@@ -25,7 +25,7 @@ from meshwise.spec.words import some
 from meshwise.training.data.keyed import GENERATOR
 
 MICROBATCHES = "number of microbatches"
-"""The name of the `Difference` between the number of microbatches in a step on one device and under the plan."""
+"""The name of the `Difference` of the number of microbatches in a step."""
 KINDS = (
     *("races", "modules", "tied weights", "initial parameters", "initial buffers", "resumed state", "sample order"),
     *("batch contents", "module outputs", "loss", "gradients", "clipped gradients", "learning rate"),
@@ -62,7 +62,7 @@ class Comparison:
 
 
 def compare(reference: Trace, actual: Trace) -> Comparison:
-    """Compare the trace of the run under a plan (`actual`) with the trace of the run on one device (`reference`)."""
+    """Compare the run under a plan (`actual`) with the run on one device (`reference`)."""
     found = [Difference("races", 0, race, math.inf) for race in actual.races]
     found += _over_ranks(_start(reference, actual), actual.rank_divergence)
     noise: dict[str, Tensor] = {}

@@ -54,7 +54,7 @@ def _held(thing: Any, name: str, deep: int = DEPTH) -> str:
 
 
 def contents_of(microbatch: int, batch: Any, rows: int, reading: Reading) -> Contents:
-    """Describe this rank's part of a batch. Only tensors with exactly `rows` rows, one for each sample, are kept."""
+    """Describe this rank's part of a batch: the tensors with exactly `rows` rows."""
     fields = {
         name: (tuple(tensor.shape[1:]), row_sketches(tensor.detach()))
         for name, tensor in _tensors(batch)

@@ -92,7 +92,7 @@ def _rows_taken_together(name: str, tensor: Tensor, result: Any, given: dict[str
 
 
 def taken_together(one: Coupled, rank: Coupled) -> list[Together]:
-    """Return the operator calls that combine a different number of samples on a rank than on one device."""
+    """Return the operator calls that combine another number of samples on a rank."""
     rows: dict[Any, set[int]] = {}
     for *call, count in rank:
         rows.setdefault(tuple(call), set()).add(count)

@@ -61,12 +61,12 @@ def _divided_by_hand(evidence: Evidence, module: str) -> list[str]:
 
 
 def _are_apart(boxes: list[list[tuple[int, int]]]) -> bool:
-    """Return True if there is a dimension along which the boxes lie one after another without overlap."""
+    """Return whether the boxes lie one after another along a dimension."""
     return all(boxes) and any(all(a[1] <= b[0] for a, b in pairwise(dim)) for dim in zip(*boxes, strict=True))
 
 
 def over_another_group(evidence: Evidence) -> str:
-    """Return a sentence about the first module with wrong outputs if it sums over the wrong process group."""
+    """Return a sentence if the first wrong module sums over the wrong process group."""
     said = evidence.of_another_group(evidence.exchanges(evidence.first.name, sums=True))
     return f"{evidence.where(evidence.first.name)} is the first whose outputs differ; {said}" if said else ""
 
@@ -274,7 +274,7 @@ def without_a_backward(evidence: Evidence) -> Cause | None:
 
 
 def _called_next(evidence: Evidence) -> list[str]:
-    """Return the modules that the forward pass calls after the module with the first wrong gradient."""
+    """Return the modules that are called after that of the first wrong gradient."""
     owner, names = owner_of(evidence.first.name), evidence.calls()
     last = max((at for at, name in enumerate(names) if name == owner), default=len(names))
     called = [name for name in names[last + 1 :] if not is_inside(owner, name)]

@@ -68,7 +68,7 @@ def _modified_between_backwards(evidence: Evidence) -> Cause | None:
 
 
 def _one_factor(evidence: Evidence) -> Cause | None:
-    """Explain gradients that are all the same multiple of the gradients on one device. Return None if they are not."""
+    """Explain gradients that are all the same multiple of those on one device."""
     factor, plan, faults = evidence.first.factor, evidence.plan, evidence.faults("gradients")
     if factor is None or not all(near(d.factor or math.nan, factor) for d in faults):
         return None
@@ -139,7 +139,7 @@ GRADIENT_RULES: tuple[Rule, ...] = (
 
 
 def _common_module(names: list[str]) -> str:
-    """Return the name of the innermost module that contains the modules of all these parameters."""
+    """Return the innermost module around the modules of these parameters."""
     parts = [owner_of(owner_of(name)).split(".") for name in names]
     shared = takewhile(lambda level: len(set(level)) == 1, zip(*parts, strict=False))
     return ".".join(level[0] for level in shared)

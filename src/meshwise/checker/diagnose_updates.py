@@ -54,7 +54,7 @@ def other_microbatches(evidence: Evidence) -> str:
 
 
 def fewer_steps(evidence: Evidence) -> str:
-    """Return a sentence that says how many optimizer steps were made on one device, and how many under the plan."""
+    """Return a sentence that says how many optimizer steps each side made."""
     one, plan = (evidence.first.facts[side] for side in ("one device", "the plan"))
     return f"one device makes {one} optimizer steps, the plan {plan}; those that both make are equal. {WRITE_STEPS}"
 
@@ -94,7 +94,7 @@ def began_anew(evidence: Evidence) -> str:
 
 
 def _is_first(step: StepTrace, name: str) -> bool:
-    """Return True if an optimizer's first moment (momentum) begins in this step, as a multiple of the gradient."""
+    """Return whether a first moment begins in this step, as a multiple of the gradient."""
     parameter, _, key = name.rpartition(" ")
     gradient = step.clipped_gradients.get(parameter, step.gradients.get(parameter))
     state = step.optimizer_state.get(name)
@@ -104,7 +104,7 @@ def _is_first(step: StepTrace, name: str) -> bool:
 
 
 def lost_by_a_resume(evidence: Evidence) -> str:
-    """Return a sentence that names the state that a job loses or changes when it is saved and resumed."""
+    """Return a sentence that names the state that a resume loses or changes."""
     lost = evidence.faults("resumed state")
     lacking = [d.name for d in lost if "lacking" in d.facts]
     what = f"there is no {some(lacking)}" if lacking else f"{some(d.name for d in lost)} differs from what was saved,"

@@ -51,7 +51,7 @@ def _numbers(evidence: Evidence) -> list[Joined]:
 
 
 def _no_mean(number: Joined, known: dict[Key, Joined]) -> Cause | None:
-    """Explain why a scalar on one device is not the mean of the ranks' scalars, weighted by their samples."""
+    """Explain why a scalar is not the mean of the ranks' scalars."""
     parts = [known[key] for key in number.one.made_of if key in known]
     means, sums = [p for p in parts if p.is_mean and not p.is_alike], [p for p in parts if p.is_sum and not p.is_mean]
     if number.is_mean_of_its_own:
@@ -116,7 +116,7 @@ def by_weights(evidence: Evidence) -> Cause | None:
 
 
 def _times_nothing(evidence: Evidence) -> Cause | None:
-    """Explain gradients to which some microbatches contribute nothing because their loss was multiplied by zero."""
+    """Explain gradients to which some microbatches contribute nothing."""
     plan = evidence.steps[1]
     zero = {column for column, named in plan.own_gradients.items() if not any(bool(g.any()) for g in named.values())}
     lost = sorted({number + 1 for rank, number in zero if _count(evidence, (rank, number))})
@@ -138,7 +138,7 @@ def _of(names: Sequence[str]) -> str:
 
 
 def _lost(found: RankWeights, names: Sequence[str]) -> Cause | None:
-    """Explain wrong gradients if the plan leaves out the gradients of whole ranks or whole microbatches."""
+    """Explain gradients that lack those of whole ranks or whole microbatches."""
     columns = found.columns
     lost = [c for c, w, v in zip(columns, found.plan, found.one, strict=True) if abs(w) <= NONE < abs(v)]
     there = [c for c in columns if c not in lost]
@@ -156,7 +156,7 @@ def _lost(found: RankWeights, names: Sequence[str]) -> Cause | None:
 
 
 def _of_microbatches(found: RankWeights) -> Cause | None:
-    """Explain wrong gradients if the plan multiplies the gradients of microbatches by wrong factors, e.g. 2 and 0.5."""
+    """Explain gradients in which microbatches have wrong factors, e.g. 2 and 0.5."""
     ratios: dict[int, float] = {}
     for (_, m), w, v in zip(found.columns, found.plan, found.one, strict=True):
         if abs(v) <= NONE or not near(ratios.setdefault(m, w / v), w / v):
@@ -169,7 +169,7 @@ def _of_microbatches(found: RankWeights) -> Cause | None:
 
 
 def _of_ranks(found: RankWeights, names: Sequence[str], evidence: Evidence) -> Cause | None:
-    """Explain wrong gradients if the plan gives wrong weights to the gradients of ranks or microbatches."""
+    """Explain gradients in which ranks have wrong weights."""
     one, plan = found.one, found.plan
     if len(one) < 2 or all(near(v, w) for v, w in zip(one, plan, strict=True)):
         return None
@@ -189,13 +189,13 @@ def _of_ranks(found: RankWeights, names: Sequence[str], evidence: Evidence) -> C
 
 
 def _count(evidence: Evidence, column: tuple[int, int]) -> int:
-    """Return the number of samples that a rank has in a microbatch. Return 0 if it is unknown."""
+    """Return a rank's number of samples in a microbatch, 0 if it is unknown."""
     (rank, number), samples = column, evidence.steps[1].samples
     return len(samples[number][rank]) if number < len(samples) and rank < len(samples[number]) else 0
 
 
 def _is_mean(one: list[float], evidence: Evidence) -> bool:
-    """Return whether the loss on one device is a mean of the ranks' losses with the weights `one`."""
+    """Return whether the loss is a mean of the ranks' losses with these weights."""
     loss = next(reversed(_numbers(evidence)), None)
     alike = loss is None or len(loss.ranks) < len(one) or near(loss.one.value, loss.weighed(one))
     return near(sum(one), 1) and alike

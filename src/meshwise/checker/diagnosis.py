@@ -85,7 +85,7 @@ def _other_mode(evidence: Evidence) -> str:
 
 
 def _reads_other_samples(evidence: Evidence) -> bool:
-    """Return True if a step reads as many samples as on one device, and each of them once, but not the same samples."""
+    """Return whether a step reads as many samples, each once, but not the same ones."""
     one, plan = ([index for ranks in step.samples for part in ranks for index in part] for step in evidence.steps)
     return len(one) == len(plan) == len(set(plan)) and set(one) != set(plan)
 
@@ -102,7 +102,7 @@ def _couples_samples(evidence: Evidence) -> str:
 
 
 def _statistics_in_a_module(evidence: Evidence) -> Cause | None:
-    """Name a module that computes across the samples of the batch, although each rank has only a part of them."""
+    """Name a module that computes across the samples, of which each rank has a part."""
     name, (one, plan) = evidence.first.name, evidence.steps
     found = [each for each in taken_together(one.coupled, plan.coupled) if each.module == name]
     if not found or evidence.exchanges(name):
@@ -252,4 +252,4 @@ RULES: Mapping[str, tuple[Rule, ...]] = {
     "steps": (says(K.SKIPPED, updates.fewer_steps),),
     "evaluation": kinds.EVALUATION_RULES,
 }
-"""The rules for each kind of difference between one device and the plan. The first rule that finds a cause is used."""
+"""The rules for each kind of difference. The first that finds a cause is used."""

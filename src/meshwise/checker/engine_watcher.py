@@ -334,7 +334,7 @@ class EngineWatcher:
         self.found.trace.resumed.append(state)
 
     def joined(self, value: Tensor | float | None) -> None:
-        """Record a result of `mw.sum`, so that the check can compare it with the result on one device."""
+        """Record a result of `mw.sum`, to compare it with that of one device."""
         if self.found.trace is None or value is None:
             return
         self._sums += 1

@@ -47,7 +47,7 @@ class Evidence:
         return [d for d in self.of_kind(kind) if d.fault]
 
     def not_seen(self, before: float = math.inf) -> str:
-        """Return a phrase that names the modules whose outputs under the plan cannot be compared with one device."""
+        """Return a phrase that names the modules whose outputs cannot be compared."""
         unseen = [each for each in self.comparison.unseen if each.step == self.first.step and each.at < before]
         names = some(dict.fromkeys(each.module or "the model" for each in unseen))
         return f" that can be compared (those of {names} cannot)" if names else ""
@@ -65,7 +65,7 @@ class Evidence:
         return ""
 
     def where(self, module: str) -> str:
-        """Describe a module by its name and its class, and by the source line of its forward if the user wrote it."""
+        """Describe a module: its name, its class, and where the user wrote its forward."""
         at = self.reference.places.get(module)
         return f"{module or 'the model'} ({self.comparison.modules.get(module, '')}{f', {at}' if at else ''})"
 
@@ -74,7 +74,7 @@ class Evidence:
         return [output.module for output in self.steps[0].outputs if output.microbatch == 0]
 
     def of_ranks(self, factor: float) -> str:
-        """Return a factor as text, "4 times" or "1/4 of", if it is a number of ranks in the plan or one over it."""
+        """Return "4 times" or "1/4 of" if a factor is a number of ranks or one over it."""
         sizes = {getattr(self.plan, name) for name in ("devices", "data", "shard", "tensor", "context")} - {1}
         texts = {f"{size} times": size for size in sizes} | {f"1/{size} of": 1 / size for size in sizes}
         return next((text for text, value in texts.items() if near(factor, value)), "")
@@ -122,7 +122,7 @@ class Evidence:
         return f"{plan} under the plan and {one} on one device"
 
     def samples_text(self) -> str:
-        """Return a phrase that lists the samples that count too often, and the samples that do not count."""
+        """Return a phrase that lists the samples that count too often, or not at all."""
         ends = {"repeated": "counts too often", "missing": "not at all"}
         found = {end: [str(index) for index in self.first.facts.get(fact, ())] for fact, end in ends.items()}
         text = ", ".join(f"sample {some(indices)} {end}" for end, indices in found.items() if indices)
@@ -135,7 +135,7 @@ Rule = Callable[[Evidence], Cause | None]
 
 
 def says(kind: CauseKind, text: str | Callable[[Evidence], str], *when: Callable[[Evidence], bool]) -> Rule:
-    """Make a rule that returns a `Cause` of the kind `kind` if all conditions in `when` hold, and None otherwise."""
+    """Make a rule that returns a `Cause` of this kind if all conditions in `when` hold."""
 
     def rule(evidence: Evidence) -> Cause | None:
         if not all(holds(evidence) for holds in when):

@@ -101,7 +101,7 @@ UNREAD = ("fill_", "empty", "new_empty", "empty_like", "empty_strided", "copy_")
 
 
 def noting_nan(found: list[str], perturbed: bool) -> AbstractContextManager[Any]:
-    """Add to `found` the first operator inside the with block that reads a buffer before an exchange has written it."""
+    """Add to `found` the first operator that reads a buffer before an exchange wrote it."""
 
     def note(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result, name = operator(*args, **kwargs), operator_name(operator)

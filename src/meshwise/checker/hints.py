@@ -170,7 +170,7 @@ def _is_active(module: nn.Module) -> bool:
 
 
 def _with_own(kind: Any, name: str) -> Iterator[Any]:
-    """Search `kind` and all its subclasses. Yield the classes that define the method `name` in their own body."""
+    """Yield the classes, `kind` and its subclasses, that define the method `name`."""
     if name in vars(kind):
         yield kind
     for each in kind.__subclasses__():

@@ -132,7 +132,7 @@ class Joined:
 
 
 def joined(one: Numbers, ranks: Sequence[Numbers], samples: Sequence[int]) -> dict[Key, Joined]:
-    """Pair each scalar in the computation of a loss on one device with the same scalar on each rank."""
+    """Pair each scalar of a loss on one device with the same scalar on each rank."""
     sides = [Counter((at, name) for at, name, _ in side) for side in (one, *ranks)]
     found = {}
     for key, number in one.items():

@@ -125,7 +125,7 @@ class ModelTracer:
             self.trace.unkeyed |= self.draws.unkeyed
 
     def _go_on(self, calls: dict[str, int]) -> None:
-        """Take over the number of calls of each module from the previous pipeline stage, and count on from there."""
+        """Count each module's calls on from those of the previous pipeline stage."""
         self._calls = dict(calls)
 
     def discard(self) -> None:
@@ -219,7 +219,7 @@ class ModelTracer:
                     self.step.own_boxes[0, name] = _box(gradient.detach() != 0)
 
     def _compare_with_last_backward(self) -> None:
-        """Record the gradients' norm, and whether they changed since the last backward pass of this step."""
+        """Record whether gradients changed since the last backward of this step."""
         if self._norms_left is None:
             return
         now = model_state.local_norms(self._model)
@@ -279,14 +279,14 @@ class ModelTracer:
                 tensor.grad_fn.register_prehook(partial(self._keep_back, output, tensor.output_nr))
 
     def _keep_back(self, output: Output, number: int, gradients: tuple[Tensor | None, ...]) -> None:
-        """Record the gradient that reaches a module's output in the backward pass of this rank's own loss."""
+        """Record the gradient that reaches a module's output in the backward."""
         gradient = gradients[number]
         if self._in_backward and not output.gradient and type(gradient) is Tensor and gradient.shape == output.shape:
             with without_interception():
                 output.gradient.update(sketches(gradient.detach() / (self._own_factor or math.inf), output.rows))
 
     def _note_draws(self) -> None:
-        """Record the innermost running module if it drew random numbers since a module last began or ended."""
+        """Record the innermost running module if it drew since a module began or ended."""
         drawn = len(self.draws.log) + len(self.draws.unkeyed)
         if drawn > self._drawn and self._running:
             self.trace.random_modules.add(self._running[-1])

@@ -22,7 +22,7 @@ NOISE = 1e-8  # gradients up to this fraction of the largest one count as roundi
 
 
 def note_noise(noise: Named, mine: Named, others: Named) -> None:
-    """Mark in `noise` the parameter elements whose gradient is only rounding, on one device and under the plan."""
+    """Mark in `noise` the parameter elements whose gradient is only rounding."""
     most = largest(mine.values())
     for name in mine.keys() & others.keys():
         a, b = mine[name].abs(), others[name].abs()

@@ -87,7 +87,7 @@ def divided_rows(one: Output, ranks: Sequence[Output]) -> Iterator[tuple[Layout,
 
 
 def is_sum_of(one: Output, ranks: Sequence[Output]) -> bool:
-    """Return whether the outputs of the ranks add up to that of one device, as partial sums before an all-reduce do."""
+    """Return whether the ranks' outputs add up to that of one device."""
     if len(ranks) < 2 or any(rank.shape != one.shape for rank in ranks):
         return False
     total = torch.stack([rank.sketches["whole"] for rank in ranks]).sum(0)
@@ -170,7 +170,7 @@ def peers_in(step: StepTrace) -> dict[Any, Groups]:
 
 
 def parts_of(one: Output, groups: Groups) -> Parts | None:
-    """Explain why ranks with the same samples have different outputs of a call. Return None if they are equal."""
+    """Explain why ranks with the same samples differ in a call, or return None."""
     if all(_alike(ranks[0], other) for ranks in groups for other in ranks[1:]):
         return None
     firsts = [ranks[0] for ranks in groups]
@@ -249,7 +249,7 @@ def compared_outputs(step: int, mine: StepTrace, other: StepTrace, unseen: list[
 
 
 def of_samples(outputs: Iterable[Difference], unseen: list[Unseen]) -> Iterator[Difference]:
-    """Yield the module outputs that agree with one device. Add the others to `unseen`: their rows are not samples."""
+    """Yield the module outputs that agree, and add the others to `unseen`."""
     for difference in outputs:
         if difference.fault:
             why = "its rows are not those of the samples, since nothing made of them differs"

@@ -14,7 +14,7 @@ OWN = "{name} is the loss of this rank's own samples here. Write {name} = {given
 JOINS = ("reduce", "gather", "sync", "sum", "mean", "average", "append", "extend", "update", "add", "push", "put")
 """Parts of the names of functions that reduce a value over the ranks, or keep it for later."""
 PLAIN = {"item", "float", "double", "long", "int", "cpu", "clone", "detach", "to", "tolist", "tensor", "as_tensor"}
-"""Functions and methods that convert their argument, or the object they are called on, but keep its value."""
+"""Functions and methods that convert a tensor or a number, but keep its value."""
 
 
 def slips_in(files: Iterable[str]) -> list[str]:
@@ -26,7 +26,7 @@ def slips_in(files: Iterable[str]) -> list[str]:
 
 
 def _own_losses(source: Source) -> Iterator[str]:
-    """Find losses of this rank that are printed, logged or compared in place of the loss that mw.backward returns."""
+    """Find losses of this rank that are used in place of what mw.backward returns."""
     for call in (call for call in source.calls() if source.verb(call) == "backward"):
         if name := _own_loss(source, call):
             divisor = _divisor(call.args[0])

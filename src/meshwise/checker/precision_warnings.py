@@ -71,7 +71,7 @@ def _lower(tensor: torch.Tensor) -> str:
 
 
 def unproven(one: Trace) -> Iterator[str]:
-    """Yield a sentence that names the first step in which the loss, a gradient or a parameter is not finite."""
+    """Yield a sentence that names the first step with a value that is not finite."""
     for number, step in enumerate(one.steps, 1):
         wrong = [] if math.isfinite(step.loss) else ["the loss"]
         for kind, named in (("the gradient of", step.gradients), ("", step.parameters)):

@@ -66,7 +66,7 @@ def _apart(text: str, other: str) -> list[int]:
 
 
 def numbers_apart(text: str, other: str, again: str) -> list[tuple[Decimal, Decimal]]:
-    """Return the pairs of numbers that differ between two printed texts, except times and other measurements."""
+    """Return the numbers that differ between two texts, except measurements."""
     numbers, others = _NUMBER.findall(text), _NUMBER.findall(other)
     measured = _apart(text, again)
     apart = [n for n in _apart(text, other) if n not in measured and not _is_measured(text, n)]
