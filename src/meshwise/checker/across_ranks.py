@@ -167,7 +167,8 @@ def _join_outputs(step: StepTrace) -> Divergence:
                 key = "module outputs", output.module
                 differ[key] = max(far, differ.get(key, 0.0))
     every = list(found.values())
-    step.peers = [[outputs for outputs, _ in each] for each in every] if any(len(each) > 1 for each in every) else []
+    several = any(len(each) > 1 for each in every)
+    step.peers = [[outputs for outputs, _ in each] for each in every] if several else []
     step.outputs = [output for each in every for output in each[0][0]]
     step.contents = [contents for each in every for contents in each[0][1]]
     return differ

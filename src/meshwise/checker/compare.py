@@ -165,7 +165,8 @@ def _samples(step: int, mine: StepTrace, other: StepTrace) -> Iterator[Differenc
 def _indices(kind: str, step: int, name: str, want: Sequence[int], got: Sequence[int]) -> Difference:
     counts, wanted = Counter(got), Counter(want)
     facts = {"repeated": sorted((counts - wanted).elements()), "missing": sorted((wanted - counts).elements())}
-    return Difference(kind, step, name, 0.0) if want == got else Difference(kind, step, name, math.inf, facts)
+    alike = want == got
+    return Difference(kind, step, name, 0.0 if alike else math.inf, {} if alike else facts)
 
 
 def _gradients(step: int, mine: StepTrace, other: StepTrace) -> Iterator[Difference]:

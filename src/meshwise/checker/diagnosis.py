@@ -150,9 +150,9 @@ def _rate_by_ranks(evidence: Evidence) -> str:
     scaled |= {} if _is_scheduled(evidence) else {f"1/{ranks}": 1 / ranks}
     rate, other = evidence.first.facts["one device"], evidence.first.facts["the plan"]
     text = next((text for text, factor in scaled.items() if near(other, rate * factor)), "")
-    return (
-        f"the learning rate is {evidence.both_numbers()}: {text} as large." if text and evidence.first.step == 1 else ""
-    )
+    if not text or evidence.first.step > 1:
+        return ""
+    return f"the learning rate is {evidence.both_numbers()}: {text} as large."
 
 
 def _rate_of_a_later_step(evidence: Evidence) -> str:
