@@ -1,4 +1,4 @@
-"""Diagnose what a program gets wrong in the data that its ranks exchange by hand.
+"""Diagnose mistakes in what ranks exchange by hand, forward and backward.
 
 By hand means with torch.distributed collectives that the program itself calls.
 
