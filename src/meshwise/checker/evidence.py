@@ -126,7 +126,9 @@ class Evidence:
         ends = {"repeated": "counts too often", "missing": "not at all"}
         found = {end: [str(index) for index in self.first.facts.get(fact, ())] for fact, end in ends.items()}
         text = ", ".join(f"sample {some(indices)} {end}" for end, indices in found.items() if indices)
-        places = [each.place for each in self.steps[1].contents if each.place and self.first.kind == "sample order"]
+        if self.first.kind != "sample order":
+            return text
+        places = [each.place for each in self.steps[1].contents if each.place]
         return f"{text}, in the loop at {places[0]}" if places else text
 
 
