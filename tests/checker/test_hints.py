@@ -158,39 +158,6 @@ def test_two_optimizers_that_step_together_may_let_go_of_gradients_of_each_other
     assert hints(short((BACKWARD, together), last)) == []
 
 
-DIVIDED = """    # epoch ends
-    model.eval()
-    with torch.no_grad():
-        for xb, yb in held:
-            right = mw.mean(nn.functional.cross_entropy(model(xb), yb).item() / ACCUMULATE, weight=len(xb))
-    model.train()
-"""
-DIVIDES = ("cross_entropy(model(xb), yb)\n", "cross_entropy(model(xb), yb) / ACCUMULATE\n")
-NAMED = ("# parts\n", "ACCUMULATE = 2\n# parts\n")
-
-
-def test_an_evaluation_that_is_divided_as_accumulated_losses_are() -> None:
-    training = ((BACKWARD, ACCUMULATED), DIVIDES, NAMED)
-    text = short(*training, ("    # epoch ends\n", DIVIDED))
-    (told,) = hints(text)
-    assert told.startswith(at(text, ".item() / ACCUMULATE") + "this evaluation divides by ACCUMULATE, the number of")
-    assert hints(short(*training, ("    # epoch ends\n", DIVIDED.replace(" / ACCUMULATE", "")))) == []
-    by_batches = DIVIDED.replace("    model.eval()", "    model.eval()\n    BATCHES = len(held)").replace(
-        "/ ACC", "/ BATCHES * ACC"
-    )
-    assert hints(short(*training, ("    # epoch ends\n", by_batches.replace(" * ACCUMULATE", "")))) == []
-
-
-def test_an_evaluation_that_is_divided_in_a_function_of_both() -> None:
-    function = "def of(xb, yb):\n    return nn.functional.cross_entropy(model(xb), yb) / ACCUMULATE\n\n\n"
-    function = f"ACCUMULATE = 2\n\n\n{function}# parts\n"
-    both = ("nn.functional.cross_entropy(model(xb), yb)\n", "of(xb, yb)\n")
-    evaluated = DIVIDED.replace("nn.functional.cross_entropy(model(xb), yb).item() / ACCUMULATE", "of(xb, yb).item()")
-    text = short((BACKWARD, ACCUMULATED), both, ("# parts\n", function), ("    # epoch ends\n", evaluated))
-    (told,) = hints(text)
-    assert told.startswith(at(text, "/ ACCUMULATE"))
-
-
 FUNCTION = """
 class Reverse(torch.autograd.Function):
     @staticmethod

@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch import nn
 
-from meshwise.checker.contents import compared_fields, contents_of, reading_of
+from meshwise.checker.contents import compared_contents, contents_of, reading_of
+from meshwise.checker.trace import Contents, StepTrace
 from meshwise.spec.plan import Plan
 from tests.checker.kinds import ACCUMULATED, BACKWARD, SHORT, noisy, short
 from tests.checker.script_sides import as_it_was, proof  # noqa: F401
@@ -126,15 +127,18 @@ def test_fields_are_compared_by_sample_in_whatever_order_ranks_have_them() -> No
             for part, n in zip(x[order].split(3), order.split(3), strict=True)
         ]
 
-    orders = [10, 11, 12, 13, 14, 15], [14, 15, 10, 11, 12, 13]
-    assert [each.wrong for each in compared_fields(one, on_ranks(x), *orders)] == [(), ()]
+    def compared(ranks: list[Contents], last: int = 13) -> dict[str, Any]:
+        mine = StepTrace([[[10, 11, 12, 13, 14, 15]]], contents=one)
+        others = StepTrace([[[14, 15, 10], [11, 12, last]]], contents=ranks)
+        return {each.name: each.facts.get("sample") for each in compared_contents(1, mine, others)}
+
+    assert compared(on_ranks(x)) == {"batch['x']": None, "batch['n']": None}
     other = x.clone()
     other[1] += 1e-3
-    fields = {each.name: each.wrong for each in compared_fields(one, on_ranks(other), *orders)}
-    assert fields == {"batch['x']": (11,), "batch['n']": ()}
+    assert compared(on_ranks(other)) == {"batch['x']": 11, "batch['n']": None}
     wider = [contents_of(0, {"x": nn.functional.pad(part, (0, 1))}, 3, reading) for part in x.split(3)]
-    assert not list(compared_fields(one, wider, *orders)), "padded up to another length"
-    assert not list(compared_fields(one, on_ranks(x), orders[0], [10, 11, 12, 13, 14, 14])), "other samples"
+    assert not compared(wider), "padded up to another length"
+    assert not compared(on_ranks(x), last=14), "other samples"
 
 
 def test_a_sample_that_counts_twice_is_told_with_the_loop_that_reads_it(pool: Any) -> None:

@@ -11,7 +11,7 @@ from tests.checker.strangers import LOSSES
 
 LOSS = "train.py:30 ("
 OVER = "is a mean over 28, and over 11, 17 on the ranks, which have 4, 4 samples"
-SAY = "Say over how much: mw.backward(loss, "
+SAY = "Say over how much: mw.backward(loss, weight=n), or let a job's loss return (loss, n), where n is "
 WRONG = {
     "mean and a tenth of a sum": ("loss = error.mean() + 0.1 * error.sum()", "adds a mean over samples and a sum"),
     "mean and a sum of something else": (
@@ -20,9 +20,9 @@ WRONG = {
     ),
     "divided by a count in Python": (
         "loss = (error * mask).sum() / sum(lengths)",
-        f"{OVER}. {SAY}weight=sum(lengths))",
+        f"{OVER}. {SAY}sum(lengths) of that line.",
     ),
-    "mean over what a mask leaves": ("loss = error[mask].mean()", f"{OVER}. {SAY}weight=error[mask].numel())"),
+    "mean over what a mask leaves": ("loss = error[mask].mean()", f"{OVER}. {SAY}error[mask].numel() of that line."),
     "targets that are ignored": (
         "loss = nn.functional.cross_entropy(torch.stack([error, -error], 1), (y > 0).long().masked_fill(~mask, -100))",
         OVER,
@@ -58,13 +58,6 @@ def test_a_loss_that_is_no_mean_over_samples_is_told_with_its_line(name: str, po
     found = proof(LOSSES.replace("{loss}", loss), pool)
     assert found.cause is not None and found.cause.name == "loss weighting", found.cause
     assert LOSS in found.cause.evidence and says in found.cause.evidence, found.cause.evidence
-
-
-def test_a_name_of_another_function_is_not_advised_where_the_loss_is(pool: Any) -> None:
-    own = "def kept(error, keep):\n        return (error * keep).sum() / keep.sum()\n\n    loss = kept(error, mask)"
-    found = proof(LOSSES.replace("{loss}", own), pool)
-    assert found.cause is not None and found.cause.name == "loss weighting", found.cause
-    assert "let kept return keep.sum() with the loss, and write mw.backward(loss, weight=…)" in found.cause.evidence
 
 
 @pytest.mark.parametrize("name", COUPLED)

@@ -33,14 +33,14 @@ def test_random_values_of_any_shape_are_never_equal(shape: tuple[int, ...], rows
     """Whatever the shapes are: a difference, or not to be compared, unless there is nothing in them."""
     value = random(shape, wide)
     found = output_difference(output(value, rows), [output(random(s, wide), r) for s, r in ranks])
-    assert found is None or (found[0] > LIMIT and found[1] > 0) or not value.numel()
+    assert found is None or found > LIMIT or not value.numel()
 
 
 @given(st.lists(sizes, min_size=1, max_size=4), shapes, st.integers(0, 1), st.booleans())
 def test_the_slices_of_the_ranks_are_equal_to_the_whole(
     counts: list[int], rest: tuple[int, ...], dim: int, changed: bool
 ) -> None:
-    """Each rank has its samples, in dim 0 or 1; one changed value is found, and by its size."""
+    """Each rank has its samples, in dim 0 or 1; one changed value is found."""
     total = sum(counts)
     shape = (total, *rest) if dim == 0 else (7, total, *rest)
     whole = torch.randn(shape, dtype=torch.float64)
@@ -53,9 +53,9 @@ def test_the_slices_of_the_ranks_are_equal_to_the_whole(
     if total == 0:
         assert found is None
     elif changed and full.numel():
-        assert found is not None and 1e-4 < found[1] < 1e-2
+        assert found is not None and found > LIMIT
     else:
-        assert found is not None and max(found) < ROUNDING
+        assert found is not None and found < ROUNDING
 
 
 @given(st.lists(st.tuples(st.integers(1, 4), st.integers(1, 5)), min_size=1, max_size=4), st.booleans())
@@ -71,13 +71,13 @@ def test_ranks_that_pad_to_their_own_length_are_compared_as_far_as_they_go(
         parts[-1][-1, -1] += 1e-3
     ranks_of = [output(part, len(part)) for part in parts]
     found = output_difference(output(whole, len(whole)), ranks_of)
-    assert found is None if changed else found is not None and max(found) < ROUNDING
+    assert found is None if changed else found is not None and found < ROUNDING
 
 
 def test_what_is_alike_on_every_rank_is_compared_whole() -> None:
     """A table that does not belong to the samples."""
     table = torch.randn(7, 3, dtype=torch.float64)
-    assert output_difference(output(table, 5), [output(table, 2), output(table, 3)]) == (0.0, 0.0)
+    assert output_difference(output(table, 5), [output(table, 2), output(table, 3)]) == 0.0
     assert output_difference(output(table, 5), [output(table, 2), output(table + 1e-3, 3)]) is None
 
 
@@ -88,4 +88,4 @@ def test_rows_that_an_expert_sorted_are_not_those_of_samples() -> None:
     assert output_difference(output(tokens[order], 4), ranks) is None
     tokens[3] += 1e-3
     found = output_difference(output(tokens[order], 4), ranks)
-    assert found is not None and found[0] > LIMIT
+    assert found is not None and found > LIMIT

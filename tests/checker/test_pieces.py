@@ -422,27 +422,6 @@ def test_a_module_that_was_made_before_can_be_copied_under_upcast() -> None:
     torch.testing.assert_close(copied.running_var, norm.running_var, check_dtype=False)
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "behind", "told"),
-    [
-        (torch.optim.Adam, nn.BatchNorm1d(8), True),
-        (torch.optim.RMSprop, nn.BatchNorm1d(8), True),
-        (torch.optim.SGD, nn.BatchNorm1d(8), False),
-        (torch.optim.Adam, nn.LayerNorm(8), False),
-    ],
-)
-def test_a_bias_in_front_of_a_batch_norm_is_told_with_what_to_write(optimizer: Any, behind: Any, told: bool) -> None:
-    def model() -> nn.Module:
-        return nn.Sequential(nn.Linear(6, 8), copy.deepcopy(behind), nn.Tanh(), nn.Linear(8, 3))
-
-    job = job_of(model, optimizer=lambda parameters: optimizer(parameters, lr=0.01))
-    side = one_device(job, CheckSpec(Plan(), steps=2))
-    said = [text for text in compare(side, side).left_out if "a bias in front of a batch norm" in text]
-    assert [
-        text.startswith("of these, 0.bias:") and text.endswith("Write bias=False in that layer.") for text in said
-    ] == ([True] * told)
-
-
 def test_what_follows_from_noise_is_compared_with_one_device_that_has_the_same_noise() -> None:
     def model() -> nn.Module:
         return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 8, bias=False), nn.BatchNorm1d(8))

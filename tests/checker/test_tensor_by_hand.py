@@ -1,8 +1,7 @@
 """Tensor and sequence parallel by hand under plans whose ranks have the same samples: what is right is equal, and what
 is wrong is told with its cause and its line.
 
-Of checker/diagnose_by_hand.py, checker/diagnose_backward.py, checker/outputs.py and
-checker/compare_outputs.py.
+Of checker/diagnose_by_hand.py and checker/outputs.py.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ WRONG = {
     "a mean for a sum": (
         changed(MODEL, (SUM, SUM.replace("        return x\n", "        return x / size()\n"))),
         ("module outputs", "words", "doubled reduction"),
-        ("are 1/2 of those of one device: the sum in train.py:", "(allreduce)"),
+        ("are 1/2 of those of one device: the sum in train.py:", "(allreduce in ReduceFromRegion)"),
     ),
     "a bias of each rank": (
         changed(

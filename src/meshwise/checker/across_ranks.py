@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from meshwise.checker.difference import apart, finite, precision_of
 from meshwise.checker.model_state import buffers_of, optimizer_state_of, parameters_of
 from meshwise.checker.sketches import sketch
-from meshwise.checker.trace import Contents, Divergence, Named, Output, StepTrace, Trace
+from meshwise.checker.trace import Contents, Divergence, Output, StepTrace, Trace
 from meshwise.spec.world import World
 from meshwise.torch_compat.collectives import Group
 from meshwise.training.data.keyed import Rows
@@ -60,8 +60,7 @@ def of_any_rank(named: dict[Name, Any], group: Group = None) -> dict[Name, Any]:
 def tensors_diverge(
     kind: str, named: Mapping[str, Tensor], *, divided: bool = False, group: Group = None
 ) -> Divergence:
-    """Return, for each tensor that differs between ranks, the largest relative distance of a copy from the first rank's
-    copy."""
+    """Return how far each tensor that differs between ranks is from the first rank's copy."""
     ranks = to_rank_0({name: sketch(value) for name, value in named.items()}, group)
     found = {}
     for name in {name for sketches in ranks for name in sketches}:
@@ -76,7 +75,7 @@ def tensors_diverge(
 
 
 def numbers_diverge(kind: str, named: Mapping[str, float], group: Group = None) -> Divergence:
-    """Return how much each number differs from rank 0's number, relative to the size of rank 0's number."""
+    """Return how much each number differs from rank 0's, relative to its size."""
     ranks = gather_objects(dict(named), group)
     found = {}
     for name in {name for numbers in ranks for name in numbers}:
@@ -87,8 +86,7 @@ def numbers_diverge(kind: str, named: Mapping[str, float], group: Group = None) 
 
 
 def start_diverges(trace: Trace) -> Divergence:
-    """Return the differences between ranks before the first step: in tied weights, classes of modules, parameters and
-    buffers."""
+    """Return the differences between ranks before the first step."""
     found: Divergence = {}
     group = _alike()
     ranks = gather_objects((trace.tied, trace.modules, list(trace.initial_parameters)), group)
@@ -110,15 +108,8 @@ def cannot_train(divergence: Divergence) -> bool:
     return any(far == LACKS and kind in ("tied weights", "initial parameters") for (kind, _), far in divergence.items())
 
 
-def low_precision_on_any(parameters: Named) -> dict[str, str]:
-    """Return {name: dtype} of the parameters whose values on some rank all fit into float16 or bfloat16."""
-    ranks = gather_objects({name: precision_of(p) for name, p in parameters.items()})
-    return {name: dtype for found in ranks for name, dtype in found.items() if dtype.endswith("16")}
-
-
 def slices_of_ranks(slices: Sequence[BatchSlice], world: World) -> tuple[list[list[list[int]]], list[Rows]]:
-    """Return two lists with one entry for each microbatch: the sample indices that each rank reads, without padding,
-    and the rows that belong to this rank. Collective."""
+    """Return each rank's sample indices and this rank's rows, by microbatch. Collective."""
     ranks = gather_objects([(own.indices[: own.samples].tolist(), len(own.indices)) for own in slices])
     samples = [[own[k][0] if k < len(own) else [] for own in ranks] for k in range(len(slices))]
     rows = [
@@ -130,12 +121,10 @@ def slices_of_ranks(slices: Sequence[BatchSlice], world: World) -> tuple[list[li
 
 def collect_step(step: StepTrace, model: nn.Module, optimizer: Optimizer | None, *, divided: bool) -> None:
     """Complete the trace of a step with the values of all ranks. Collective."""
-    step.outputs, step.peers, differ = _outputs_of_ranks(step.outputs)
-    step.contents = _contents_of_ranks(step.contents)
-    own = to_rank_0((get_rank(everyone()), step.own_gradients, step.own_boxes), _alike())
-    step.alike = tuple(
-        rank for rank, part in gather_objects((get_rank(everyone()), get_rank()), everyone()) if part == 0
-    )
+    differ = _join_outputs(step)
+    rank = get_rank(everyone())
+    own = to_rank_0((rank, step.own_gradients, step.own_boxes), _alike())
+    step.alike = tuple(rank for rank, part in gather_objects((rank, get_rank()), everyone()) if part == 0)
     step.own_gradients = {(rank, number): named for rank, each, _ in own for (_, number), named in each.items()}
     step.own_boxes = {(rank, name): box for rank, _, boxes in own for (_, name), box in boxes.items()}
     step.evaluating = set().union(*gather_objects(step.evaluating))
@@ -159,45 +148,39 @@ def collect_step(step: StepTrace, model: nn.Module, optimizer: Optimizer | None,
         **tensors_diverge("buffers", step.buffers, group=group),
         **numbers_diverge("loss", {"loss": step.loss}, group),
     }
-    step.low_precision = low_precision_on_any(step.parameters)
+    lower = gather_objects({name: precision_of(p) for name, p in step.parameters.items()})
+    step.low_precision = {name: dtype for of in lower for name, dtype in of.items() if dtype.endswith("16")}
     step.optimizer_state, step.clipped_gradients = of_any_rank(state), of_any_rank(step.clipped_gradients)
     _join_stages(step)
 
 
-def _outputs_of_ranks(own: list[Output]) -> tuple[list[Output], list[list[list[Output]]], Divergence]:
-    """Gather the ranks' module outputs on rank 0: one copy of each, all copies if there are several, and how far the
-    copies differ."""
-    found: dict[int, list[list[Output]]] = {}
+def _join_outputs(step: StepTrace) -> Divergence:
+    """Gather batches and module outputs on rank 0. Return how far the copies differ."""
+    found: dict[int, list[tuple[list[Output], list[Contents]]]] = {}
     differ: Divergence = {}
-    for rank, outputs in to_rank_0((get_rank(), own), _alike()):
-        found.setdefault(rank, []).append(outputs)
-        first = {output.key: output for output in found[rank][0]}
+    for rank, outputs, contents in to_rank_0((get_rank(), step.outputs, step.contents), _alike()):
+        found.setdefault(rank, []).append((outputs, contents))
+        first = {output.key: output for output in found[rank][0][0]}
         for output in outputs:
             far = _apart(first[output.key], output) if output.key in first else LACKS
             if far > 0:
                 key = "module outputs", output.module
                 differ[key] = max(far, differ.get(key, 0.0))
     every = list(found.values())
-    peers = every if any(len(each) > 1 for each in every) else []
-    return [output for each in every for output in each[0]], peers, differ
-
-
-def _contents_of_ranks(own: list[Contents]) -> list[Contents]:
-    """Gather the ranks' batches on rank 0, in rank order."""
-    found: dict[int, list[Contents]] = {}
-    for rank, contents in to_rank_0((get_rank(), own), _alike()):
-        found.setdefault(rank, contents)
-    return [contents for each in found.values() for contents in each]
+    several = any(len(each) > 1 for each in every)
+    step.peers = [[outputs for outputs, _ in each] for each in every] if several else []
+    step.outputs = [output for each in every for output in each[0][0]]
+    step.contents = [contents for each in every for contents in each[0][1]]
+    return differ
 
 
 def _apart(first: Output, other: Output) -> float:
-    """Return how much the outputs of one call differ between two ranks, relative to the size of `first`."""
-    if first.sketches.keys() != other.sketches.keys():
+    """Return how much the outputs of one call differ, relative to `first`."""
+    shapes = [{layout: rows.shape for layout, rows in output.sketches.items()} for output in (first, other)]
+    if shapes[0] != shapes[1]:
         return LACKS
-    pairs = [(first.sketches[layout], other.sketches[layout]) for layout in first.sketches]
-    if any(a.shape != b.shape for a, b in pairs):
-        return LACKS
-    return max((finite(float(apart(a, b).norm()) / _length(a)) for a, b in pairs), default=0.0)
+    far = (float(apart(rows, other.sketches[layout]).norm()) / _length(rows) for layout, rows in first.sketches.items())
+    return max(map(finite, far), default=0.0)
 
 
 def _length(sketch: Tensor) -> float:
@@ -210,10 +193,7 @@ def _join_stages(step: StepTrace) -> None:
     if pipe is None:
         return
     group = pipe.group
-    for name in ("gradients", "clipped_gradients", "optimizer_state", "parameters", "buffers"):
-        named = getattr(step, name)
-        step.rank_divergence |= tensors_diverge(name.replace("_", " "), named, divided=True, group=group)
-        setattr(step, name, of_any_rank(named, group))
+    _join_named(step, ("gradients", "clipped_gradients", "optimizer_state", "parameters", "buffers"), group)
     step.rank_divergence |= numbers_diverge("loss", {"loss": step.loss}, group)
     step.low_precision = of_any_rank(step.low_precision, group)
     step.rank_divergence = of_any_rank(step.rank_divergence, group)
@@ -225,14 +205,18 @@ def _join_stages(step: StepTrace) -> None:
 
 def collect_run(trace: Trace) -> None:
     """Complete the trace of a run with the values of all ranks. Collective."""
-    trace.unkeyed = set().union(*gather_objects(trace.unkeyed))
-    trace.random_modules = set().union(*gather_objects(trace.random_modules))
-    trace.rank_divergence |= numbers_diverge("evaluation", trace.evaluation, _alike())
     pipe = stages.pipe()
+    for group in (None,) if pipe is None else (None, pipe.group):
+        trace.unkeyed = set().union(*gather_objects(trace.unkeyed, group))
+        trace.random_modules = set().union(*gather_objects(trace.random_modules, group))
+    trace.rank_divergence |= numbers_diverge("evaluation", trace.evaluation, _alike())
     if pipe is not None:
-        for kind, named in (("parameters", trace.initial_parameters), ("buffers", trace.initial_buffers)):
-            trace.rank_divergence |= tensors_diverge(f"initial {kind}", named, divided=True, group=pipe.group)
-        trace.initial_parameters = of_any_rank(trace.initial_parameters, pipe.group)
-        trace.initial_buffers = of_any_rank(trace.initial_buffers, pipe.group)
-        trace.unkeyed = set().union(*gather_objects(trace.unkeyed, pipe.group))
-        trace.random_modules = set().union(*gather_objects(trace.random_modules, pipe.group))
+        _join_named(trace, ("initial_parameters", "initial_buffers"), pipe.group)
+
+
+def _join_named(found: StepTrace | Trace, kinds: Sequence[str], group: Group) -> None:
+    """Join tensors that each stage of a pipeline has some of."""
+    for kind in kinds:
+        named = getattr(found, kind)
+        found.rank_divergence |= tensors_diverge(kind.replace("_", " "), named, divided=True, group=group)
+        setattr(found, kind, of_any_rank(named, group))

@@ -1,13 +1,10 @@
 """Compare two sides: what differs, how much, and where it began.
 
 The sides are the reference run on one device and the run under a plan. A difference is relative to the largest value of
-the tensor, but at least to a thousandth of the largest value among all tensors of its kind in that step, because a
-gradient that is zero except for rounding has no scale of its own. A difference above `LIMIT` is a fault. A difference
-between ranks in a value that should be the same on all of them is a fault too, even if rank 0 is right.
+the tensor, but at least to a thousandth of the largest of its kind in that step. Above `LIMIT` it is a fault. So is a
+difference between ranks in a value that should be the same on all of them, even if rank 0 is right.
 
-Some elements of parameters and optimizer state are left out: those whose gradient was zero except for rounding in some
-step (below 1e-8 of the largest gradient, yet not zero on both sides; see noise.py). Adam turns such noise into steps of
-full size.
+Elements of parameters and optimizer state whose gradient is only rounding are left out (see noise.py).
 """
 
 from __future__ import annotations
@@ -19,17 +16,19 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from meshwise.checker.compare_outputs import Unseen, compared_outputs, left_out, of_samples
-from meshwise.checker.contents import compared_fields
+from meshwise.checker.contents import compared_contents
 from meshwise.checker.difference import LIMIT, Difference, finite, numbers, tensors
 from meshwise.checker.noise import note_noise
+from meshwise.checker.outputs import Unseen, compared_outputs, of_samples
 from meshwise.checker.trace import Divergence, Named, StepTrace, Trace
+from meshwise.spec.words import some
+from meshwise.training.data.keyed import GENERATOR
 
 MICROBATCHES = "number of microbatches"
-"""The name of the `Difference` between the number of microbatches in a step on one device and under the plan."""
+"""The name of the `Difference` of the number of microbatches in a step."""
 KINDS = (
     *("races", "modules", "tied weights", "initial parameters", "initial buffers", "resumed state", "sample order"),
-    *("batch contents", "module outputs", "loss", "gradients", "gradient norm", "clipped gradients", "learning rate"),
+    *("batch contents", "module outputs", "loss", "gradients", "clipped gradients", "learning rate"),
     *("optimizer state", "parameters", "buffers", "scheduler", "steps", "evaluation"),
 )
 """The kinds of values that are compared, in the order in which a step produces them."""
@@ -63,8 +62,8 @@ class Comparison:
 
 
 def compare(reference: Trace, actual: Trace) -> Comparison:
-    """Compare the trace of the run under a plan (`actual`) with the trace of the run on one device (`reference`)."""
-    found = [Difference("races", 0, race, math.inf, 0.0) for race in actual.races]
+    """Compare the run under a plan (`actual`) with the run on one device (`reference`)."""
+    found = [Difference("races", 0, race, math.inf) for race in actual.races]
     found += _over_ranks(_start(reference, actual), actual.rank_divergence)
     noise: dict[str, Tensor] = {}
     unseen: list[Unseen] = []
@@ -72,7 +71,7 @@ def compare(reference: Trace, actual: Trace) -> Comparison:
         if number == len(actual.steps) > 1:
             found += [d for resumed in actual.resumed for d in _resumed(number, actual.steps[-2], resumed)]
         found += _samples(number, mine, other)
-        contents = list(_contents(number, mine, other))
+        contents = list(compared_contents(number, mine, other))
         gradients = _reduced_by_hand(_over_ranks(_gradients(number, mine, other), other.rank_divergence))
         outputs = _over_ranks(compared_outputs(number, mine, other, unseen), other.rank_divergence)
         wrong = any(d.fault for d in gradients)
@@ -82,13 +81,28 @@ def compare(reference: Trace, actual: Trace) -> Comparison:
         note_noise(noise, mine.gradients, other.gradients)
         found += _over_ranks(_after(number, mine, other, noise), other.rank_divergence)
     if actual.steps:
-        found += _number_of_steps(len(reference.steps), len(actual.steps))
-        found += _over_ranks(_evaluation(reference, actual), actual.rank_divergence)
+        found += _over_ranks(_ends(reference, actual), actual.rank_divergence)
     by_kind = {kind: [d for d in found if d.kind == kind] for kind in KINDS}
     kinds = tuple(_compared(kind, differences) for kind, differences in by_kind.items() if differences)
     first = next((d for d in found if d.fault), None)
-    left = tuple(left_out(reference, actual, unseen, noise))
+    left = tuple(_left_out(reference, actual, unseen, noise))
     return Comparison(kinds, tuple(found), first, reference.modules, left, tuple(unseen))
+
+
+def _left_out(reference: Trace, actual: Trace, unseen: Sequence[Unseen], noise: Named) -> Iterator[str]:
+    """Yield sentences that say what the comparison leaves out."""
+    for (module, kind, why), calls in Counter((each.module, each.kind, each.why) for each in unseen).items():
+        yield f"outputs of {module or 'the model'} ({kind}): {why} ({calls} call{'s' * (calls > 1)})."
+    small = {name: int(mask.sum()) for name, mask in noise.items() if bool(mask.any())}
+    if small:
+        count, total = sum(small.values()), sum(mask.numel() for mask in noise.values())
+        many = [name for name, few in small.items() if few * 10 > noise[name].numel()]
+        where = f", most of them in {some(many)}" if many else ""
+        text = f"{count:,} of {total:,} values of the parameters after a step{where}"
+        yield f"{text}: their gradients are so small that rounding is a large part of them."
+    for name in sorted(reference.unkeyed | actual.unkeyed):
+        differ = "each rank draws from its own" if name.endswith(GENERATOR) else "ranks draw different numbers"
+        yield f"draws of {name}: it is not keyed, so {differ}."
 
 
 def _compared(kind: str, differences: Sequence[Difference]) -> Compared:
@@ -102,49 +116,34 @@ def _over_ranks(differences: Iterable[Difference], divergence: Divergence) -> li
     for d in differences:
         ranks = divergence.get((d.kind, d.name), 0.0)
         if ranks > LIMIT and "parts" not in d.facts:
-            d = replace(
-                d, relative=max(d.relative, ranks), facts={**d.facts, "ranks apart": ranks, "first rank": d.relative}
-            )
+            facts = {**d.facts, "ranks apart": ranks, "first rank": d.relative}
+            d = replace(d, relative=max(d.relative, ranks), facts=facts)
         found.append(d)
     return found
 
 
 def _reduced_by_hand(gradients: list[Difference]) -> list[Difference]:
-    """Return the differences of gradients, without errors that the program itself corrects before the optimizer step,
-    e.g. by an all_reduce."""
-    got = {d.name: d.relative for d in gradients if d.kind == "clipped gradients"}
-    made = {
-        d.name: got.get(d.name, math.inf)
-        for d in gradients
-        if d.kind == "gradients" and d.fault and abs((d.factor or 1.0) - 1) < HARDLY
-    }
-    made = {d.name: made[d.name] for d in gradients if d.name in made and made[d.name] < HARDLY * d.relative}
-    if not made:
-        return gradients
-    far = {**made, "all gradients": max(got.values())}
-    kinds = ("gradients", "gradient norm")
-    return [
-        replace(d, relative=min(d.relative, far.get(d.name, math.inf))) if d.kind in kinds else d for d in gradients
-    ]
+    """Return the differences, without errors that the program corrects itself before the step."""
+    clipped = {d.name: d.relative for d in gradients if d.kind == "clipped gradients"}
+    found = []
+    for d in gradients:
+        nearly = d.kind == "gradients" and d.fault and abs((d.factor or 1.0) - 1) < HARDLY
+        corrected = nearly and clipped.get(d.name, math.inf) < HARDLY * d.relative
+        found.append(replace(d, relative=clipped[d.name]) if corrected else d)
+    return found
 
 
 def _start(reference: Trace, actual: Trace) -> Iterator[Difference]:
     kinds = ("modules", "tied weights")
     diverging = [[name for of, name in sorted(actual.rank_divergence) if of == kind] for kind in kinds]
-    yield from (Difference("modules", 0, name, 0.0, 0.0) for name in diverging[0])
+    yield from (Difference("modules", 0, name, 0.0) for name in diverging[0])
     mine, others = ({" = ".join(group) for group in side.tied} for side in (reference, actual))
     for group in sorted(mine | others | set(diverging[1])):
         one_side = group in mine ^ others
         facts = {"tied": "one device" if group in mine else "the plan"} if one_side else {}
-        yield Difference("tied weights", 0, group, math.inf if one_side else 0.0, 0.0, facts)
+        yield Difference("tied weights", 0, group, math.inf if one_side else 0.0, facts)
     yield from tensors("initial parameters", 0, reference.initial_parameters, actual.initial_parameters)
     yield from tensors("initial buffers", 0, reference.initial_buffers, actual.initial_buffers)
-
-
-def _number_of_steps(one: int, plan: int) -> Iterator[Difference]:
-    if one != plan:
-        facts = {"one device": one, "the plan": plan}
-        yield Difference("steps", min(one, plan), "number of steps", math.inf, float(abs(one - plan)), facts)
 
 
 def _resumed(step: int, before: StepTrace, after: StepTrace) -> Iterator[Difference]:
@@ -160,45 +159,24 @@ def _samples(step: int, mine: StepTrace, other: StepTrace) -> Iterator[Differenc
         yield _indices("sample order", step, f"microbatch {number}", want, got)
     if len(mine.samples) != len(other.samples):
         facts = {"one device": len(mine.samples), "the plan": len(other.samples)}
-        yield Difference("sample order", step, MICROBATCHES, math.inf, 0.0, facts)
+        yield Difference("sample order", step, MICROBATCHES, math.inf, facts)
 
 
 def _indices(kind: str, step: int, name: str, want: Sequence[int], got: Sequence[int]) -> Difference:
     counts, wanted = Counter(got), Counter(want)
     facts = {"repeated": sorted((counts - wanted).elements()), "missing": sorted((wanted - counts).elements())}
-    wrong = sum(a != b for a, b in zip(want, got, strict=False)) + abs(len(want) - len(got))
-    return Difference(kind, step, name, math.inf if wrong else 0.0, float(wrong), facts if wrong else {})
-
-
-def _contents(step: int, mine: StepTrace, other: StepTrace) -> Iterator[Difference]:
-    for number, sides in enumerate(zip(mine.samples, other.samples, strict=False)):
-        one, ranks = ([each for each in side.contents if each.microbatch == number] for side in (mine, other))
-        samples = [[index for part in side for index in part] for side in sides]
-        for found in compared_fields(one, ranks, *samples):
-            facts = {
-                "microbatch": number + 1,
-                "sample": found.wrong[0],
-                "how many": f"{len(found.wrong)} of {found.samples}",
-                "from the first": samples[1][0] in found.wrong,
-                "place": ranks[0].place,
-                "source": ranks[0].source,
-                "draws": ranks[0].draws,
-                "collate": ranks[0].collate,
-            } if found.wrong else {}  # fmt: skip
-            yield Difference("batch contents", step, found.name, found.relative, found.absolute, facts)
+    alike = want == got
+    return Difference(kind, step, name, 0.0 if alike else math.inf, {} if alike else facts)
 
 
 def _gradients(step: int, mine: StepTrace, other: StepTrace) -> Iterator[Difference]:
-    """Yield the comparisons of the loss, the gradients, the norm of all gradients, and the clipped gradients in a step.
-    The gradients are in the order in which the backward pass on one device has computed them."""
+    """Yield the comparisons of the loss and the gradients, in the order of the backward on one device."""
     yield from numbers("loss", step, {"loss": mine.loss}, {"loss": other.loss})
     order = dict.fromkeys([*mine.ready_order, *mine.gradients])
     wanted = {name: mine.gradients[name] for name in order if name in mine.gradients}
-    yield from tensors("gradients", step, wanted, other.gradients, facts=_gradient_facts)
-    norms = [{"all gradients": _norm(gradients)} for gradients in (wanted, other.gradients)]
-    yield from numbers("gradient norm", step, *norms)
+    yield from tensors("gradients", step, wanted, other.gradients, facts=multiple)
     clipped = mine.clipped_gradients, other.clipped_gradients
-    yield from tensors("clipped gradients", step, *clipped, facts=_gradient_facts)
+    yield from tensors("clipped gradients", step, *clipped, facts=multiple)
 
 
 def _after(step: int, mine: StepTrace, other: StepTrace, noise: Named) -> Iterator[Difference]:
@@ -214,21 +192,20 @@ def _after(step: int, mine: StepTrace, other: StepTrace, noise: Named) -> Iterat
         yield from numbers("scheduler", step, mine.scheduler, other.scheduler)
 
 
-def _evaluation(reference: Trace, actual: Trace) -> Iterator[Difference]:
-    steps = len(reference.steps)
+def _ends(reference: Trace, actual: Trace) -> Iterator[Difference]:
+    """Yield the comparisons of the number of steps, and of what is evaluated."""
+    steps, others = len(reference.steps), len(actual.steps)
+    if steps != others:
+        facts = {"one device": steps, "the plan": others}
+        yield Difference("steps", min(steps, others), "number of steps", math.inf, facts)
     if reference.evaluated or actual.evaluated:
         yield _indices("evaluation", steps, "samples", sorted(reference.evaluated), sorted(actual.evaluated))
     yield from numbers("evaluation", steps, reference.evaluation, actual.evaluation)
 
 
-def _gradient_facts(mine: Tensor, other: Tensor) -> dict[str, float]:
-    """Return the factor that maps `mine` to `other` best, by least squares, and the norm of the residual relative to
-    the norm of `other`."""
+def multiple(mine: Tensor, other: Tensor) -> dict[str, float]:
+    """Return the factor that maps `mine` to `other` by least squares, and the relative residual."""
     square = float((mine * mine).sum())
     factor = float((mine * other).sum()) / square if square else math.nan
     length = float(other.norm())
     return {"factor": factor, "rest": float((other - factor * mine).norm()) / length if length else math.nan}
-
-
-def _norm(named: Named) -> float:
-    return math.sqrt(sum(float((t * t).sum()) for t in named.values()))

@@ -3,9 +3,8 @@
 A loss that compares samples with each other uses such operators.
 
 A tensor with two dimensions that both grow with the number of rows holds pairs of samples. A sum over rows that is not
-a single number is a statistic of the batch. Sorting, indexing or moving along rows compares samples. In a single
-forward pass this may be chance, as when there are as many features as samples. If the same call does it with another
-number of samples, it is not.
+a single number is a statistic of the batch. Sorting, indexing or moving along rows compares samples. It is no chance if
+the same call does it with another number of samples.
 """
 
 from __future__ import annotations
@@ -46,33 +45,24 @@ class Together:
     module: str | None
     text: str
 
-    @property
-    def is_statistic(self) -> bool:
-        """Whether the operator takes a statistic over the samples, such as a mean, a sum or a variance."""
-        return self.operator in STATISTICS
-
 
 def noting_coupled(rows: int, found: Coupled, module: Callable[[], str | None]) -> AbstractContextManager[Any]:
     """Record in `found` the operators inside the with block that may combine samples."""
     calls: Counter[tuple[str, str | None]] = Counter()
 
     def note(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        result, name = operator(*args, **kwargs), operator_name(operator)
+        result, name, within = operator(*args, **kwargs), operator_name(operator), module()
+        calls[name, within] += 1
+        taken = list[Dims]()
         if rows > 1 and isinstance(result, Tensor) and result.dim() > 1:
-            within = module()
-            calls[name, within] += 1
             dims = tuple((d, size / rows) for d, size in enumerate(result.shape) if size and size % rows == 0)
-            if len(dims) > 1:
-                found.setdefault((name, within, calls[name, within], dims, rows), user_place())
+            taken += [dims] if len(dims) > 1 else []
         if rows > 1 and name in _TOGETHER and args and isinstance(args[0], Tensor):
-            within = module()
-            of_rows = f"{name} of rows"
-            calls[of_rows, within] += 1
             size = _rows_taken_together(name, args[0], result, named_arguments(operator, args, kwargs), rows)
             curved = within is None and name in CURVED and args[0].is_floating_point() and args[0].dim() == 0
-            if size or curved:
-                key = name, within, calls[of_rows, within], ((STATISTIC, size / rows),), rows
-                found.setdefault(key, user_place())
+            taken += [((STATISTIC, size / rows),)] if size or curved else []
+        for dims in taken:
+            found.setdefault((name, within, calls[name, within], dims, rows), user_place())
         return result
 
     return intercept_operators(note)
@@ -102,15 +92,14 @@ def _rows_taken_together(name: str, tensor: Tensor, result: Any, given: dict[str
 
 
 def taken_together(one: Coupled, rank: Coupled) -> list[Together]:
-    """Return the operator calls that combine a different number of samples on a rank than on one device."""
+    """Return the operator calls that combine another number of samples on a rank."""
     rows: dict[Any, set[int]] = {}
     for *call, count in rank:
         rows.setdefault(tuple(call), set()).add(count)
-    both = [(key, place) for key, place in one.items() if place and rows.get(key[:4], set()) - {key[4]}]
-    return [Together(name, module, _said(name, place, dims)) for (name, module, _, dims, _), place in both]
-
-
-def _said(name: str, place: str, dims: Dims) -> str:
-    if dims[0][0] == STATISTIC:
-        return f"{place} takes several samples of a batch together ({name})"
-    return f"{place} compares the samples of a batch with each other"
+    found = list[Together]()
+    for (name, module, number, dims, count), place in one.items():
+        if place and rows.get((name, module, number, dims), set()) - {count}:
+            statistic = f"{place} takes several samples of a batch together ({name})"
+            pairs = f"{place} compares the samples of a batch with each other"
+            found.append(Together(name, module, statistic if dims[0][0] == STATISTIC else pairs))
+    return found

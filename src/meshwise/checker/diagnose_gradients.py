@@ -13,30 +13,28 @@ from itertools import takewhile
 
 from meshwise.checker.causes import Cause
 from meshwise.checker.causes import CauseKind as K
-from meshwise.checker.diagnose_backward import by_hand_in_the_backward
+from meshwise.checker.diagnose_by_hand import by_hand_in_the_backward, without_a_backward
 from meshwise.checker.diagnose_weights import by_weights
+from meshwise.checker.difference import largest
 from meshwise.checker.evidence import Evidence, Rule, is_inside, near, owner_of, precision_lost, says
-from meshwise.checker.rank_weights import weights_in
-from meshwise.spec.plan import Plan
+from meshwise.checker.noise import NOISE
 from meshwise.spec.words import some
 
 
 def _no_gradient(evidence: Evidence) -> Cause | None:
-    """Explain a gradient that exists in the run on one device, but not in the run under the plan, or the other way
-    round."""
-    first = evidence.first
+    """Explain a gradient that only one of the two runs has."""
+    first, gradients = evidence.first, evidence.of_kind("gradients")
     lacking = first.facts.get("lacking")
     if lacking is None:
         return None
-    names = [d.name for d in evidence.faults("gradients") if d.facts.get("lacking") == lacking]
-    few = some(names)
+    names = [d.name for d in gradients if d.facts.get("lacking") == lacking]
+    few, owners = some(names), {owner_of(name) for name in names}
     if lacking == "one device":
         return Cause(K.BACKWARD, f"{few}: there is a gradient under the plan, but none on one device.")
-    if not _whole_modules(names, evidence):
+    if any(d.name not in names and owner_of(d.name) in owners for d in gradients):
         return Cause(K.BACKWARD, f"the plan has no gradient of {few}: frozen, detached or unused.")
-    within = _common_module(names)
-    order = [d.name for d in evidence.of_kind("gradients") if is_inside(d.name, within)]
-    beyond = [name for name in order[order.index(first.name) :] if name not in names]
+    within, after = _common_module(names), gradients[gradients.index(first) :]
+    beyond = [d.name for d in after if is_inside(d.name, within) and d.name not in names]
     if beyond and (evidence.plan.shard > 1 or evidence.plan.accumulate > 1):
         text = f"the plan has no gradient of {few}, but has one of {beyond[0]}, which comes before it"
         return Cause(K.MISSING_REDUCTION, f"{text}: the missing gradient was not reduced.")
@@ -49,8 +47,7 @@ def _not_reduced(evidence: Evidence) -> str:
 
 
 def _modified_between_backwards(evidence: Evidence) -> Cause | None:
-    """Explain wrong gradients if the program has cleared, scaled or clipped gradients between the microbatches of a
-    step. Return None if the program has not done so."""
+    """Explain gradients that are cleared, scaled or clipped between the microbatches of a step."""
     one, plan = evidence.steps
     for rank, micro, before, after, alike in plan.modified_between_backwards:
         where = f"after microbatch {micro + 1} on rank {rank}"
@@ -65,46 +62,38 @@ def _modified_between_backwards(evidence: Evidence) -> Cause | None:
             text = f"gradients are multiplied by {after / before:.6g} {where}, and later ones are added to the result"
             return Cause(K.SCALED_BETWEEN, f"{text}: earlier microbatches get another weight than later ones.")
         if after < before:
-            text = f"gradients are {'scaled' if alike else 'cut'} from norm {before:.3g} to {after:.3g} {where}"
+            text = f"gradients are cut from norm {before:.3g} to {after:.3g} {where}"
             return Cause(K.CLIP_NORM, f"{text}, before the step: they are clipped in each microbatch.")
     return None
 
 
 def _one_factor(evidence: Evidence) -> Cause | None:
-    """Explain gradients that are all the same multiple of the gradients on one device. Return None if they are not."""
-    factors, plan = [d.factor for d in evidence.faults("gradients")], evidence.plan
-    factor = factors[0] if factors else None
-    if factor is None or not all(f is not None and near(f, factor) for f in factors):
+    """Explain gradients that are all the same multiple of those on one device."""
+    factor, plan, faults = evidence.first.factor, evidence.plan, evidence.faults("gradients")
+    if factor is None or not all(near(d.factor or math.nan, factor) for d in faults):
         return None
-    text = f"{evidence.how_many()}, and are {factor:.12g} times those of one device"
-    for size, words in {plan.devices: "ranks", plan.shard: "shards", plan.data: "replicas"}.items():
-        if size > 1 and near(factor, size):
-            return Cause(K.DOUBLED_REDUCTION, f"{text}, the number of {words}: summed, and not divided.")
-        if size > 1 and near(factor, 1 / size):
-            text += f", one over the number of {words}: divided once too often."
-            return Cause(K.DOUBLED_REDUCTION, text)
-    return Cause(K.LOSS_WEIGHTING, f"{text}: {_meaning(factor, plan)}.") if _all_wrong(evidence) else None
+    if times := evidence.of_ranks(factor):
+        why = "summed, and not divided" if factor > 1 else "divided once too often"
+        return Cause(K.DOUBLED_REDUCTION, f"{evidence.how_many()}, and are {times} those of one device: {why}.")
+    wanted = evidence.steps[0].gradients
+    right = [wanted[d.name] for d in evidence.of_kind("gradients") if not d.fault]
+    if largest(right) > NOISE * largest(wanted.values()):
+        return None
+    meaning, power = "the same factor for each", abs(math.log2(abs(factor)))
+    if plan.accumulate > 1 and any(near(factor, size) for size in (plan.accumulate, 1 / plan.accumulate)):
+        meaning = "the number of microbatches is applied once too often, or not at all"
+    elif power >= 4 and near(power, round(power)):
+        meaning = "the same power of two for each: perhaps a loss scale is not removed"
+    text = f"{evidence.how_many()}, and are {factor:.12g} times those of one device: {meaning}."
+    return Cause(K.LOSS_WEIGHTING, text)
 
 
 def _begins_with_a_factor(evidence: Evidence) -> str:
-    """Return a sentence if the first wrong gradient is N or 1/N times the gradient on one device, where N is a number
-    of ranks. Later gradients may be wrong in other ways, because the backward computes them from the first."""
-    factor, plan = evidence.first.factor, evidence.plan
-    sizes = {plan.devices, plan.data, plan.shard, plan.tensor, plan.context} - {1}
-    if factor is None or not any(near(factor, size) or near(factor, 1 / size) for size in sizes):
-        return ""
-    return (
-        f"{evidence.how_many()}; the first of the backward, of {evidence.first.name}, is {factor:.12g} times that of "
-        "one device: equal gradients of the ranks are added up, or a sum is divided by the number of ranks."
-    )
-
-
-def _meaning(factor: float, plan: Plan) -> str:
-    if plan.accumulate > 1 and any(near(factor, size) for size in (plan.accumulate, 1 / plan.accumulate)):
-        return "the number of microbatches is applied once too often, or not at all"
-    power = abs(math.log2(abs(factor)))
-    scale = ", a power of two: perhaps a loss scale is not removed" if power >= 4 and near(power, round(power)) else ""
-    return f"the same factor for each{scale}"
+    """Return a sentence if the first wrong gradient is that of one device by a number of ranks."""
+    times = evidence.of_ranks(evidence.first.factor or math.nan)
+    text = f"{evidence.how_many()}; the first of the backward, of {evidence.first.name}, is {times} that of one device"
+    why = "equal gradients are added up, or a sum is divided by the number of ranks"
+    return f"{text}: {why}." if times else ""
 
 
 def _only_tied_weights(evidence: Evidence) -> str:
@@ -124,33 +113,8 @@ def _lower_precision(evidence: Evidence) -> str:
     return f"every value of the {len(names)} gradients that differ fits into {' or '.join(sorted(found))}."
 
 
-def _exchanged_by_hand(evidence: Evidence) -> Cause | None:
-    """Explain a wrong gradient by a collective that the program itself calls."""
-    solved = weights_in(*evidence.steps, [evidence.first.name])
-    if solved is None or solved.one is not None:
-        return None
-    owner = owner_of(evidence.first.name)
-    module = next((name for name in (owner, *_called_next(evidence)) if evidence.exchanges_in(name)), None)
-    if module is None:
-        return None
-    kind = evidence.comparison.modules.get(module, "")
-    text = (
-        f"{evidence.how_many()}, from {evidence.first.name} on; no weights of the ranks' own gradients of it give that "
-        f"of one device: something is on no rank. {module or 'the model'} ({kind}) exchanges by hand in"
-    )
-    if lost := evidence.exchanges_without_backward(module):
-        return Cause(
-            K.MISSING_REDUCTION,
-            f"{text} {some(lost)}, but its backward has no collective, so no gradient comes back from other ranks. "
-            "Use a torch.autograd.Function whose backward adds up the gradients of what was gathered or added up in "
-            "the forward.",
-        )
-    return Cause(K.BACKWARD, f"{text} {some(evidence.exchanges_in(module))}: look at the backward of that.")
-
-
 def _random_recompute(evidence: Evidence) -> str:
-    """Return a sentence if a block under activation checkpointing draws other random numbers in its recomputation than
-    in its forward pass, but only under the plan. Return "" otherwise."""
+    """Return a sentence if a recomputed block draws other random numbers under the plan alone."""
     reference, actual = evidence.steps
     if not actual.rng_mismatch or reference.rng_mismatch:
         return ""
@@ -169,34 +133,13 @@ GRADIENT_RULES: tuple[Rule, ...] = (
     says(K.DOUBLED_REDUCTION, _begins_with_a_factor),
     says(K.TIED_WEIGHT, _only_tied_weights),
     says(K.LOWER_PRECISION, _lower_precision),
-    _exchanged_by_hand,
+    without_a_backward,
     says(K.BACKWARD, "{how_many}; {name} was the first to be ready."),
 )
 
 
-def _all_wrong(evidence: Evidence) -> bool:
-    """Return whether every gradient above rounding noise is wrong."""
-    return all(d.fault for d in evidence.gradients())
-
-
-def _called_next(evidence: Evidence) -> list[str]:
-    """Return the modules that the forward pass calls after the module with the first wrong gradient."""
-    owner = owner_of(evidence.first.name)
-    names = [output.module for output in evidence.steps[0].outputs if output.microbatch == 0]
-    last = max((at for at, name in enumerate(names) if name == owner), default=len(names))
-    called = [name for name in names[last + 1 :] if not is_inside(owner, name)]
-    right = {owner_of(d.name) for d in evidence.of_kind("gradients") if not d.fault}
-    return called[: next((at + 1 for at, name in enumerate(called) if name in right), None)]
-
-
-def _whole_modules(names: list[str], evidence: Evidence) -> bool:
-    """Return True if, for each module, `names` contains all of its parameters or none."""
-    owners = {owner_of(name) for name in names}
-    return all(name in names for name in evidence.reference.steps[0].gradients if owner_of(name) in owners)
-
-
 def _common_module(names: list[str]) -> str:
-    """Return the name of the innermost module that contains the modules of all these parameters."""
+    """Return the innermost module around the modules of these parameters."""
     parts = [owner_of(owner_of(name)).split(".") for name in names]
     shared = takewhile(lambda level: len(set(level)) == 1, zip(*parts, strict=False))
     return ".".join(level[0] for level in shared)

@@ -8,37 +8,37 @@ from __future__ import annotations
 import torch
 
 from meshwise.checker.causes import CauseKind as K
-from meshwise.checker.compare import MICROBATCHES
+from meshwise.checker.compare import MICROBATCHES, multiple
 from meshwise.checker.difference import precision_of
-from meshwise.checker.evidence import ROUNDING, Evidence, Rule, near, precision_lost, says
+from meshwise.checker.evidence import ROUNDING, Evidence, Rule, precision_lost, says
 from meshwise.checker.trace import Named, StepTrace, Trace
 from meshwise.spec.words import some
 
-ranks_differ = Evidence.ranks_differ
 WRITE_STEPS = "Let whether a step is made not depend on the number of devices, the rank or a number of one rank."
 FIRST_MOMENTS = ("exp_avg", "momentum_buffer")
 
 
 def skipped_step(evidence: Evidence) -> str:
-    """Return a sentence if, in the step with the first difference, parameters change on one device but none changes
-    under the plan."""
+    """Return a sentence if a step changes parameters on one device, and none under the plan."""
     (one, plan), step = evidence.steps, evidence.first.step
-    mine, theirs = (_values(trace) for trace in (evidence.reference, evidence.actual))
-    moved = _moved(mine, step)
-    if not moved or _moved(theirs, step) or not any(_moved(theirs, n) for n in range(1, len(theirs)) if n != step):
+    others = [n for n in range(1, len(evidence.actual.steps) + 1) if n != step]
+    moved = any(_moved(evidence.actual, n) for n in others)
+    if not _moved(evidence.reference, step) or _moved(evidence.actual, step) or not moved:
         return ""  # if no step moves a parameter, the optimizer holds other parameters
     gone = bool(one.clipped_gradients) and not plan.clipped_gradients
     why = "gradients are gone when optimizer.step() is called" if gone else "optimizer.step() changes nothing"
     return f"no parameter moves in step {step} under the plan: {why}. {WRITE_STEPS}"
 
 
-def _values(trace: Trace) -> list[Named]:
-    return [trace.initial_parameters, *(step.parameters for step in trace.steps)]
-
-
-def _moved(values: list[Named], step: int) -> list[str]:
-    before, after = values[step - 1], values[step]
+def _moved(trace: Trace, step: int) -> list[str]:
+    """Return the parameters that change in a step."""
+    before, after = _parameters_before(trace, step), trace.steps[step - 1].parameters
     return [name for name, p in after.items() if name in before and not torch.equal(p, before[name])]
+
+
+def _parameters_before(trace: Trace, step: int) -> Named:
+    """Return the parameters of a run as they were at the beginning of a step."""
+    return trace.initial_parameters if step == 1 else trace.steps[step - 2].parameters
 
 
 def other_microbatches(evidence: Evidence) -> str:
@@ -53,37 +53,20 @@ def other_microbatches(evidence: Evidence) -> str:
     return f"{text}: optimizer.step() was skipped after the first {counts[0]}."
 
 
-def accumulates_by_ranks(evidence: Evidence) -> str:
-    """Return a sentence if the number of microbatches in the first step is the number on one device, multiplied or
-    divided by the number of ranks. Return "" otherwise."""
-    ranks, first = evidence.plan.devices, evidence.first
-    if ranks == 1 or first.name != MICROBATCHES or first.step > 1:
-        return ""
-    one, plan = (first.facts[side] for side in ("one device", "the plan"))
-    if plan not in (-(-one // ranks), one // ranks, one * ranks):
-        return ""
-    return (
-        f"the number of microbatches in a step is {plan} on {ranks} devices, but {one} on one device. Use the same "
-        "number for any number of devices: each device takes its part of every batch."
-    )
-
-
 def fewer_steps(evidence: Evidence) -> str:
-    """Return a sentence that says how many optimizer steps were made on one device, and how many under the plan."""
+    """Return a sentence that says how many optimizer steps each side made."""
     one, plan = (evidence.first.facts[side] for side in ("one device", "the plan"))
     return f"one device makes {one} optimizer steps, the plan {plan}; those that both make are equal. {WRITE_STEPS}"
 
 
 def changed_by_a_load(evidence: Evidence) -> str:
-    """Return a sentence if, under the plan, the program loads a state dict into the model between optimizer.step() and
-    the next batch, and the first wrong value changes there."""
+    """Return a sentence if the first wrong value changes when the plan loads a state dict."""
     text = changed_behind_step(evidence)
     return f"{text} The model loads a state dict with other values there." if text and evidence.steps[1].loaded else ""
 
 
 def changed_behind_step(evidence: Evidence) -> str:
-    """Return a sentence if the first wrong value changes between optimizer.step() and the next batch under the plan,
-    but not on one device. Return "" otherwise."""
+    """Return a sentence if the first wrong value changes behind the step under the plan alone."""
     (one, plan), name = evidence.steps, evidence.first.name
     if name not in plan.changed_behind or name in one.changed_behind:
         return ""
@@ -92,8 +75,7 @@ def changed_behind_step(evidence: Evidence) -> str:
 
 
 def began_anew(evidence: Evidence) -> str:
-    """Return a sentence if the optimizer's state is reset under the plan, but not on one device, before the step with
-    the first difference. Return "" otherwise."""
+    """Return a sentence if the optimizer's state is reset under the plan alone."""
     (one, plan), step = evidence.steps, evidence.first.step
     if step == 1:
         return ""
@@ -106,70 +88,57 @@ def began_anew(evidence: Evidence) -> str:
     if not fresh:
         return ""
     moments = sorted({n.rpartition(" ")[2] for n in plan.optimizer_state} - {"step"})
-    of = some(list(dict.fromkeys(n.rpartition(" ")[0] for n in fresh)))
-    return (
-        f"the optimizer's state of {of} ({some(moments)}) is reset in step {step}, but continues on one device: "
-        "optimizer.load_state_dict was not called, or a new optimizer was made."
-    )
+    of = some(dict.fromkeys(n.rpartition(" ")[0] for n in fresh))
+    text = f"the optimizer's state of {of} ({some(moments)}) is reset in step {step}, but continues on one device"
+    return f"{text}: optimizer.load_state_dict was not called, or a new optimizer was made."
 
 
 def _is_first(step: StepTrace, name: str) -> bool:
-    """Return True if an optimizer's first moment (momentum) begins in this step."""
+    """Return whether a first moment begins in this step, as a multiple of the gradient."""
     parameter, _, key = name.rpartition(" ")
     gradient = step.clipped_gradients.get(parameter, step.gradients.get(parameter))
     state = step.optimizer_state.get(name)
     if key not in FIRST_MOMENTS or gradient is None or state is None or state.shape != gradient.shape:
         return False
-    both = float((state * gradient).sum()) ** 2, float((state * state).sum()) * float((gradient * gradient).sum())
-    return both[1] > 0 and near(*both, 1e-9)
+    return bool(gradient.any()) and multiple(gradient, state)["rest"] <= 1e-8
 
 
 def lost_by_a_resume(evidence: Evidence) -> str:
-    """Return a sentence that names the state that a job loses or changes when it is saved and resumed."""
+    """Return a sentence that names the state that a resume loses or changes."""
     lost = evidence.faults("resumed state")
     lacking = [d.name for d in lost if "lacking" in d.facts]
-    if lacking:
-        return f"there is no {some(lacking)} after the resume that step {evidence.first.step} begins with."
-    names = some([d.name for d in lost])
-    return f"{names} differs from what was saved, after the resume that step {evidence.first.step} begins with."
+    what = f"there is no {some(lacking)}" if lacking else f"{some(d.name for d in lost)} differs from what was saved,"
+    return f"{what} after the resume that step {evidence.first.step} begins with."
 
 
 def _kept_in_low_precision(evidence: Evidence) -> str:
-    """Return a sentence if the plan rounds a parameter or an optimizer state to a lower precision than one device does.
-    Return "" otherwise."""
+    """Return a sentence if the plan alone rounds a parameter or an optimizer state."""
     name = evidence.first.name
     if evidence.first.kind == "optimizer state":
-        reference, actual = (step.optimizer_state.get(name) for step in evidence.steps)
-        found = {name: precision_lost(reference, actual)}
+        found = {name: precision_lost(*(step.optimizer_state.get(name) for step in evidence.steps))}
     else:
         found = _parameters_in_low_precision(evidence)
-    for name, dtype in found.items():
-        if dtype:
-            return f"gradients are equal; every value of {name} fits into {dtype}."
-    return ""
+    lower = next((name for name, dtype in found.items() if dtype), None)
+    return "" if lower is None else f"gradients are equal; every value of {lower} fits into {found[lower]}."
 
 
 def _parameters_in_low_precision(evidence: Evidence) -> dict[str, str]:
     faults, (reference, actual) = evidence.faults("parameters"), evidence.steps
-    start, now = _parameters_before(evidence.actual, evidence), actual.parameters
-    moved = [d.name for d in faults if d.name in now and not torch.equal(now[d.name], start[d.name])]
-    found = {name: precision_lost(reference.parameters.get(name), now[name]) for name in moved}
+    moved = _moved(evidence.actual, evidence.first.step)
+    wrong = [d.name for d in faults if d.name in moved]
+    found = {name: precision_lost(reference.parameters.get(name), actual.parameters[name]) for name in wrong}
     on_others = [d.name for d in faults if d.facts.get("ranks apart", 1.0) <= ROUNDING and not found.get(d.name)]
     fine = [n for n in on_others if n in reference.parameters and not precision_of(reference.parameters[n])]
     return found | {name: actual.low_precision[name] for name in fine if name in actual.low_precision}
 
 
-def _parameters_before(trace: Trace, evidence: Evidence) -> Named:
-    """Return the parameters of a run as they were at the beginning of the step in which the two runs first differ."""
-    step = evidence.first.step
-    return trace.initial_parameters if step == 1 else trace.steps[step - 2].parameters
-
-
 def _stale_optimizer(evidence: Evidence) -> str:
-    reference, actual = evidence.steps
-    theirs, mine = (_parameters_before(trace, evidence) for trace in (evidence.actual, evidence.reference))
-    moved = [n for n in reference.parameters if n in theirs and not torch.equal(reference.parameters[n], mine[n])]
-    still = [n for n in moved if n in actual.parameters and torch.equal(actual.parameters[n], theirs[n])]
+    actual, step = evidence.actual, evidence.first.step
+    still = [
+        n
+        for n in _moved(evidence.reference, step)
+        if n in evidence.steps[1].parameters and n not in _moved(actual, step)
+    ]
     wanted, held = (dict.fromkeys(n.rpartition(" ")[0] for n in step.optimizer_state) for step in evidence.steps)
     unknown = [name for name in held if name.startswith("unknown_param")]
     lost = sorted(wanted.keys() - held.keys())
@@ -179,18 +148,18 @@ def _stale_optimizer(evidence: Evidence) -> str:
     return f"gradients are equal; {'; '.join(parts)}." if parts else ""
 
 
-def _parameters_differ(evidence: Evidence) -> bool:
-    return bool(evidence.faults("parameters"))
-
-
 UPDATE_RULES: tuple[Rule, ...] = (
     says(K.SKIPPED, skipped_step),
     says(K.RESUMED, changed_by_a_load),
     says(K.OPTIMIZER_STEP, changed_behind_step),
     says(K.RESUMED, began_anew),
     says(K.MASTER_WEIGHTS, _kept_in_low_precision),
-    says(K.OPTIMIZER_STEP, "gradients are equal; ranks have different values of {name}.", ranks_differ),
+    says(K.OPTIMIZER_STEP, "gradients are equal; ranks have different values of {name}.", Evidence.ranks_differ),
     says(K.STALE_OPTIMIZER, _stale_optimizer),
-    says(K.OPTIMIZER_STEP, "gradients are equal, the optimizer update of {name} differs.", _parameters_differ),
+    says(
+        K.OPTIMIZER_STEP,
+        "gradients are equal, the optimizer update of {name} differs.",
+        lambda e: bool(e.faults("parameters")),
+    ),
     says(K.OPTIMIZER_STEP, "gradients and parameters are equal, the optimizer's {name} differs."),
 )

@@ -8,7 +8,6 @@ from __future__ import annotations
 import ast
 import linecache
 from collections.abc import Sequence
-from itertools import pairwise
 
 from meshwise.checker.causes import Cause
 from meshwise.checker.causes import CauseKind as K
@@ -32,16 +31,14 @@ def by_numbers(evidence: Evidence) -> Cause | None:
     if loss.is_sum and not loss.is_mean:
         return Cause(K.LOSS_WEIGHTING, f"the loss adds up over the ranks: {line_of(loss)} is {loss.shown}: {OF_SUM}")
     if loss.is_mean and near(plan.loss, sum(number.value for number in loss.ranks)):
-        return Cause(
-            K.LOSS_WEIGHTING, f"the loss is a mean, and the plan adds it up: {evidence.both_numbers()}: {OF_MEAN}"
-        )
+        text = f"the loss is a mean, and the plan adds it up: {evidence.both_numbers()}"
+        return Cause(K.LOSS_WEIGHTING, f"{text}: {OF_MEAN}")
     other = not_a_mean(evidence)
     return None if other is None else _no_mean(other, {n.key: n for n in numbers})
 
 
 def not_a_mean(evidence: Evidence) -> Joined | None:
-    """Return the first scalar in the computation of the loss whose value on one device does not follow from the ranks'
-    values."""
+    """Return the first scalar of the loss that does not follow from the ranks' values."""
     return next((n for n in _numbers(evidence) if not (n.is_mean or n.is_sum or n.is_alike)), None)
 
 
@@ -54,72 +51,44 @@ def _numbers(evidence: Evidence) -> list[Joined]:
 
 
 def _no_mean(number: Joined, known: dict[Key, Joined]) -> Cause | None:
-    """Explain why a scalar on one device is not the mean of the ranks' scalars, weighted by their samples."""
+    """Explain why a scalar is not the mean of the ranks' scalars."""
     parts = [known[key] for key in number.one.made_of if key in known]
     means, sums = [p for p in parts if p.is_mean and not p.is_alike], [p for p in parts if p.is_sum and not p.is_mean]
     if number.is_mean_of_its_own:
-        over, what, within = shown(rank.over for rank in number.ranks), _divisor(number), _function_of(number.place)
-        say = f"mw.backward(loss, weight={what}), or let a job's loss return (loss, {what})"
-        if within:  # variables of that function are not in scope at the mw.backward call
-            say = f"let {within} return {what} with the loss, and write mw.backward(loss, weight=…) with it"
-            say += f"; the loss of a job returns (loss, {what})"
-        return Cause(
-            K.LOSS_WEIGHTING,
-            f"{line_of(number)} is a mean over {number.one.over:g}, and over {over} on the ranks, which have "
-            f"{some(list(map(str, number.samples)))} samples. Say over how much: {say}.",
-        )
+        over, what = shown(rank.over for rank in number.ranks), _divisor(number)
+        text = f"{line_of(number)} is a mean over {number.one.over:g}, and over {over} on the ranks, which have"
+        text = f"{text} {some(number.samples)} samples. Say over how much: mw.backward(loss, weight=n), or let a job's"
+        return Cause(K.LOSS_WEIGHTING, f"{text} loss return (loss, n), where n is {what} of that line.")
     if number.key[1] in ("mul", "div") and len(parts) == 1 and (means or sums) and number.one.value:
         shares = [each / sum(number.samples) for each in number.samples] if means else [1.0] * len(number.ranks)
         factor = number.weighed(shares) / number.one.value
         text = f"{line_of(number)} is {factor:.6g} times that of one device, where what it multiplies is equal"
         return Cause(K.LOSS_WEIGHTING, f"{text}: this factor depends on the number of ranks or microbatches.")
     if number.key[1] in ("add", "sub") and means and sums:
-        added = _origin(sums[0], known)
-        return Cause(
-            K.LOSS_WEIGHTING,
-            f"{line_of(number)} adds a mean over samples and a sum over them ({added.key[1]} in {added.place}: "
-            f"{added.shown}). No weight of the ranks is right for both: make both means, or both sums and say "
-            f"{SAY_SUM}.",
-        )
+        added = sums[0]
+        while len(added.one.made_of) == 1 and added.one.made_of[0] in known:  # where its computation begins
+            added = known[added.one.made_of[0]]
+        text = f"{line_of(number)} adds a mean over samples and a sum over them ({added.key[1]} in {added.place}:"
+        text = f"{text} {added.shown}). Make both means, or both sums and say {SAY_SUM}."
+        return Cause(K.LOSS_WEIGHTING, text)
     return None
 
 
 def _divisor(number: Joined) -> str:
-    """Return the source code of the number by which a line divides, such as `len(batch)`."""
+    """Return the source code of the number by which a line divides, such as `len(batch)`, or "the divisor"."""
     try:
         nodes = list(ast.walk(ast.parse(_line(number.place))))
     except SyntaxError:
-        return "…"
+        return "the divisor"
     found = [ast.unparse(n.right) for n in nodes if isinstance(n, ast.BinOp) and isinstance(n.op, ast.Div)]
     if number.key[1] == "mean":
         calls = [n.func for n in nodes if isinstance(n, ast.Call) and not n.args and isinstance(n.func, ast.Attribute)]
         found = [f"{ast.unparse(of.value)}.numel()" for of in calls if of.attr == "mean"]
-    return found[0] if len(found) == 1 and number.key[1] in ("div", "mean") else "…"
-
-
-def _function_of(place: str) -> str:
-    """Return the name of the function around a source line."""
-    file, _, number = place.rpartition(":")
-    try:
-        line, tree = int(number), ast.parse("".join(linecache.getlines(file)))
-    except (SyntaxError, ValueError):
-        return ""
-    functions = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
-    around = [n for n in functions if n.lineno <= line <= (n.end_lineno or n.lineno)]
-    goes_back = around and any(isinstance(n, ast.Attribute) and n.attr == "backward" for n in ast.walk(around[-1]))
-    return around[-1].name if around and not goes_back else ""
-
-
-def _origin(number: Joined, known: dict[Key, Joined]) -> Joined:
-    """Return the scalar at the start of the computation of `number`."""
-    while len(number.one.made_of) == 1 and number.one.made_of[0] in known:
-        number = known[number.one.made_of[0]]
-    return number
+    return found[0] if len(found) == 1 and number.key[1] in ("div", "mean") else "the divisor"
 
 
 def line_of(number: Joined) -> str:
-    """Return where a scalar of the loss is computed, as text: the file, the line number and the source code of the
-    line."""
+    """Return where a scalar of the loss is computed: the source line and its code."""
     return f"{number.place} ({_line(number.place) or number.key[1]})"
 
 
@@ -134,82 +103,74 @@ def by_weights(evidence: Evidence) -> Cause | None:
     """Explain wrong gradients by wrong weights of the ranks."""
     reference, actual = evidence.steps
     found, names = weights_in(reference, actual), list[str]()
-    if found is not None and found.one is None and (cause := _times_nothing(evidence)):
+    if found is not None and not found.one and (cause := _times_nothing(evidence)):
         return cause
-    if found is None or found.one is None:
+    if found is None or not found.one:
         wrong = [d.name for d in evidence.faults("gradients") if d.name in actual.gradients]
         of_each = {name: weights_in(reference, actual, [name]) for name in wrong}
         found = of_each[wrong[0]] if wrong else None
         names = [name for name, other in of_each.items() if other is not None and _alike(found, other)]
-    if found is None or found.one is None or found.plan is None or not found.unique:
+    if found is None or not found.one or not found.plan or not found.unique:
         return None
-    return _lost(found, names) or _of_microbatches(found, evidence) or _of_ranks(found, names, evidence)
+    return _lost(found, names) or _of_microbatches(found) or _of_ranks(found, names, evidence)
 
 
 def _times_nothing(evidence: Evidence) -> Cause | None:
-    """Explain gradients to which some microbatches contribute nothing because their loss was multiplied by zero."""
+    """Explain gradients to which some microbatches contribute nothing."""
     plan = evidence.steps[1]
     zero = {column for column, named in plan.own_gradients.items() if not any(bool(g.any()) for g in named.values())}
     lost = sorted({number + 1 for rank, number in zero if _count(evidence, (rank, number))})
     if not lost or len(lost) == len(plan.samples):
         return None
     text = f"the gradients are those of {len(plan.samples) - len(lost)} of {len(plan.samples)} microbatches"
-    return Cause(K.MISSING_REDUCTION, f"{text}: the loss of microbatch {some(list(map(str, lost)))} has no gradient.")
+    return Cause(K.MISSING_REDUCTION, f"{text}: the loss of microbatch {some(lost)} has no gradient.")
 
 
 def _alike(a: RankWeights | None, b: RankWeights) -> bool:
-    if a is None or a.columns != b.columns or None in (a.one, a.plan, b.one, b.plan):
+    if a is None or a.columns != b.columns or not all((a.one, a.plan, b.one, b.plan)):
         return False
-    sides = zip((*(a.one or ()), *(a.plan or ())), (*(b.one or ()), *(b.plan or ())), strict=True)
+    sides = zip(a.one + a.plan, b.one + b.plan, strict=True)
     return all(near(x, y) or abs(x - y) < NONE for x, y in sides)
 
 
 def _of(names: Sequence[str]) -> str:
-    return f"the gradients of {some(list(names))}" if names else "the gradients"
+    return f"the gradients of {some(names)}" if names else "the gradients"
 
 
 def _lost(found: RankWeights, names: Sequence[str]) -> Cause | None:
-    """Explain wrong gradients if the plan leaves out the gradients of whole ranks or whole microbatches."""
-    one, plan, columns = found.one or [], found.plan or [], found.columns
-    lost = [c for c, w, v in zip(columns, plan, one, strict=True) if abs(w) <= NONE < abs(v)]
+    """Explain gradients that lack those of whole ranks or whole microbatches."""
+    columns = found.columns
+    lost = [c for c, w, v in zip(columns, found.plan, found.one, strict=True) if abs(w) <= NONE < abs(v)]
     there = [c for c in columns if c not in lost]
-    if not lost or not there:
+    microbatches, of_there = {m for _, m in lost}, {m for _, m in there}
+    if there and lost and not microbatches & of_there:
+        few = some(sorted(m + 1 for m in microbatches))
+        text = f"{_of(names)} are those of microbatch {some(sorted(m + 1 for m in of_there))} alone"
+        return Cause(K.MISSING_REDUCTION, f"{text}; {few} is not in them.")
+    kept = {rank for rank, _ in there}
+    ranks = [rank for rank in found.ranks if rank not in kept]
+    if not ranks or not there:
         return None
-    ranks = sorted({rank for rank, _ in columns if all(c in lost for c in columns if c[0] == rank)})
-    micro = sorted({m for _, m in columns if all(c in lost for c in columns if c[1] == m)})
-    count = len({m for _, m in columns})
-    if micro and len(micro) < count:
-        kept = ", ".join(str(m + 1) for m in sorted({m for _, m in there}))
-        text = f"{_of(names)} are those of microbatch {kept} of {count} alone"
-        return Cause(K.MISSING_REDUCTION, f"{text}; {some([str(m + 1) for m in micro])} is not in them.")
-    if not ranks:
-        return None
-    kept = some([str(rank) for rank in found.ranks if rank not in ranks])
-    text = f"{_of(names)} on rank 0 are those of rank {kept} alone; rank {some(list(map(str, ranks)))} is not in them"
+    text = f"{_of(names)} on rank 0 are those of rank {some(sorted(kept))} alone; rank {some(ranks)} is not in them"
     return Cause(K.MISSING_REDUCTION, f"{text}: they were not reduced, or over another process group.")
 
 
-def _of_microbatches(found: RankWeights, evidence: Evidence) -> Cause | None:
-    """Explain wrong gradients if the plan multiplies the gradients of microbatches by wrong factors, e.g. 2 and 0.5."""
+def _of_microbatches(found: RankWeights) -> Cause | None:
+    """Explain gradients in which microbatches have wrong factors, e.g. 2 and 0.5."""
     ratios: dict[int, float] = {}
-    for (_, m), w, v in zip(found.columns, found.plan or (), found.one or (), strict=True):
+    for (_, m), w, v in zip(found.columns, found.plan, found.one, strict=True):
         if abs(v) <= NONE or not near(ratios.setdefault(m, w / v), w / v):
             return None
     weights = list(ratios.values())
     if len(weights) < 2 or all(near(w, weights[0]) for w in weights):
         return None
-    text = (
-        f"the gradients are those of {len(weights)} microbatches, which weigh {shown(weights)} times what they should"
-    )
-    shrunk = all(0 < a <= b * (1 + 1e-6) for a, b in pairwise(weights)) and weights[0] < 1
-    if evidence.steps[0].clipped_gradients and shrunk and near(weights[-1], 1):
-        return Cause(K.CLIP_NORM, f"{text}: they are clipped each microbatch.")
-    return Cause(K.LOSS_WEIGHTING, f"{text}.")
+    text = f"the gradients are those of {len(weights)} microbatches, which weigh {shown(weights)} times what they"
+    return Cause(K.LOSS_WEIGHTING, f"{text} should.")
 
 
 def _of_ranks(found: RankWeights, names: Sequence[str], evidence: Evidence) -> Cause | None:
-    """Explain wrong gradients if the plan gives wrong weights to the gradients of ranks or microbatches."""
-    one, plan = found.one or [], found.plan or []
+    """Explain gradients in which ranks have wrong weights."""
+    one, plan = found.one, found.plan
     if len(one) < 2 or all(near(v, w) for v, w in zip(one, plan, strict=True)):
         return None
     text = f"{_of(names)} of the ranks weigh {shown(one)} on one device and {shown(plan)} under the plan"
@@ -223,18 +184,18 @@ def _of_ranks(found: RankWeights, names: Sequence[str], evidence: Evidence) -> C
         return None
     other = not_a_mean(evidence)
     line = f" {line_of(other)} is {other.shown}." if other is not None and not names else ""
-    have = f"; they have {some(list(map(str, counts)), 8)} samples" if all(counts) else ""
+    have = f"; they have {some(counts, 8)} samples" if all(counts) else ""
     return Cause(K.LOSS_WEIGHTING, f"{text}{have}.{line}")
 
 
 def _count(evidence: Evidence, column: tuple[int, int]) -> int:
-    """Return the number of samples that a rank has in a microbatch. Return 0 if it is unknown."""
+    """Return a rank's number of samples in a microbatch, 0 if it is unknown."""
     (rank, number), samples = column, evidence.steps[1].samples
     return len(samples[number][rank]) if number < len(samples) and rank < len(samples[number]) else 0
 
 
 def _is_mean(one: list[float], evidence: Evidence) -> bool:
-    """Return whether the loss on one device is a mean of the ranks' losses with the weights `one`."""
+    """Return whether the loss is a mean of the ranks' losses with these weights."""
     loss = next(reversed(_numbers(evidence)), None)
     alike = loss is None or len(loss.ranks) < len(one) or near(loss.one.value, loss.weighed(one))
     return near(sum(one), 1) and alike

@@ -10,38 +10,18 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
+from meshwise.checker import diagnose_by_hand as by_hand
+from meshwise.checker import diagnose_kinds as kinds
+from meshwise.checker import diagnose_updates as updates
 from meshwise.checker.causes import Cause
 from meshwise.checker.causes import CauseKind as K
-from meshwise.checker.compare import Comparison
-from meshwise.checker.coupled_operators import taken_together
-from meshwise.checker.diagnose_by_hand import (
-    counted_by_ranks,
-    exchanges_by_hand,
-    over_another_group,
-    ranks_have_parts,
-    sum_by_hand_is_missing,
-)
+from meshwise.checker.compare import MICROBATCHES, Comparison
+from meshwise.checker.coupled_operators import STATISTICS, taken_together
 from meshwise.checker.diagnose_gradients import GRADIENT_RULES
-from meshwise.checker.diagnose_kinds import (
-    CONTENTS_RULES,
-    EVALUATION_RULES,
-    OF_BATCH,
-    not_finite,
-    open_exchange,
-    own_statistics,
-)
-from meshwise.checker.diagnose_updates import (
-    UPDATE_RULES,
-    accumulates_by_ranks,
-    changed_by_a_load,
-    fewer_steps,
-    lost_by_a_resume,
-    other_microbatches,
-    skipped_step,
-)
 from meshwise.checker.diagnose_weights import by_numbers, by_weights, line_of, not_a_mean
 from meshwise.checker.difference import Difference
 from meshwise.checker.evidence import Evidence, Rule, is_inside, near, owner_of, says
+from meshwise.checker.exchanges import places_of
 from meshwise.checker.trace import Trace
 from meshwise.spec.plan import Plan
 from meshwise.spec.words import some
@@ -50,8 +30,7 @@ ranks_differ = Evidence.ranks_differ
 
 
 def module_of(difference: Difference, comparison: Comparison) -> str:
-    """Return the name of the module whose output differs, or that holds the differing parameter or gradient. Return ""
-    if the difference belongs to no single module."""
+    """Return the module of a difference. Return "" if it belongs to no single module."""
     if difference.kind in ("module outputs", "modules"):
         return difference.name
     if difference.kind in ("clipped gradients", "scheduler", "evaluation"):  # clipping covers all gradients at once
@@ -69,10 +48,6 @@ def cause_of(comparison: Comparison, reference: Trace, actual: Trace, plan: Plan
     return next(cause for cause in causes if cause is not None)
 
 
-def _tied_on_one_side_only(evidence: Evidence) -> bool:
-    return bool(evidence.faults("tied weights"))
-
-
 def _is_norm(evidence: Evidence) -> bool:
     kind = evidence.first.facts["class"]
     return "BatchNorm" in kind or "InstanceNorm" in kind
@@ -83,27 +58,17 @@ def _is_random(evidence: Evidence) -> bool:
     return "Dropout" in evidence.first.facts["class"] or evidence.first.name in random
 
 
-def _contains_draws_of_ranks(evidence: Evidence) -> str:
-    """Return a sentence if the first wrong module contains a module that draws random numbers for rows that are not
-    samples, such as dropout in an expert. Each rank then draws its own numbers. Return "" otherwise."""
-    unkeyed = evidence.reference.unkeyed | evidence.actual.unkeyed
-    random = evidence.reference.random_modules | evidence.actual.random_modules
-    parts = sorted(name for name in random if is_inside(name, evidence.first.name))
-    if not unkeyed or not parts:
-        return ""
-    which = some(sorted({each.split(" ")[0] for each in unkeyed}))
-    return f"ranks draw on their own in {some(parts)} ({which}), for rows that are not those of the samples."
-
-
-def _random_before(evidence: Evidence) -> str:
-    """Return a sentence if the first module's output differs, and ranks draw different random numbers before they call
-    that module. Return "" otherwise."""
+def _draws_of_ranks(evidence: Evidence) -> str:
+    """Return a sentence if each rank draws numbers of its own in the first wrong module or before it."""
     first, outputs = evidence.first, evidence.of_kind("module outputs")
-    begins = next(d for d in outputs if d.facts["microbatch"] == first.facts["microbatch"])
+    random = evidence.reference.random_modules | evidence.actual.random_modules
+    parts = sorted(name for name in random if is_inside(name, first.name))
     unkeyed = sorted(evidence.reference.unkeyed | evidence.actual.unkeyed)
-    if not unkeyed or begins is not first:
+    begins = next(d for d in outputs if d.facts["microbatch"] == first.facts["microbatch"])
+    if not unkeyed or not (parts or begins is first):
         return ""
-    return f"{first.name or 'the model'} is the first module; before it ranks draw different numbers: {some(unkeyed)}."
+    where = f"in {some(parts)}, for rows that are not those of the samples" if parts else "before the first module"
+    return f"ranks draw different numbers {where}: {some(unkeyed)}."
 
 
 def _outputs_are_equal(evidence: Evidence) -> bool:
@@ -120,7 +85,7 @@ def _other_mode(evidence: Evidence) -> str:
 
 
 def _reads_other_samples(evidence: Evidence) -> bool:
-    """Return True if a step reads as many samples as on one device, and each of them once, but not the same samples."""
+    """Return whether a step reads as many samples, each once, but not the same ones."""
     one, plan = ([index for ranks in step.samples for part in ranks for index in part] for step in evidence.steps)
     return len(one) == len(plan) == len(set(plan)) and set(one) != set(plan)
 
@@ -137,72 +102,64 @@ def _couples_samples(evidence: Evidence) -> str:
 
 
 def _statistics_in_a_module(evidence: Evidence) -> Cause | None:
-    """Name a module that computes across the samples of the batch, although each rank has only a part of them."""
+    """Name a module that computes across the samples, of which each rank has a part."""
     name, (one, plan) = evidence.first.name, evidence.steps
     found = [each for each in taken_together(one.coupled, plan.coupled) if each.module == name]
-    if not found or evidence.exchanges_in(name):
+    if not found or evidence.exchanges(name):
         return None
     where = f"{evidence.where(name)} is the first whose outputs differ"
-    if found[0].is_statistic:
-        return Cause(K.BATCH_NORM, f"{where}; {found[0].text}, which are those of one rank. {OF_BATCH}")
+    if found[0].operator in STATISTICS:
+        return Cause(K.BATCH_NORM, f"{where}; {found[0].text}, which are those of one rank. {kinds.OF_BATCH}")
     return Cause(K.COUPLED, f"{where}; {found[0].text}, and each rank has only its own samples.{evidence.or_padding()}")
 
 
-def _is_of_a_share_of_the_batch(evidence: Evidence) -> str:
-    """Return a sentence if the global batch grows or shrinks with the number of ranks: it has as many samples as on one
-    device, multiplied or divided by the number of ranks."""
+def _first_to_differ(evidence: Evidence) -> str:
+    name, at = evidence.first.name, evidence.first.facts["at"]
+    lines = places_of(evidence.exchanges(name))
+    more = f" It exchanges by hand in {lines}." if lines else evidence.or_padding()
+    before = f"everything before it{evidence.not_seen(at)} is equal"
+    return f"{evidence.where(name)} is the first whose outputs differ; {before}.{more}"
+
+
+def _batch_by_ranks(evidence: Evidence) -> str:
+    """Return a sentence if a batch, or a step's number of microbatches, grows or shrinks by the ranks."""
+    first, devices = evidence.first, evidence.plan.devices
     one, plan = ([sum(map(len, ranks)) for ranks in step.samples] for step in evidence.steps)
-    devices, counts = evidence.plan.devices, [len(part) for part in evidence.steps[1].samples[0]]
-    even = max(counts) - min(counts) <= 1
-    read = [sample for part in evidence.steps[1].samples[0] for sample in part]
-    scaled = plan[0] in (one[0] // devices, -(-one[0] // devices), one[0] * devices)
-    # If ranks read the same samples, the batch is not larger, so another rule has to explain the difference.
-    if devices == 1 or not even or not scaled or len(set(read)) < len(read):
+    read = evidence.steps[1].samples[0]
+    counts, several = list(map(len, read)), len({sample for part in read for sample in part})
+    if first.name == MICROBATCHES:
+        what, sizes, holds = "microbatches in a step", (len(one), len(plan)), first.step == 1
+    else:  # if ranks read the same samples, the batch is not larger, so another rule has to explain the difference
+        what, sizes = "samples in a batch", (one[0], plan[0])
+        holds = max(counts) - min(counts) <= 1 and several == sum(counts)
+    scaled = sizes[0] // devices, -(-sizes[0] // devices), sizes[0] * devices
+    if devices == 1 or not holds or sizes[1] not in scaled:
         return ""
-    return (
-        f"a batch has {plan[0]} samples on {devices} devices, and {one[0]} on one. Give the loader the same batch_size "
-        "for any number of devices: each takes its part of it."
-    )
-
-
-def _scaled_by_clipping(evidence: Evidence) -> str:
-    factor = evidence.first.factor
-    if factor is None:
-        return ""
-    return f"gradients are equal before they are clipped, and after it {factor:.12g} times those of one device."
+    text = f"the number of {what} is {sizes[1]} on {devices} devices, but {sizes[0]} on one device"
+    return f"{text}. Use the same for any number of devices: each takes its part of every batch."
 
 
 def _is_scheduled(evidence: Evidence) -> bool:
     return bool(evidence.steps[0].scheduler)
 
 
-def _rate_times_ranks(evidence: Evidence) -> str:
-    """Return a sentence if the learning rate of the first step, under the plan, is the rate on one device times the
-    number of ranks, or times its square root. Return "" otherwise."""
-    rate, other = _rates(evidence)
+def _rate_by_ranks(evidence: Evidence) -> str:
+    """Return a sentence if the number of ranks, or its root, scales the learning rate."""
     ranks = evidence.plan.devices
-    scaled = {ranks: str(ranks), math.sqrt(ranks): f"the root of {ranks}"}
-    for factor, text in scaled.items():
-        if evidence.first.step == 1 and near(other, rate * factor):
-            return f"the learning rate is {evidence.both_numbers()}: {text} times as large."
-    return ""
-
-
-def _rates(evidence: Evidence) -> tuple[float, float]:
-    return evidence.first.facts["one device"], evidence.first.facts["the plan"]
+    scaled = {f"{ranks} times": ranks, f"the root of {ranks} times": math.sqrt(ranks)}
+    scaled |= {} if _is_scheduled(evidence) else {f"1/{ranks}": 1 / ranks}
+    rate, other = evidence.first.facts["one device"], evidence.first.facts["the plan"]
+    text = next((text for text, factor in scaled.items() if near(other, rate * factor)), "")
+    if not text or evidence.first.step > 1:
+        return ""
+    return f"the learning rate is {evidence.both_numbers()}: {text} as large."
 
 
 def _rate_of_a_later_step(evidence: Evidence) -> str:
-    _, other = _rates(evidence)
-    for number, step in enumerate(evidence.reference.steps, 1):
-        if number > evidence.first.step and any(near(other, rate) for rate in step.learning_rates.values()):
+    for number, step in enumerate(evidence.reference.steps[evidence.first.step :], evidence.first.step + 1):
+        if any(near(evidence.first.facts["the plan"], rate) for rate in step.learning_rates.values()):
             return f"the learning rate is {evidence.both_numbers()}, which one device has in step {number}."
     return ""
-
-
-def _is_rate_over_ranks(evidence: Evidence) -> bool:
-    rate, other = _rates(evidence)
-    return near(other, rate / evidence.plan.devices)
 
 
 def _extra_ticks(evidence: Evidence) -> str:
@@ -217,7 +174,6 @@ def _belongs_to_batch_norm(evidence: Evidence) -> bool:
 
 
 START_RULES: tuple[Rule, ...] = (
-    says(K.TIED_WEIGHT, "{name} differs, and weights are tied on one side only.", _tied_on_one_side_only),
     says(K.START_VALUES, "ranks have different values of {name} before the first step.", ranks_differ),
     says(K.START_VALUES, "{lacking} has no {name}.", lambda evidence: "lacking" in evidence.first.facts),
     says(K.START_VALUES, "{name} differs before the first step."),
@@ -232,66 +188,58 @@ RULES: Mapping[str, tuple[Rule, ...]] = {
     "initial parameters": START_RULES,
     "initial buffers": START_RULES,
     "sample order": (
-        says(K.BATCH_SIZE, accumulates_by_ranks),
-        says(K.SKIPPED, other_microbatches),
-        says(K.BATCH_SIZE, _is_of_a_share_of_the_batch),
+        says(K.BATCH_SIZE, _batch_by_ranks),
+        says(K.SKIPPED, updates.other_microbatches),
         says(K.DATA_ORDER, "{name} has the same number of samples, but other ones: {samples}.", _reads_other_samples),
         says(K.PADDING, "{name}: {samples}.", Evidence.other_samples),
         says(K.DATA_ORDER, "{name} has the same samples in another order."),
     ),
-    "resumed state": (says(K.RESUMED, lost_by_a_resume),),
-    "batch contents": CONTENTS_RULES,
+    "resumed state": (says(K.RESUMED, updates.lost_by_a_resume),),
+    "batch contents": (says(K.CONTENTS, kinds.other_contents),),
     "module outputs": (
-        says(K.RACE, open_exchange),
+        says(K.RACE, kinds.open_exchange),
         says(K.MODE, _other_mode),
         says(K.BATCH_NORM, "{name} is a {class}: its inputs are equal, its outputs are not.", _is_norm),
-        says(K.BATCH_NORM, own_statistics),
-        says(K.DROPOUT, _contains_draws_of_ranks),
+        says(K.BATCH_NORM, kinds.own_statistics),
+        says(K.DROPOUT, _draws_of_ranks),
         says(K.DROPOUT, "{name} ({class}) draws random numbers; {before}.", _is_random),
-        says(K.DROPOUT, _random_before),
-        says(K.NOT_FINITE, not_finite),
-        says(K.WRONG_GROUP, over_another_group),
-        says(K.MISSING_REDUCTION, sum_by_hand_is_missing),
-        counted_by_ranks,
-        says(K.MISSING_REDUCTION, ranks_have_parts),
+        says(K.NOT_FINITE, kinds.not_finite),
+        says(K.WRONG_GROUP, by_hand.over_another_group),
+        says(K.MISSING_REDUCTION, by_hand.sum_by_hand_is_missing),
+        says(K.DOUBLED_REDUCTION, by_hand.counted_by_ranks),
+        says(K.MISSING_REDUCTION, by_hand.ranks_have_parts),
         _statistics_in_a_module,
-        says(K.MODULE, exchanges_by_hand),
-        says(K.MODULE, "{name} ({class}) is the first whose outputs differ; {before}.{padding}"),
+        says(K.MODULE, _first_to_differ),
     ),
     "loss": (
-        says(K.RACE, open_exchange),
-        says(K.NOT_FINITE, not_finite),
+        says(K.RACE, kinds.open_exchange),
+        says(K.NOT_FINITE, kinds.not_finite),
         says(K.LOSS, "ranks have different losses, which should all be that of the global batch.", ranks_differ),
         by_numbers,
         by_weights,
         says(K.COUPLED, _couples_samples, _outputs_are_equal),
         says(K.LOSS, "the loss is {both}."),
     ),
-    "gradients": (says(K.RACE, open_exchange), *GRADIENT_RULES),
-    "gradient norm": GRADIENT_RULES,
+    "gradients": (says(K.RACE, kinds.open_exchange), *GRADIENT_RULES),
     "clipped gradients": (
-        says(K.RACE, open_exchange),
-        says(K.SKIPPED, skipped_step),
-        says(
-            K.CLIP_NORM, "gradients are equal before they are clipped, but differ between ranks after it.", ranks_differ
-        ),
-        says(K.CLIP_NORM, _scaled_by_clipping),
-        says(K.CLIP_NORM, "gradients are equal before they are clipped, but not after it."),
+        says(K.RACE, kinds.open_exchange),
+        says(K.SKIPPED, updates.skipped_step),
+        says(K.CLIP_NORM, "gradients are equal before they are clipped, but not on all ranks after it.", ranks_differ),
+        says(K.CLIP_NORM, "gradients are equal before they are clipped, but not after it{times}."),
     ),
     "learning rate": (
         says(K.SCHEDULER, "ranks have different learning rates of {name}.", ranks_differ, _is_scheduled),
         says(K.LEARNING_RATE, "ranks have different learning rates of {name}.", ranks_differ),
-        says(K.SCALED_LEARNING_RATE, _rate_times_ranks),
+        says(K.SCALED_LEARNING_RATE, _rate_by_ranks),
         says(K.EXTRA_TICKS, _rate_of_a_later_step),
         says(K.EXTRA_TICKS, _extra_ticks),
         says(K.SCHEDULER, "the learning rate is {both}.", _is_scheduled),
-        says(K.SCALED_LEARNING_RATE, "the rate is {both}: divided by the number of ranks.", _is_rate_over_ranks),
         says(K.LEARNING_RATE, "the learning rate is {both}, and no scheduler is known."),
     ),
-    "optimizer state": UPDATE_RULES,
-    "parameters": UPDATE_RULES,
+    "optimizer state": updates.UPDATE_RULES,
+    "parameters": updates.UPDATE_RULES,
     "buffers": (
-        says(K.RESUMED, changed_by_a_load),
+        says(K.RESUMED, updates.changed_by_a_load),
         says(K.BATCH_NORM, "{outputs}, but {name}, of a batch norm, is not.", _belongs_to_batch_norm),
         says(K.BUFFER, "{outputs}, and parameters; ranks have different values of {name}.", ranks_differ),
         says(K.BUFFER, "{name} differs; {outputs}, and parameters."),
@@ -301,7 +249,7 @@ RULES: Mapping[str, tuple[Rule, ...]] = {
         says(K.EXTRA_TICKS, _extra_ticks),
         says(K.SCHEDULER, "{name} is {both} after step {step}."),
     ),
-    "steps": (says(K.SKIPPED, fewer_steps),),
-    "evaluation": EVALUATION_RULES,
+    "steps": (says(K.SKIPPED, updates.fewer_steps),),
+    "evaluation": kinds.EVALUATION_RULES,
 }
-"""The rules for each kind of difference between one device and the plan. The first rule that finds a cause is used."""
+"""The rules for each kind of difference. The first that finds a cause is used."""

@@ -61,7 +61,6 @@ class Difference:
     step: int
     name: str
     relative: float
-    absolute: float
     facts: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -83,7 +82,7 @@ def numbers(kind: str, step: int, mine: Mapping[str, float], others: Mapping[str
         alike = one == plan or (name in mine and name in others and math.isnan(one) and math.isnan(plan))
         far = 0.0 if alike else finite(abs(one - plan))
         relative = finite(far / max(abs(one), torch.finfo(torch.float64).tiny)) if far else 0.0
-        yield Difference(kind, step, name, relative, far, {"one device": one, "the plan": plan})
+        yield Difference(kind, step, name, relative, {"one device": one, "the plan": plan})
 
 
 def tensors(
@@ -100,16 +99,16 @@ def tensors(
     for name in dict.fromkeys([*mine, *others]):
         if name not in mine or name not in others:
             lacks = {"lacking": "one device" if name not in mine else "the plan"}
-            yield Difference(kind, step, name, math.inf, 0.0, lacks)
+            yield Difference(kind, step, name, math.inf, lacks)
             continue
         a, b = mine[name].double(), others[name].double()
         if a.shape != b.shape:
             shapes = {"one device": tuple(a.shape), "the plan": tuple(b.shape)}
-            yield Difference(kind, step, name, math.inf, 0.0, shapes)
+            yield Difference(kind, step, name, math.inf, shapes)
             continue
         far = apart(a, b).abs()
         if noise and name in noise and noise[name].shape == far.shape:
             far = far.masked_fill(noise[name], 0.0)
         relative = ratio(far, torch.tensor(max(largest([a]), FLOOR * most), dtype=torch.float64))
         more = facts(a, b) if facts is not None and not relative <= LIMIT else {}
-        yield Difference(kind, step, name, relative, finite(float(far.max())) if far.numel() else 0.0, more)
+        yield Difference(kind, step, name, relative, more)

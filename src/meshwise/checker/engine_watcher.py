@@ -18,16 +18,16 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from meshwise.checker import across_ranks
-from meshwise.checker.contents import Reading, reading_of
+from meshwise.checker.contents import reading_of
 from meshwise.checker.diagnose_kinds import UNSUMMED
 from meshwise.checker.exchanges import is_nan, say_nan
 from meshwise.checker.hints import Hints
-from meshwise.checker.model_state import gradients_of, learning_rates_of, local_sum, local_sums, scheduler_numbers
+from meshwise.checker.model_state import gradients_of, learning_rates_of, local_sums, scheduler_numbers
 from meshwise.checker.model_tracer import LooksOn, ModelTracer
 from meshwise.checker.noise import take_noise
 from meshwise.checker.passes import say_step
 from meshwise.checker.short_loops import ScriptEnds, ShortLoops
-from meshwise.checker.trace import CheckSpec, Draws, ProgramTrace, StepTrace
+from meshwise.checker.trace import CheckSpec, Draws, ProgramTrace, Reading, StepTrace
 from meshwise.checker.whole_view import RowDraws, own_rows
 from meshwise.parallel.tensor import UNDIVIDED
 from meshwise.spec.errors import UsageError
@@ -83,9 +83,8 @@ class EngineWatcher:
         self._has_loaded = False  # whether a state dict was loaded since an optimizer's last step
         self._stepped: tuple[Optimizer | None, StepTrace] | None = None  # the last step, kept until the next backward
         self._in_step = False
-        self._reduced = 0.0  # a sum of the parameters when gradients were last reduced
+        self._reduced: dict[str, float] = {}  # sums of the parameters when gradients were last reduced
         self._meetings = self._sums = 0
-        self._unsummed = dict[str, None]()
 
     def choose_plan(self, plan: Plan, world: World) -> Plan:
         """Return the plan to apply instead of `plan`."""
@@ -221,7 +220,7 @@ class EngineWatcher:
             self.tracer.step.samples.append(self._batch[1])
         if reduce and self._job is None:
             self.tracer.step.gradients = gradients_of(self._model)
-            self._reduced = local_sum(self._model)
+            self._reduced = local_sums(self._model, buffers=False)
         if self._job is None:
             self._begin_forward()
 
@@ -280,7 +279,7 @@ class EngineWatcher:
         """Record a step if a script has updated the parameters itself, without an optimizer."""
         if self._job is not None or self.tracer is None or self._stepped is not None or not self.tracer.step.gradients:
             return
-        if any(gather_objects(local_sum(self._model) != self._reduced)):
+        if any(gather_objects(local_sums(self._model, buffers=False) != self._reduced)):
             self._made_step(None)
 
     def _made_step(self, optimizer: Optimizer | None) -> None:
@@ -310,8 +309,7 @@ class EngineWatcher:
         step.rank_divergence |= across_ranks.numbers_diverge("scheduler", step.scheduler)
 
     def _scheduler_of(self, optimizer: Optimizer | None) -> dict[str, float]:
-        """Return the numbers in the state dicts of all learning rate schedulers that are known to belong to an
-        optimizer."""
+        """Return the numbers in the state dicts of an optimizer's learning rate schedulers."""
         known = [] if optimizer is None else [s for s in self._engine.given.schedulers if s.optimizer is optimizer]
         found: dict[str, float] = {}
         for scheduler in sorted(known, key=lambda scheduler: type(scheduler).__name__):
@@ -336,7 +334,7 @@ class EngineWatcher:
         self.found.trace.resumed.append(state)
 
     def joined(self, value: Tensor | float | None) -> None:
-        """Record a result of `mw.sum`, so that the check can compare it with the result on one device."""
+        """Record a result of `mw.sum`, to compare it with that of one device."""
         if self.found.trace is None or value is None:
             return
         self._sums += 1
@@ -348,7 +346,9 @@ class EngineWatcher:
 
     def unsummed(self, place: str) -> None:
         """Record that the results of the loop at this line were never reduced over the ranks."""
-        self._unsummed[place] = None
+        if self.found.trace is not None:
+            # One device has no such value, so this counts as a difference.
+            self.found.trace.evaluation[f"the loop at {place}, {UNSUMMED}"] = math.nan
 
     def shown(self, where: str, text: str) -> None:
         """Record a text that `mw.print` or `mw.log` shows."""
@@ -372,9 +372,6 @@ class EngineWatcher:
             if self.hints is not None:
                 by_hand = any(map(_is_by_hand, trace.steps))
                 trace.hints = self.hints.end(by_hand=by_hand, per_rank=self._engine.whole is None)
-            for place in self._unsummed:
-                # One device has no such value, so this counts as a difference.
-                trace.evaluation[f"the loop at {place}, {UNSUMMED}"] = math.nan
         return self.found
 
     def _wait_for_ranks(self, where: str) -> None:
@@ -395,8 +392,7 @@ class EngineWatcher:
 
 
 def _is_by_hand(step: StepTrace) -> bool:
-    """Return True if the program changed the gradients between the last backward pass and the optimizer step, e.g. by
-    adding noise. Return False if all gradients were only multiplied by the same number, as clipping to a norm does."""
+    """Return whether the program changed gradients between backward and step, other than by a factor."""
     names = step.gradients.keys() & step.clipped_gradients.keys()
     pairs = [(step.gradients[name], step.clipped_gradients[name]) for name in names]
     square = math.prod(sum(float((t * t).sum()) for t in side) for side in zip(*pairs, strict=True))

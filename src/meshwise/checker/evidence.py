@@ -8,16 +8,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 from torch import Tensor
 
 from meshwise.checker.causes import Cause, CauseKind
 from meshwise.checker.compare import Comparison
-from meshwise.checker.difference import Difference, largest, precision_of
+from meshwise.checker.difference import Difference, precision_of
 from meshwise.checker.exchanges import Exchange
-from meshwise.checker.noise import NOISE
 from meshwise.checker.trace import StepTrace, Trace
 from meshwise.spec.plan import Plan
 from meshwise.spec.words import some
@@ -41,70 +39,53 @@ class Evidence:
         return self.reference.steps[self.first.step - 1], self.actual.steps[self.first.step - 1]
 
     def of_kind(self, kind: str) -> list[Difference]:
-        """Return all comparisons of values of one kind, such as "gradients", in the step where the plan first differs
-        from one device. Comparisons that found equal values are included."""
+        """Return all comparisons of values of one kind, such as "gradients", in the step of the first difference."""
         return [d for d in self.comparison.differences if d.kind == kind and d.step == self.first.step]
 
     def faults(self, kind: str) -> list[Difference]:
         """Return the comparisons of one kind, such as "gradients", that found a difference larger than `LIMIT`."""
         return [d for d in self.of_kind(kind) if d.fault]
 
-    def gradients(self) -> list[Difference]:
-        """Return the comparisons of gradients in the step where the plan first differs from one device."""
-        values = self.steps[0].gradients
-        noise = NOISE * largest(values.values())
-        return [d for d in self.of_kind("gradients") if d.fault or largest([values[d.name]]) > noise]
-
     def not_seen(self, before: float = math.inf) -> str:
-        """Return a phrase that names the modules whose outputs under the plan cannot be compared with one device."""
-        names = [
-            each.module or "the model"
-            for each in self.comparison.unseen
-            if each.step == self.first.step and each.at < before
-        ]
-        return f" that can be compared (those of {some(list(dict.fromkeys(names)))} cannot)" if names else ""
+        """Return a phrase that names the modules whose outputs cannot be compared."""
+        unseen = [each for each in self.comparison.unseen if each.step == self.first.step and each.at < before]
+        names = some(dict.fromkeys(each.module or "the model" for each in unseen))
+        return f" that can be compared (those of {names} cannot)" if names else ""
 
     def or_padding(self) -> str:
-        """Return a sentence that names padding as another possible cause, if ranks pad their samples to different
-        lengths. Return "" if they do not."""
+        """Return a sentence on padding as another possible cause, if ranks pad to different lengths."""
         theirs = dict[Any, list[int]]()
         for output in self.steps[1].outputs if self.plan.tensor == self.plan.context == 1 else ():
             theirs.setdefault(output.key, []).extend(output.shape[1:2])
         for one in self.steps[0].outputs:
             lengths = theirs.get(one.key, [])
             if one.shape[1:] and lengths and min(lengths) < one.shape[1] == max(lengths):
-                drawn = " Dropout draws other numbers where padding stands in front." * bool(
-                    self.reference.random_modules
-                )
-                return (
-                    f" Or the model reads padding: ranks pad to {some(list(map(str, lengths)), 8)}, and one device to "
-                    f"{one.shape[1]}.{drawn} Pass a mask to every attention, also for its memory, or pad to "
-                    "one length."
-                )
+                text = f" Or the model reads padding: ranks pad to {some(lengths, 8)}, one device to {one.shape[1]}."
+                return f"{text} Pass a mask to every attention, also for its memory, or pad to one length."
         return ""
 
     def where(self, module: str) -> str:
-        """Describe a module by its name and its class, and by the source line of its forward if the user wrote it."""
+        """Describe a module: its name, its class, and where the user wrote its forward."""
         at = self.reference.places.get(module)
         return f"{module or 'the model'} ({self.comparison.modules.get(module, '')}{f', {at}' if at else ''})"
 
-    def exchanges_in(self, module: str, *, sums: bool | None = None) -> list[str]:
-        """Return the collectives that the program calls in the forward of `module`, as source lines with names."""
-        return list(dict.fromkeys(each.line for each in self.exchanges(module, sums)))
+    def calls(self) -> list[str]:
+        """Return the modules in the order in which the first microbatch of the step calls them."""
+        return [output.module for output in self.steps[0].outputs if output.microbatch == 0]
 
-    def exchanges(self, module: str, sums: bool | None = None) -> list[Exchange]:
+    def of_ranks(self, factor: float) -> str:
+        """Return "4 times" or "1/4 of" if a factor is a number of ranks or one over it."""
+        sizes = {getattr(self.plan, name) for name in ("devices", "data", "shard", "tensor", "context")} - {1}
+        texts = {f"{size} times": size for size in sizes} | {f"1/{size} of": 1 / size for size in sizes}
+        return next((text for text, value in texts.items() if near(factor, value)), "")
+
+    def exchanges(self, module: str, *, sums: bool | None = None) -> list[Exchange]:
         """Return the collectives that the program calls in the forward of `module`."""
         known = [each for each in self.actual.exchanges if each.module and sums in (None, each.adds_up)]
         inside = [each for each in known if is_inside(each.module, module)]
         around = [each for each in known if is_inside(module, each.module)]
         nearest = max((each.module for each in around), key=len, default="")
         return inside or [each for each in around if each.module == nearest]
-
-    def exchanges_without_backward(self, module: str) -> list[str]:
-        """Return the collectives in the forward of `module` through which no gradient comes back from other ranks."""
-        back = {each.function for each in self.actual.exchanges_backward}
-        found = self.exchanges(module, False if self.steps[1].peers else None)
-        return list(dict.fromkeys(each.within for each in found if not each.function or each.function not in back))
 
     def sums_in_backward(self, module: str) -> list[Exchange]:
         """Return the sums over ranks, e.g. calls of all_reduce, in the backward passes of `module`."""
@@ -118,28 +99,16 @@ class Evidence:
         wrong = [each for each in sums if each.ranks and set(each.ranks) != set(alike)]
         if not wrong or len(alike) < 2:
             return ""
-        over, right = (some(list(map(str, ranks)), 8) for ranks in (wrong[0].ranks, alike))
-        return (
-            f"{wrong[0].within} adds up over rank {over}, but the parts of the sum are on rank {right}, which have the "
-            "same samples: the collective uses the wrong process group."
-        )
-
-    def divided_by_hand(self, module: str) -> list[str]:
-        """Return the names of the parameters in `module` that the program itself divides over ranks."""
-        found: dict[str, list[list[tuple[int, int]]]] = {}
-        for (_, name), box in sorted(self.steps[1].own_boxes.items()):
-            if is_inside(name, module):
-                found.setdefault(name, []).append(box)
-        return [name for name, boxes in found.items() if len(boxes) > 1 and _are_apart(boxes)]
+        over, right = (some(ranks, 8) for ranks in (wrong[0].ranks, alike))
+        text = f"{wrong[0].line} adds up over rank {over}, but the parts of the sum are on rank {right}"
+        return f"{text}, which have the same samples: the collective uses the wrong process group."
 
     def ranks_differ(self) -> bool:
-        """Return True if the first wrong value that the check found differs between ranks, although all ranks should
-        have the same value."""
+        """Return True if ranks have different values, although all should have the same."""
         return "ranks apart" in self.first.facts
 
     def other_samples(self) -> bool:
-        """Return whether the first difference is a sample that the plan reads more often or less often than one
-        device."""
+        """Return whether the plan reads a sample more often or less often than one device."""
         return bool(self.first.facts.get("repeated") or self.first.facts.get("missing"))
 
     def how_many(self) -> str:
@@ -147,14 +116,13 @@ class Evidence:
         return f"{len(self.faults('gradients'))} of {len(self.of_kind('gradients'))} gradients differ"
 
     def both_numbers(self) -> str:
-        """Return a phrase with the two numbers of the first wrong value, e.g. "2 under the plan and 1 on one
-        device"."""
+        """Return a phrase with both numbers, e.g. "2 under the plan and 1 on one device"."""
         figures = (self.first.facts.get(side) for side in ("the plan", "one device"))
         plan, one = (f"{value:.12g}" if isinstance(value, float) else str(value) for value in figures)
         return f"{plan} under the plan and {one} on one device"
 
     def samples_text(self) -> str:
-        """Return a phrase that lists the samples that count too often, and the samples that do not count."""
+        """Return a phrase that lists the samples that count too often, or not at all."""
         ends = {"repeated": "counts too often", "missing": "not at all"}
         found = {end: [str(index) for index in self.first.facts.get(fact, ())] for fact, end in ends.items()}
         text = ", ".join(f"sample {some(indices)} {end}" for end, indices in found.items() if indices)
@@ -164,17 +132,12 @@ class Evidence:
         return f"{text}, in the loop at {places[0]}" if places else text
 
 
-def _are_apart(boxes: list[list[tuple[int, int]]]) -> bool:
-    """Return True if there is a dimension along which the boxes lie one after another without overlap."""
-    return all(boxes) and any(all(a[1] <= b[0] for a, b in pairwise(dim)) for dim in zip(*boxes, strict=True))
-
-
 Rule = Callable[[Evidence], Cause | None]
 """A function that returns one particular cause if the evidence supports it, and None otherwise."""
 
 
 def says(kind: CauseKind, text: str | Callable[[Evidence], str], *when: Callable[[Evidence], bool]) -> Rule:
-    """Make a rule that returns a `Cause` of the kind `kind` if all conditions in `when` hold, and None otherwise."""
+    """Make a rule that returns a `Cause` of this kind if all conditions in `when` hold."""
 
     def rule(evidence: Evidence) -> Cause | None:
         if not all(holds(evidence) for holds in when):
@@ -188,8 +151,8 @@ def says(kind: CauseKind, text: str | Callable[[Evidence], str], *when: Callable
             "name": first.name or "the model",
             "step": first.step,
             "both": evidence.both_numbers(),
+            "times": f": they are {first.factor:.12g} times those of one device" if first.factor else "",
             "samples": evidence.samples_text(),
-            "padding": evidence.or_padding() if first.step > 0 else "",
             "how_many": evidence.how_many(),
             "outputs": f"module outputs{evidence.not_seen()} are equal",
             "before": f"everything before it{evidence.not_seen(first.facts.get('at', math.inf))} is equal",

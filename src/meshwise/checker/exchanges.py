@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from types import FrameType
 from typing import Any, NamedTuple
@@ -45,41 +45,45 @@ class Exchange(NamedTuple):
 
     @property
     def line(self) -> str:
-        """Where the program calls the collective, and its name, e.g. `train.py:31 (all_reduce)`."""
-        return f"{self.place} ({self.operator})"
-
-    @property
-    def within(self) -> str:
-        """Like `line`, with the autograd Function that makes the call, if there is one."""
-        return f"{self.place} ({self.operator} in {self.function})" if self.function else self.line
+        """Where the program calls it, and its names: `train.py:31 (all_reduce in Sum)`."""
+        return f"{self.place} ({self.operator}{f' in {self.function}' if self.function else ''})"
 
 
 Exchanges = dict[Exchange, None]
 """The collectives in the order of their calls. The values of the dict are unused."""
 
 
+def places_of(exchanges: Iterable[Exchange]) -> str:
+    """Return the lines that call these collectives, as a text."""
+    return some(dict.fromkeys(each.line for each in exchanges))
+
+
 def noting_exchanges(found: Exchanges, module: Callable[[], str]) -> AbstractContextManager[Any]:
     """Add to `found` each collective that the program itself calls inside the with block."""
 
     def note(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        frame = _by_hand() if operator.namespace in NAMESPACES else None
+        frame, ranks = _by_hand() if operator.namespace in NAMESPACES else (None, ())
         if frame is not None:
-            where = place(frame.f_code.co_filename, frame.f_lineno)
-            name, ranks = operator_name(operator).strip("_"), _ranks()
+            where, name = place(frame.f_code.co_filename, frame.f_lineno), operator_name(operator).strip("_")
             found[Exchange(module(), where, name, _function(frame), ranks)] = None
         return operator(*args, **kwargs)
 
     return intercept_operators(note)
 
 
-def _by_hand() -> FrameType | None:
-    """Return the frame of the user's code that called torch.distributed. Return None if other code called it."""
+def _by_hand() -> tuple[FrameType | None, tuple[int, ...]]:
+    """Return the user's frame that called torch.distributed, and the ranks of its process group."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and not frame.f_code.co_filename.startswith(DISTRIBUTED):
         frame = frame.f_back
+    groups = list[Any]()
     while frame is not None and frame.f_code.co_filename.startswith(TORCH):
+        groups += [frame.f_locals["group"]] if "group" in frame.f_locals else []
         frame = frame.f_back
-    return frame if frame is not None and is_users(frame.f_code.co_filename) else None
+    if frame is None or not is_users(frame.f_code.co_filename):
+        return None, ()
+    known = groups and (groups[0] is None or isinstance(groups[0], dist.ProcessGroup))
+    return frame, tuple(sorted(dist.get_process_group_ranks(groups[0]))) if known else ()
 
 
 def _function(frame: FrameType | None) -> str:
@@ -92,22 +96,12 @@ def _function(frame: FrameType | None) -> str:
     return ""
 
 
-def _ranks() -> tuple[int, ...]:
-    """Return the ranks of the process group given to the running torch.distributed call."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and not (frame.f_code.co_filename.startswith(DISTRIBUTED) and "group" in frame.f_locals):
-        frame = frame.f_back
-    group = None if frame is None else frame.f_locals["group"]
-    known = frame is not None and (group is None or isinstance(group, dist.ProcessGroup))
-    return tuple(sorted(dist.get_process_group_ranks(group))) if known else ()
-
-
 UNREAD = ("fill_", "empty", "new_empty", "empty_like", "empty_strided", "copy_")
 """Operators that compute nothing, but copy, fill or allocate memory. NaN in their result is ignored."""
 
 
 def noting_nan(found: list[str], perturbed: bool) -> AbstractContextManager[Any]:
-    """Add to `found` the first operator inside the with block that reads a buffer before an exchange has written it."""
+    """Add to `found` the first operator that reads a buffer before an exchange wrote it."""
 
     def note(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result, name = operator(*args, **kwargs), operator_name(operator)

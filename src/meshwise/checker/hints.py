@@ -13,18 +13,20 @@ import dis
 import functools
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from types import CodeType
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from meshwise.checker.model_state import local_sum
+from meshwise.checker.model_state import local_sums
 from meshwise.checker.model_tracer import LooksOn, ModelTracer
-from meshwise.checker.per_rank import divided_evaluations, slips_in
+from meshwise.checker.per_rank import slips_in
 from meshwise.spec.user_code import frame_in, is_users, place, user_lines, user_place
 from meshwise.spec.words import some
 
@@ -49,13 +51,11 @@ OF_STATISTICS = "torch/optim/swa_utils.py"
 
 @dataclass
 class _Window:
-    """What a script did between two optimizer steps. It is used to notice calls between the backward passes of one
-    step."""
+    """What a script did between two optimizer steps."""
 
     backwards: int = 0
-    zeroed: list[str] = field(default_factory=list)
-    ticked: list[str] = field(default_factory=list)
-    parameters: float = 0.0
+    between: dict[str, list[str]] = field(default_factory=dict)
+    parameters: dict[str, float] = field(default_factory=dict)
     moved: bool = False
 
 
@@ -73,8 +73,7 @@ class Hints:
         self._said: dict[str, None] = {}
         self._loops: list[_Loop] = []
         self._window, self._windows = _Window(), list[_Window]()
-        self._zeroed = self._ticked = ""  # places of the last zero_grad and scheduler step after the last backward
-        self._evaluated = dict[tuple[str, int], None]()
+        self._called = dict[str, str]()  # text of a hint -> place of the last such call after the last backward
         self._files = dict[str, None]()
         self._begun = 0  # number of random draws before the current model call
 
@@ -96,29 +95,27 @@ class Hints:
         loop = self._loops.pop()
         if loop.trained:
             return
-        self._evaluated |= dict.fromkeys(user_lines(1))
         for where, names in loop.dropped.items():
             self._say(DROPOUT.format(place=where, names=some(names)))
 
     def backward_begins(self, model: nn.Module) -> None:
-        """Record that a backward pass begins, and compare parameters and gradients with those of the last backward
-        pass."""
+        """Record that a backward pass begins, and what has changed since the last one."""
         for loop in self._loops:
             loop.trained = True
-        window, now = self._window, local_sum(model)
+        window, now = self._window, local_sums(model, buffers=False)
         if window.backwards:
-            none = all(p.grad is None or not p.grad.any() for p in model.parameters())
-            window.zeroed += [self._zeroed] if self._zeroed and none else []
-            window.ticked += [self._ticked] if self._ticked else []
+            if any(p.grad is not None and p.grad.any() for p in model.parameters()):
+                self._called.pop(THROWN_AWAY, None)
+            for text, where in self._called.items():
+                window.between.setdefault(text, []).append(where)
             window.moved |= now != window.parameters  # parameters changed between backwards, e.g. by look-ahead
-        window.backwards, window.parameters = window.backwards + 1, now
-        self._zeroed = self._ticked = ""
+        window.backwards, window.parameters, self._called = window.backwards + 1, now, {}
 
     def step_made(self) -> None:
         """Record that an optimizer has made its step."""
         if self._window.backwards:
             self._windows.append(self._window)
-        self._window, self._zeroed, self._ticked = _Window(), "", ""
+        self._window, self._called = _Window(), {}
 
     def _call_begins(self, root: nn.Module, *_: object) -> None:
         in_forward = self.tracer is not None and self.tracer.in_forward
@@ -143,68 +140,55 @@ class Hints:
         """Return all warnings about likely mistakes in the script."""
         several = [window for window in self._windows if window.backwards > 1]
         count = max((window.backwards for window in several), default=1)
-        for text, wrong in ((THROWN_AWAY, [w.zeroed for w in several]), (TICKS, [w.ticked for w in several])):
+        for text in (THROWN_AWAY, TICKS):
             skipped = text is THROWN_AWAY and (by_hand or any(window.moved for window in several))
-            every = all(len(places) == w.backwards - 1 for places, w in zip(wrong, several, strict=True))
+            every = all(len(window.between.get(text, ())) == window.backwards - 1 for window in several)
             if several and every and not skipped:
-                self._say(text.format(place=wrong[0][0], count=count))
-        for text in (*divided_evaluations(self._evaluated, count), *(slips_in(self._files) if per_rank else ())):
-            self._say(text)
-        return list(self._said)
+                self._say(text.format(place=several[0].between[text][0], count=count))
+        return [*self._said, *(slips_in(self._files) if per_rank else ())]
 
     @contextlib.contextmanager
     def noting(self) -> Iterator[None]:
         """Watch zero_grad, scheduler steps and unused autograd Functions inside the with block."""
 
-        def zeroed(thing: Any) -> None:
-            if self._window.backwards:
-                self._zeroed = user_place()
-
-        def ticked(thing: Any) -> None:
-            if self._window.backwards:
-                self._ticked = user_place()
-
+        methods = [(THROWN_AWAY, "zero_grad", kind) for kind in (nn.Module, *_with_own(Optimizer, "zero_grad"))]
+        methods += [(TICKS, "step", kind) for kind in _with_own(LRScheduler, "step")]
         with contextlib.ExitStack() as stack:
-            for scheduler in _with_own(LRScheduler, "step"):
-                stack.enter_context(_listened(scheduler, "step", ticked))
-            holders: list[type[Any]] = [nn.Module, *_with_own(Optimizer, "zero_grad")]
-            for holder in holders:
-                stack.enter_context(_listened(holder, "zero_grad", zeroed))
+            for text, name, kind in methods:
+                called = _telling(getattr(kind, name), functools.partial(self._note, text))
+                stack.enter_context(patch.object(kind, name, called))
             stack.enter_context(noting_unused(self._say))
             yield
+
+    def _note(self, text: str) -> None:
+        if self._window.backwards:
+            self._called[text] = user_place()
 
 
 def _is_active(module: nn.Module) -> bool:
     return "Dropout" in type(module).__name__ and module.training and getattr(module, "p", 0) > 0
 
 
-def _with_own(kind: type[Any], name: str) -> Iterator[type[Any]]:
-    """Search `kind` and all its subclasses. Yield the classes that define the method `name` in their own body."""
+def _with_own(kind: Any, name: str) -> Iterator[Any]:
+    """Yield the classes, `kind` and its subclasses, that define the method `name`."""
     if name in vars(kind):
         yield kind
     for each in kind.__subclasses__():
         yield from _with_own(each, name)
 
 
-@contextlib.contextmanager
-def _listened(kind: type, name: str, tell: Callable[[Any], None]) -> Iterator[None]:
-    """Call `tell(object)` before each call of the method `name` of the class `kind`, inside the with block."""
-    real = vars(kind)[name]
+def _telling(method: Callable[..., Any], tell: Callable[[], None]) -> Callable[..., Any]:
+    """Return a method that first calls `tell`."""
 
-    @functools.wraps(real)
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        tell(self)
-        return real(self, *args, **kwargs)
+    @functools.wraps(method)
+    def called(self: Any, *args: Any, **kwargs: Any) -> Any:
+        tell()
+        return method(self, *args, **kwargs)
 
-    setattr(kind, name, method)
-    try:
-        yield
-    finally:
-        setattr(kind, name, real)
+    return called
 
 
-@contextlib.contextmanager
-def noting_unused(say: Callable[[str], None]) -> Iterator[None]:
+def noting_unused(say: Callable[[str], None]) -> AbstractContextManager[Any]:
     """Report calls of a user's autograd Function inside the with block if the result is not used."""
     real = vars(torch.autograd.Function)["apply"]
 
@@ -215,17 +199,12 @@ def noting_unused(say: Callable[[str], None]) -> Iterator[None]:
             say(UNUSED.format(place=place(frame.f_code.co_filename, frame.f_lineno), name=cls.__name__))
         return found
 
-    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        torch.autograd.Function.apply = real  # type: ignore[method-assign]
+    return patch.object(torch.autograd.Function, "apply", classmethod(apply))
 
 
 @functools.cache
 def drops(code: CodeType, at: int) -> bool:
-    """Return whether the result of the call at instruction `at` is unused: dropped, or assigned to a name that is never
-    read."""
+    """Return whether the result of the call at instruction `at` is dropped, or never read."""
     instructions = list(dis.get_instructions(code))
     after = next((i for i in instructions if i.offset > at), None)
     if after is None or after.opname == "POP_TOP":

@@ -2,9 +2,8 @@
 
 The trace tells which of them are means over samples, and which are sums.
 
-On one device, such a number covers the whole batch. On a rank, it covers only the rank's samples. The number on one
-device may be the mean of the ranks' numbers weighted by samples, their sum, or equal to each of them. The first number
-that is none of these is where the loss stops being a mean.
+The number on one device may be the mean of the ranks' numbers weighted by samples, their sum, or equal to each of
+them. The first number that is none of these is where the loss stops being a mean.
 """
 
 from __future__ import annotations
@@ -40,8 +39,7 @@ Numbers = dict[Key, Number]
 
 
 class NotedNumbers:
-    """Records the scalars that one forward pass computes. The method `of` returns the scalars that a loss is computed
-    from."""
+    """Records the scalars of a forward pass. `of` returns those that a loss is computed from."""
 
     def __init__(self) -> None:
         self._numbers: Numbers = {}
@@ -90,8 +88,7 @@ def _over(name: str, args: tuple[Any, ...], result: Any) -> float:
 
 @dataclass(frozen=True)
 class Joined:
-    """One scalar in the computation of a loss, such as a mean or a count: its value on one device, and its value on
-    each rank. The values belong together because the same call at the same source line computes them."""
+    """One scalar in the computation of a loss, on one device and on each rank."""
 
     key: Key
     one: Number
@@ -105,8 +102,7 @@ class Joined:
 
     @property
     def is_mean(self) -> bool:
-        """Whether the scalar on one device is the mean of the ranks' scalars, weighted by the ranks' numbers of
-        samples."""
+        """Whether the scalar is the mean of the ranks' scalars, weighted by their samples."""
         return _near(self.weighed(self.samples), self.one.value * sum(self.samples))
 
     @property
@@ -121,8 +117,7 @@ class Joined:
 
     @property
     def is_mean_of_its_own(self) -> bool:
-        """Whether the scalar on one device is the mean of the ranks' scalars, weighted by the number that each rank
-        divides by. Example: a mean loss over tokens, where each rank divides by its own number of tokens."""
+        """Whether the scalar is the mean weighted by what each rank divides by, such as tokens."""
         over = [number.over for number in self.ranks]
         return (
             min(over) > 0 and _near(sum(over), self.one.over) and _near(self.weighed(over), self.one.value * sum(over))
@@ -140,7 +135,7 @@ class Joined:
 
 
 def joined(one: Numbers, ranks: Sequence[Numbers], samples: Sequence[int]) -> dict[Key, Joined]:
-    """Pair each scalar in the computation of a loss on one device with the same scalar on each rank."""
+    """Pair each scalar of a loss on one device with the same scalar on each rank."""
     sides = [Counter((at, name) for at, name, _ in side) for side in (one, *ranks)]
     found = {}
     for key, number in one.items():

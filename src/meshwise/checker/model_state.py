@@ -6,7 +6,6 @@ divided what they copy.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -69,23 +68,20 @@ def gradients_of(model: nn.Module) -> Named:
     return {name: copied(p.grad) for name, p in named_parameters(model) if p.grad is not None}
 
 
+def _local(tensor: Tensor) -> Tensor:
+    """Return this rank's shard of a tensor, or the tensor itself if it is not sharded."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def local_norms(model: nn.Module) -> dict[str, float]:
     """Return the norm of each gradient on this rank. For a sharded gradient, this is the norm of the rank's shard."""
-    gradients = {name: p.grad for name, p in named_parameters(model) if p.grad is not None}
-    return {n: float((g.to_local() if isinstance(g, DTensor) else g).norm()) for n, g in gradients.items()}
+    return {name: float(_local(p.grad).norm()) for name, p in named_parameters(model) if p.grad is not None}
 
 
-def local_sum(model: nn.Module) -> float:
-    """Return the sum of all elements of this rank's parameters or shards."""
-    own = (p.to_local() if isinstance(p, DTensor) else p for _, p in named_parameters(model))
-    return math.fsum(float(as_real(p.detach()).double().nan_to_num(0.0, 0.0, 0.0).sum()) for p in own)
-
-
-def local_sums(model: nn.Module) -> dict[str, float]:
-    """Return the sum of the elements of each parameter (or shard) and each buffer on this rank."""
-    every = [*named_parameters(model), *((clean(name), b) for name, b in model.named_buffers())]
-    own = ((name, t.to_local() if isinstance(t, DTensor) else t) for name, t in every)
-    return {name: float(as_real(t.detach()).double().nan_to_num(0.0, 0.0, 0.0).sum()) for name, t in own}
+def local_sums(model: nn.Module, *, buffers: bool = True) -> dict[str, float]:
+    """Return the sum of the elements of each parameter (or shard) and of each buffer on this rank."""
+    every = [*named_parameters(model), *((clean(name), b) for name, b in model.named_buffers() if buffers)]
+    return {name: float(as_real(_local(t).detach()).double().nan_to_num(0.0, 0.0, 0.0).sum()) for name, t in every}
 
 
 def tied_in(model: nn.Module) -> list[tuple[str, ...]]:

@@ -2,8 +2,8 @@
 
 The trace holds what each module returned, which random draws it made, and when gradients were ready.
 
-A module's output is kept as random projections of each sample's row, called sketches (see sketches.py). The ranks send
-only sketches. The sketches of all ranks together equal the sketches of one device.
+A module's output is kept as random projections of each sample's row (see sketches.py). Those of all ranks together
+equal those of one device.
 """
 
 from __future__ import annotations
@@ -17,21 +17,14 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from meshwise.checker.contents import Reading, contents_of
+from meshwise.checker import model_state
+from meshwise.checker.contents import contents_of
 from meshwise.checker.coupled_operators import noting_coupled
 from meshwise.checker.exchanges import noting_exchanges, noting_nan
 from meshwise.checker.loss_numbers import NotedNumbers
-from meshwise.checker.model_state import (
-    buffers_of,
-    clean,
-    is_replicated,
-    local_norms,
-    named_parameters,
-    parameters_of,
-    tied_in,
-)
+from meshwise.checker.model_state import clean, is_replicated, named_parameters
 from meshwise.checker.sketches import pieces, sketches
-from meshwise.checker.trace import Draws, Named, Output, StepTrace, Trace
+from meshwise.checker.trace import Draws, Named, Output, Reading, StepTrace, Trace
 from meshwise.checker.upcast import upcast
 from meshwise.checker.whole_view import RowDraws, part_of
 from meshwise.parallel.splits.axis import SplitPart
@@ -45,8 +38,10 @@ from meshwise.transfer.sharded import full_tensor
 
 
 class ModelTracer:
-    """Records how `model` trains: its outputs, random draws and gradients. Call `begin` for each step, and enter
-    `forward` and `backward` for each microbatch. The methods are collective if the model is divided over ranks."""
+    """Records how `model` trains. Call `begin` for each step, and enter `forward` and `backward` for each microbatch.
+
+    The methods are collective if the model is divided over ranks.
+    """
 
     def __init__(
         self,
@@ -59,11 +54,11 @@ class ModelTracer:
         whole: bool = False,
     ) -> None:
         """whole: whether the program sees whole batches. In that case, no rank has a loss of its own."""
-        kinds = {clean(name): type(module).__name__ for name, module in model.named_modules()}
-        self.trace = Trace(kinds, tied_in(model), parameters_of(model), buffers_of(model))
-        self.trace.places = {
-            clean(name): at for name, module in model.named_modules() if (at := place_of(type(module).forward))
-        }
+        modules = {clean(name): type(module) for name, module in model.named_modules()}
+        kinds = {name: kind.__name__ for name, kind in modules.items()}
+        parameters, buffers = model_state.parameters_of(model), model_state.buffers_of(model)
+        self.trace = Trace(kinds, model_state.tied_in(model), parameters, buffers)
+        self.trace.places = {name: at for name, kind in modules.items() if (at := place_of(kind.forward))}
         self.step = StepTrace()
         self._seed, self._reference, self._upcast, self._perturb = seed, reference, upcast, perturb
         self._whole = whole
@@ -78,7 +73,7 @@ class ModelTracer:
         """Whether the forward pass of a microbatch is being traced."""
         self._numbers = NotedNumbers()
         self._running = list[str]()  # names of the running modules, the innermost last
-        self._open_calls: list[list[int]] = []  # for each open call: [draws before it, draws made by nested calls]
+        self._drawn = 0  # number of draws of this microbatch when a module last began or ended
         self._norms_left: dict[str, float] | None = None
         self._in_backward = False
         self._own: Named | None = None  # this rank's own gradients in the running backward
@@ -114,7 +109,7 @@ class ModelTracer:
         self.draws = RowDraws((self._seed, count, 0), rows, layout)
         self.trace.draws[count] = self.draws.log
         self._forwards = max(self._forwards, count + 1)
-        self._calls, self.in_forward, self._open_calls, self._running = {}, True, [], []
+        self._calls, self.in_forward, self._drawn, self._running = {}, True, 0, []
         try:
             several = 0 if self._whole else rows.count
             pairs = noting_coupled(several, self.step.coupled, lambda: self._running[-1] if self._running else None)
@@ -130,7 +125,7 @@ class ModelTracer:
             self.trace.unkeyed |= self.draws.unkeyed
 
     def _go_on(self, calls: dict[str, int]) -> None:
-        """Take over the number of calls of each module from the previous pipeline stage, and count on from there."""
+        """Count each module's calls on from those of the previous pipeline stage."""
         self._calls = dict(calls)
 
     def discard(self) -> None:
@@ -152,17 +147,16 @@ class ModelTracer:
             redraw()
 
     def attempt(self, part: SplitPart) -> Callable[[], None]:
-        """Let modules draw random numbers for this part of a split tensor. Return a function that discards what is
-        recorded from now on."""
+        """Let modules draw for this part of a split tensor. Return a function that discards what follows."""
         if self._reference is not None:
             self.draws.draw_for(part, self._reference.get(self._forwards - 1, ()))
         redraw, outputs, calls = self.draws.attempt(), len(self.step.outputs), dict(self._calls)
-        running, open_calls = list(self._running), [list(each) for each in self._open_calls]
+        running, drawn = list(self._running), self._drawn
 
         def forget() -> None:
             redraw()
             del self.step.outputs[outputs:]
-            self._calls, self._running, self._open_calls = calls, running, open_calls
+            self._calls, self._running, self._drawn = calls, running, drawn
 
         return forget
 
@@ -185,7 +179,7 @@ class ModelTracer:
             self._of_loss.remove()  # otherwise it would be taken for a hook of the program
         # The log grows only if the backward draws numbers that do not repeat draws of the forward.
         self.step.rng_mismatch |= len(self.draws.log) > drawn
-        self._norms_left = local_norms(self._model)
+        self._norms_left = model_state.local_norms(self._model)
 
     def forget_gradients(self) -> None:
         """Forget the gradients of this step."""
@@ -193,27 +187,24 @@ class ModelTracer:
         self.step.own_gradients.clear()
 
     def loss_made(self, loss: Tensor) -> None:
-        """Record the scalars that this rank's loss is computed from, and the factor by which the plan multiplies the
-        gradient of the loss."""
+        """Record the scalars of this rank's loss, and the factor of its gradient."""
         if self._whole:
             return
         if self._at[1] == 0 and self._rows.samples:
             self.step.numbers[:] = [self._numbers.of(loss)]
 
-        def note(gradient: Tensor) -> None:
-            self._own_factor = float(gradient)
-
         if self._reference is not None and loss.requires_grad and type(loss) is Tensor:
-            self._of_loss = loss.register_hook(note)
+            self._of_loss = loss.register_hook(self._keep_factor)
+
+    def _keep_factor(self, gradient: Tensor) -> None:
+        self._own_factor = float(gradient)
 
     def _watch_own(self) -> None:
         """Register hooks that receive the gradients of this rank's own loss."""
-        names = {id(p): name for name, p in named_parameters(self._model)}
-        found = [(name, p) for name, p in named_parameters(self._model)]
-        for _, module in sharded_modules(self._model):
-            found += [
-                (names[id(p)], whole) for group in groups_of(module) for p, whole in group.wholes() if id(p) in names
-            ]
+        found = list(named_parameters(self._model))
+        names = {id(p): name for name, p in found}
+        groups = [group for _, module in sharded_modules(self._model) for group in groups_of(module)]
+        found += [(names[id(p)], whole) for group in groups for p, whole in group.wholes() if id(p) in names]
         for name, p in found:
             if p.requires_grad and p not in self._hooked and (type(p) is nn.Parameter or is_replicated(p)):
                 self._hooked[p] = p.register_hook(partial(self._keep_own, name))
@@ -228,10 +219,10 @@ class ModelTracer:
                     self.step.own_boxes[0, name] = _box(gradient.detach() != 0)
 
     def _compare_with_last_backward(self) -> None:
-        """Record the gradients' norm, and whether they changed since the last backward pass of this step."""
+        """Record whether gradients changed since the last backward of this step."""
         if self._norms_left is None:
             return
-        now = local_norms(self._model)
+        now = model_state.local_norms(self._model)
         self.step.standing[self._at[1] - 1] = math.hypot(*now.values())
         ratios = [now.get(name, 0.0) / norm for name, norm in self._norms_left.items() if norm > 0]
         if ratios and max(abs(ratio - 1) for ratio in ratios) > 1e-12:
@@ -263,12 +254,13 @@ class ModelTracer:
         if self.in_forward:
             if not module.training:
                 self.step.evaluating.add(name)
+            self._note_draws()
             self._running.append(name)
-            self._open_calls.append([self._drawn(), 0])
 
     def _left(self, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
         if self.in_forward:
-            self._close_call(name)
+            self._note_draws()
+            del self._running[-1:]
             for tensor in tensors_in(output) if stages.counts(module) else ():
                 if tensor.is_floating_point() or tensor.is_complex():
                     self._keep(name, type(module).__name__, tensor)
@@ -287,27 +279,18 @@ class ModelTracer:
                 tensor.grad_fn.register_prehook(partial(self._keep_back, output, tensor.output_nr))
 
     def _keep_back(self, output: Output, number: int, gradients: tuple[Tensor | None, ...]) -> None:
-        """Record the gradient that reaches a module's output in the backward pass of this rank's own loss."""
+        """Record the gradient that reaches a module's output in the backward."""
         gradient = gradients[number]
         if self._in_backward and not output.gradient and type(gradient) is Tensor and gradient.shape == output.shape:
             with without_interception():
                 output.gradient.update(sketches(gradient.detach() / (self._own_factor or math.inf), output.rows))
 
-    def _drawn(self) -> int:
-        """Return how many random draws of this microbatch were recorded so far."""
-        return len(self.draws.log) + len(self.draws.unkeyed)
-
-    def _close_call(self, name: str) -> None:
-        """End a module's call, and record whether the module drew random numbers."""
-        if not self._open_calls:
-            return
-        self._running.pop()
-        before, below = self._open_calls.pop()
-        drawn = self._drawn() - before
-        if drawn > below:
-            self.trace.random_modules.add(name)
-        if self._open_calls:
-            self._open_calls[-1][1] += drawn
+    def _note_draws(self) -> None:
+        """Record the innermost running module if it drew since a module began or ended."""
+        drawn = len(self.draws.log) + len(self.draws.unkeyed)
+        if drawn > self._drawn and self._running:
+            self.trace.random_modules.add(self._running[-1])
+        self._drawn = drawn
 
 
 def _box(there: Tensor) -> list[tuple[int, int]]:
@@ -317,8 +300,7 @@ def _box(there: Tensor) -> list[tuple[int, int]]:
 
 
 class LooksOn:
-    """A module hook that only calls a function. A copied hook does nothing, so that copies of a model are not
-    traced."""
+    """A module hook that only calls a function, and does nothing in a copy of the model."""
 
     def __init__(self, looks: Callable[..., None]) -> None:
         self._looks = looks

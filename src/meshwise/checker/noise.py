@@ -2,9 +2,9 @@
 
 Examples are the bias in front of a batch norm, and the bias of the keys in attention.
 
-Adam divides such a gradient by its size, so these elements take meaningless steps, which differ between one device and
-the plan. The elements are not compared. Values that depend on them without changing a gradient (a running mean, an
-evaluation) are compared: one device runs once more, and takes over the plan's values of these elements.
+Adam divides such a gradient by its size, so these elements take meaningless steps, and are not compared. Values that
+depend on them without changing a gradient (a running mean, an evaluation) are compared: one device runs once more, and
+takes over the plan's values of these elements.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ NOISE = 1e-8  # gradients up to this fraction of the largest one count as roundi
 
 
 def note_noise(noise: Named, mine: Named, others: Named) -> None:
-    """Mark in `noise` the parameter elements whose gradient is only rounding, on one device and under the plan."""
+    """Mark in `noise` the parameter elements whose gradient is only rounding."""
     most = largest(mine.values())
     for name in mine.keys() & others.keys():
         a, b = mine[name].abs(), others[name].abs()

@@ -16,11 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from meshwise.checker import model_state
-from meshwise.checker.contents import Reading
 from meshwise.checker.hints import noting_unused
 from meshwise.checker.model_tracer import ModelTracer
 from meshwise.checker.noise import take_noise
-from meshwise.checker.trace import Batches, CheckSpec, StepTrace, Trace, microbatches, test_samples
+from meshwise.checker.trace import Batches, CheckSpec, Reading, StepTrace, Trace, microbatches, test_samples
 from meshwise.checker.upcast import called_in_float64, plain_attention
 from meshwise.hardware.memory import free_bytes
 from meshwise.parallel.precision import cast_batch, computing, store_parameters

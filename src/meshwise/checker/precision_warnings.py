@@ -3,8 +3,7 @@
 A cast to a lower precision that only one side makes has no effect in float64. In the plan's own precision it shows as
 larger rounding. After a value that is not finite, nothing is proven.
 
-Parameters or moments that only the plan keeps in a lower dtype are found because that dtype holds all their values
-exactly.
+Parameters or moments that only the plan keeps in a lower dtype are told by their values, which it holds exactly.
 """
 
 from __future__ import annotations
@@ -27,19 +26,12 @@ FIRST_STEP = ("loss", "gradients")
 """Values that are judged in step 1 only. Later values depend on updates, and Adam enlarges rounding errors."""
 SOME = 8  # tensors of up to this many values may fit a lower precision by chance
 EPS = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
-NO_ROUNDING = (
-    "not looked at (--no-rounding): the plan's own precision, which would show a cast to a lower precision on one side "
-    "alone."
-)
-OTHER_STEPS = (
-    "not looked at: the plan's own precision, in which the number of steps differs. A loss scaler skips steps that "
-    "overflow."
-)
+NO_ROUNDING = "not looked at (--no-rounding): the plan's own precision, which shows casts of one side."
+OTHER_STEPS = "not looked at: the plan's own precision, in which the number of steps differs."
 
 
 def rounding_warnings(rounded: Sequence[Comparison], dtypes: Dtypes) -> Iterator[str]:
-    """Yield a sentence if the loss or gradients of step 1 have a much larger rounding error under the plan than on one
-    device."""
+    """Yield a sentence if the plan rounds the loss or gradients of step 1 much more."""
     if not rounded:
         return
     least = max(torch.finfo(EPS[name]).eps for name in dtypes.by_field.values())
@@ -47,15 +39,12 @@ def rounding_warnings(rounded: Sequence[Comparison], dtypes: Dtypes) -> Iterator
         found = ([d.relative for d in side.differences if d.kind == kind and d.step == 1] for side in rounded)
         one, plan = (max(each, default=0.0) for each in found)
         if plan > TIMES * max(one, least) and not (math.isinf(plan) and dtypes.scaled):  # loss scalers skip such steps
-            yield (
-                f"rounding of the {kind} in step 1 is {plan:.1e} under the plan and {one:.1e} on one device, in the "
-                "same precision: something is cast to a lower precision under the plan alone, or overflows there."
-            )
+            text = f"rounding of the {kind} in step 1 is {plan:.1e} under the plan and {one:.1e} on one device"
+            yield f"{text}: something is cast to a lower precision under the plan alone, or overflows there."
 
 
 def kept_coarser(rounded: Sequence[Trace]) -> Iterator[str]:
-    """Yield a sentence if the plan seems to keep parameters or optimizer state in bfloat16 or float16 between steps,
-    but one device does not."""
+    """Yield a sentence if the plan alone keeps parameters or optimizer state in 16 bits."""
     kinds = {"parameters are": "parameters", "the optimizer's state is": "optimizer_state"}
     noise = _of_rounding(rounded[0].steps[0]) if rounded else set()
     for what, kind in kinds.items() if len(rounded) == 2 else ():
@@ -63,16 +52,13 @@ def kept_coarser(rounded: Sequence[Trace]) -> Iterator[str]:
         lower = {name: _lower(t) for name, t in plan.items() if name in one and _lower(t) and not _lower(one[name])}
         lower = {name: held for name, held in lower.items() if name.rpartition(" ")[0] not in noise}
         if lower:
-            yield (
-                f"{what} kept in {some(sorted(set(lower.values())))} under the plan alone: after step 1 every value "
-                f"of {some(list(lower))} fits this precision, but not on one device. Small updates of large values are "
-                "lost: keep parameters and optimizer state in float32."
-            )
+            text = f"{what} kept in {some(sorted(set(lower.values())))} under the plan alone, as all of"
+            text = f"{text} {some(lower)} fits it after step 1. Small updates are lost"
+            yield f"{text}: keep parameters and optimizer state in float32."
 
 
 def _of_rounding(step: StepTrace) -> set[str]:
-    """Return the names of the parameters whose gradients are only rounding noise, e.g. a bias in front of a batch norm.
-    The optimizer's state of such a parameter may fit into bfloat16 by chance, so `kept_coarser` ignores it."""
+    """Return the parameters whose gradients are only rounding: their state fits 16 bits by chance."""
     gradients = step.clipped_gradients or step.gradients
     sizes = {name: float(t.abs().max()) for name, t in gradients.items() if t.numel()}
     least = TIMES * torch.finfo(torch.float32).eps * max(sizes.values(), default=0.0)
@@ -85,7 +71,7 @@ def _lower(tensor: torch.Tensor) -> str:
 
 
 def unproven(one: Trace) -> Iterator[str]:
-    """Yield a sentence that names the first step in which the loss, a gradient or a parameter is not finite."""
+    """Yield a sentence that names the first step with a value that is not finite."""
     for number, step in enumerate(one.steps, 1):
         wrong = [] if math.isfinite(step.loss) else ["the loss"]
         for kind, named in (("the gradient of", step.gradients), ("", step.parameters)):

@@ -33,8 +33,7 @@ ALONE = "This counts the samples of one rank only: use mw.sum(total) / mw.sum(co
 
 
 def printed_otherwise(one: Printed, many: Printed, devices: str, again: Printed = ()) -> tuple[list[str], list[str]]:
-    """Return sentences about lines of a script that print other numbers on `devices` than on one device: first the
-    wrong ones, then the harmless ones, such as a time."""
+    """Return sentences on lines that print other numbers on `devices`: wrong ones, harmless ones."""
     wrong, harmless = list[str](), list[str]()
     ours, theirs, once_more = map(_by_line, (one, many, again))
     for line in sorted(ours.keys() & theirs.keys()):
@@ -68,7 +67,7 @@ def _apart(text: str, other: str) -> list[int]:
 
 
 def numbers_apart(text: str, other: str, again: str) -> list[tuple[Decimal, Decimal]]:
-    """Return the pairs of numbers that differ between two printed texts, except times and other measurements."""
+    """Return the numbers that differ between two texts, except measurements."""
     numbers, others = _NUMBER.findall(text), _NUMBER.findall(other)
     measured = _apart(text, again)
     apart = [n for n in _apart(text, other) if n not in measured and not _is_measured(text, n)]

@@ -3,8 +3,7 @@
 The gradients are those of each rank's own loss, before any exchange between ranks.
 
 The plan's gradient is a weighted sum of these gradients, and so is one device's. Both sets of weights are found by
-least squares over all parameters, in float64, on random projections. They count only if the residual is as small as
-rounding. Otherwise no weights explain the gradient.
+least squares over all parameters, on random projections, and count only if the residual is rounding.
 """
 
 from __future__ import annotations
@@ -25,12 +24,11 @@ ROUNDING = 100 * LIMIT  # relative to the target, and loose because a step can m
 
 @dataclass(frozen=True)
 class RankWeights:
-    """The weights with which the ranks' own gradients add up to the gradients of one device and of the plan. A rank has
-    one gradient of its own for each microbatch."""
+    """The weights of the ranks' own gradients, one for each microbatch, on both sides; empty if none."""
 
     columns: list[tuple[int, int]]
-    one: list[float] | None
-    plan: list[float] | None
+    one: list[float]
+    plan: list[float]
     unique: bool
 
     @property
@@ -40,7 +38,7 @@ class RankWeights:
 
 
 def weights_in(reference: StepTrace, actual: StepTrace, names: Iterable[str] | None = None) -> RankWeights | None:
-    """Find weights with which the ranks' own gradients add up to the gradients of one device and of the plan."""
+    """Find weights with which the ranks' own gradients add up to those of both sides."""
     own = {column: g for column, g in sorted(actual.own_gradients.items()) if g}
     most = NOISE * largest(reference.gradients.values())
     wanted = [n for n, g in reference.gradients.items() if largest([g]) > most] if names is None else list(names)
@@ -63,7 +61,7 @@ def weights_in(reference: StepTrace, actual: StepTrace, names: Iterable[str] | N
     matrix = matrix[:, matrix.any(0)]
     one, plan = (solve(matrix, torch.cat(side)) for side in wanted_of)
     unique = all(found is None or found[1] for found in (one, plan))
-    return RankWeights(there, one[0] if one else None, plan[0] if plan else None, unique)
+    return RankWeights(there, one[0] if one else [], plan[0] if plan else [], unique)
 
 
 def solve(columns: Tensor, wanted: Tensor) -> tuple[list[float], bool] | None:

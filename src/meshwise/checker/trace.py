@@ -73,14 +73,21 @@ class Output:
 
 
 @dataclass(frozen=True)
+class Reading:
+    """Where batches come from: the data set, its random generator and its collate function."""
+
+    source: str = ""
+    draws: str = ""
+    collate: str = ""
+
+
+@dataclass(frozen=True)
 class Contents:
     """A rank's part of a microbatch, as the program got it."""
 
     microbatch: int
     place: str
-    source: str
-    draws: str
-    collate: str
+    reading: Reading
     fields: dict[str, tuple[tuple[int, ...], Tensor]]
 
 

@@ -81,7 +81,7 @@ class UnsummedLoops:
             self._waiting.append(loop)
 
     def joined(self, value: object) -> None:
-        """Forget all loops up to now, because the program has reduced values, maybe the results of these loops."""
+        """Forget all loops up to now: the program has reduced values, maybe theirs."""
         for loop in (*self._open.values(), *self._waiting):
             loop.unhook()
             loop.foreign.close()

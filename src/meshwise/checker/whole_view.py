@@ -73,8 +73,7 @@ def own_rows(engine: Engine, part: BatchSlice, batch: Any) -> tuple[BatchSlice, 
 
 
 def part_of(tensor: Tensor, samples: int) -> Tensor:
-    """Return the rows of this rank if the first dim of a module's output has a row for each sample of the batch, or the
-    whole output otherwise."""
+    """Return this rank's rows of a module's output, or all of it if its rows are not samples."""
     if isinstance(tensor, Term):
         return plain(tensor).detach()
     part = tensor.parts.get(0) if isinstance(tensor, SplitTensor) else None

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 MOST_LINES, MOST_CHARACTERS = 20, 2000
 """The maximum number of lines and characters to show of a foreign text, such as the message of an exception."""
 _CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
-def some(names: Sequence[str], most: int = 3) -> str:
+def some(names: Iterable[object], most: int = 3) -> str:
     """Format the first `most` names, and the number of the other names: `a, b, c and 4 more`."""
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+    shown = list(map(str, names))
+    return ", ".join(shown[:most]) + (f" and {len(shown) - most} more" if len(shown) > most else "")
 
 
 def ranks_text(ranks: Sequence[int]) -> str:

@@ -19,15 +19,13 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 import meshwise as mw
-from meshwise.checker.per_rank import TEXTS, slips_in
+from meshwise.checker.per_rank import slips_in
 from meshwise.training.slips.in_a_run import says_divided
 
 Case = Callable[["Program"], Any]
 MISTAKES: list[tuple[Case, str]] = []
 RIGHT: list[Case] = []
-TWICE, RATIO = TEXTS["twice"], TEXTS["ratio"]
 DIVIDED = "batch_size is {} divided by the number of ranks"
-RUNNING = "running adds up losses of this rank's part of each batch"
 OWN = "loss is the loss of this rank's own samples here. Write loss = mw.backward(loss)"
 
 
@@ -102,17 +100,6 @@ def a_loss_that_is_divided_and_has_a_weight(p: Program) -> None:
         print(f"loss {loss.item():.4f}")  # here
 
 
-@mistake(RUNNING.replace("running", "total"))
-def a_mean_of_losses_that_is_printed(p: Program) -> None:
-    total = 0.0
-    for x, y in p.loader:
-        loss = F.cross_entropy(p.model(x), y)
-        mw.backward(loss)
-        p.step()
-        total += loss.item()  # here
-    print(f"mean loss {total / len(p.loader):.4f}")
-
-
 @right
 def the_loss_that_is_given_back(p: Program) -> None:
     total = 0.0
@@ -159,80 +146,6 @@ def a_loss_that_each_rank_prints_as_its_own(p: Program) -> None:
             raise ValueError("a loss that is not finite")
 
 
-# Sums of sums.
-
-
-@mistake(TWICE)
-def in_the_loop_and_after_it(p: Program) -> float:
-    correct = 0
-    for x, y in p.loader:
-        correct += mw.sum(p.right(x, y))
-    return mw.sum(correct)  # here
-
-
-@mistake(TWICE)
-def one_in_the_other(p: Program) -> float:
-    correct = torch.zeros((), dtype=torch.int64)
-    for x, y in p.loader:
-        correct = correct + mw.sum(mw.sum(torch.tensor(p.right(x, y))))  # here
-    return correct.item()
-
-
-@mistake(TWICE)
-def through_another_name(p: Program) -> float:
-    total = 0.0
-    for x, y in p.loader:
-        total += float(mw.sum(p.right(x, y)))
-    found = total / 2
-    return 2 * mw.sum(torch.tensor(found)).item()  # here
-
-
-@right
-def only_after_it(p: Program) -> float:
-    correct = 0
-    for x, y in p.loader:
-        correct += p.right(x, y)
-    return mw.sum(correct)
-
-
-@right
-def a_mean_times_a_sum(p: Program) -> float:
-    total = 0.0
-    for x, y in p.loader:
-        total += mw.mean((p.model(x).argmax(1) == y).float().mean()).item() * mw.sum(len(y))
-    return round(total)
-
-
-@right
-def a_name_for_both(p: Program) -> float:
-    correct = 0
-    for x, y in p.loader:
-        correct += mw.sum(p.right(x, y))
-    first, correct = correct, 0
-    for x, y in p.loader:
-        correct += p.right(x, y)
-    assert first == mw.sum(correct)
-    return first
-
-
-@mistake(RATIO)
-def a_mean_of_ratios(p: Program) -> None:
-    for x, y in p.loader:
-        q = p.model(x).softmax(1)[:, 1].detach()
-        dice = 2 * (q * y).sum() / (q.sum() + y.sum())
-        mw.mean(dice)  # here
-
-
-@right
-def ratios_of_sums(p: Program) -> None:
-    for x, y in p.loader:
-        q = p.model(x).softmax(1)[:, 1].detach()
-        print(2 * mw.sum((q * y).sum()) / mw.sum(q.sum() + y.sum()))
-        mw.mean((q * y).sum() / (q + y).sum(), weight=(q + y).sum())
-        mw.mean(((q[:, None] * y[:, None]).sum(1) / (q + y + 1)).mean())
-        mw.mean(q.sum() / len(q))
-
-
 # Batches.
 
 
@@ -275,213 +188,6 @@ def a_part_for_another_reason(p: Program) -> None:
     mw.distribute(DataLoader(p.data, batch_size=batch // chunks), view="rank")
 
 
-# Running losses.
-
-
-@mistake(RUNNING)
-def the_whole_loss_times_a_part(p: Program) -> None:
-    running, seen = 0.0, 0
-    for x, y in p.loader:
-        loss = mw.backward(F.cross_entropy(p.model(x), y))
-        p.step()
-        running += loss.item() * len(x)  # here
-        seen += len(x)
-    print(running / seen)
-
-
-@mistake(RUNNING)
-def divided_by_all(p: Program) -> None:
-    running = 0.0
-    for batch in p.loader:
-        x, y = batch
-        n = x.size(0)
-        loss = mw.backward(F.cross_entropy(p.model(x), y))
-        p.step()
-        running += n * float(loss)  # here
-    mean = running / len(p.data)
-    print(f"{mean:.3f}")
-
-
-@mistake(RUNNING)
-def of_this_rank(p: Program) -> None:
-    running = 0.0
-    for _, (x, y) in enumerate(p.loader):
-        loss = F.cross_entropy(p.model(x), y)
-        mw.backward(loss)
-        p.step()
-        running += loss.item() * x.shape[0]  # here
-    print(running)
-
-
-@mistake(RUNNING.replace("running", "stats['loss']"))
-def in_a_dict(p: Program) -> None:
-    stats = {"loss": 0.0, "seen": 0}
-    for x, y in p.loader:
-        loss = mw.backward(F.cross_entropy(p.model(x), y))
-        p.step()
-        stats["loss"] += loss.item() * len(x)  # here
-        stats["seen"] += len(x)
-    print(stats["loss"] / stats["seen"])
-
-
-@mistake(RUNNING.replace("running", "stats['loss']"))
-def in_a_dict_that_is_shown_whole(p: Program) -> None:
-    stats = {"loss": 0.0}
-    for x, y in p.loader:
-        loss = F.cross_entropy(p.model(x), y)
-        mw.backward(loss)
-        p.step()
-        stats["loss"] += loss.item() * len(x)  # here
-    for name, value in stats.items():
-        print(name, value)
-
-
-class Meter:
-    """Has a loop of its own, and sums over the ranks in a method where it does."""
-
-    def __init__(self) -> None:
-        self.total, self.seen, self.parts = 0.0, 0, {"loss": 0.0}
-
-    def trains(self, p: Program) -> None:
-        for x, y in p.loader:
-            loss = mw.backward(F.cross_entropy(p.model(x), y))
-            p.step()
-            self.total += loss.item() * len(x)  # here
-            self.seen += len(x)
-        print(self.total / self.seen)
-
-    def trains_with_parts(self, p: Program) -> None:
-        for x, y in p.loader:
-            loss = mw.backward(F.cross_entropy(p.model(x), y))
-            p.step()
-            self.parts["loss"] += x.size(0) * loss.item()  # here
-        print(f"{self.parts['loss'] / len(p.data):.3f}")
-
-    def trains_in_step(self, p: Program) -> None:
-        for x, y in p.loader:
-            loss = F.cross_entropy(p.model(x), y)
-            mw.backward(loss)
-            p.step()
-            self.total += loss.item() * len(x)
-        self.meet()
-        print(self.total)
-
-    def meet(self) -> None:
-        self.total = mw.sum(self.total)
-
-
-@mistake(RUNNING.replace("running", "self.total"))
-def in_an_attribute(p: Program) -> None:
-    Meter().trains(p)
-
-
-@mistake(RUNNING.replace("running", "self.parts['loss']"))
-def in_a_dict_of_an_attribute(p: Program) -> None:
-    Meter().trains_with_parts(p)
-
-
-@right
-def in_an_attribute_that_a_method_sums(p: Program) -> None:
-    Meter().trains_in_step(p)
-
-
-@right
-def in_a_dict_and_summed_in_the_loop(p: Program) -> None:
-    stats = {"loss": 0.0, "seen": 0}
-    for x, y in p.loader:
-        loss = mw.backward(F.cross_entropy(p.model(x), y))
-        p.step()
-        n = mw.sum(len(x))
-        stats["loss"] += loss.item() * n
-        stats["seen"] += n
-    print(stats["loss"] / stats["seen"])
-
-
-@right
-def in_a_dict_and_summed_after_the_loop(p: Program) -> None:
-    stats = {"loss": 0.0, "seen": 0}
-    for x, y in p.loader:
-        loss = F.cross_entropy(p.model(x), y)
-        mw.backward(loss)
-        p.step()
-        stats["loss"] += loss.item() * len(x)
-        stats["seen"] += len(x)
-    stats["loss"] = mw.sum(stats["loss"]) / mw.sum(stats["seen"])
-    print(stats["loss"])
-
-
-@right
-def in_a_dict_whose_values_are_summed(p: Program) -> None:
-    stats = {"loss": 0.0}
-    for x, y in p.loader:
-        loss = F.cross_entropy(p.model(x), y)
-        mw.backward(loss)
-        p.step()
-        stats["loss"] += loss.item() * len(x)
-    for name, value in stats.items():
-        print(name, mw.sum(value))
-
-
-@right
-def in_a_dict_whose_values_are_summed_in_a_comprehension(p: Program) -> None:
-    stats = {"loss": 0.0}
-    for x, y in p.loader:
-        loss = F.cross_entropy(p.model(x), y)
-        mw.backward(loss)
-        p.step()
-        stats["loss"] += loss.item() * len(x)
-    print({name: mw.sum(value) for name, value in stats.items()})
-
-
-@right
-def summed_in_the_loop(p: Program) -> None:
-    running = 0.0
-    for x, y in p.loader:
-        loss = mw.backward(F.cross_entropy(p.model(x), y))
-        p.step()
-        n = mw.sum(len(x))
-        running += loss.item() * n
-    print(running / len(p.data))
-
-
-@right
-def summed_after_the_loop(p: Program) -> None:
-    running, seen = 0.0, 0
-    for x, y in p.loader:
-        loss = F.cross_entropy(p.model(x), y)
-        mw.backward(loss)
-        p.step()
-        running += loss.item() * len(x)
-        seen += len(x)
-    total = torch.tensor([running, seen])
-    print(mw.sum(total))
-
-
-@right
-def returned_and_summed(p: Program) -> None:
-    def epoch() -> float:
-        running = 0.0
-        for x, y in p.loader:
-            loss = F.cross_entropy(p.model(x), y)
-            mw.backward(loss)
-            p.step()
-            running += loss.item() * len(x)
-        return running
-
-    print(mw.sum(epoch()))
-
-
-@right
-def progress(p: Program) -> None:
-    seen, total = 0, 0.0
-    for x, y in p.loader:
-        loss = mw.backward(F.cross_entropy(p.model(x), y))
-        p.step()
-        seen += len(x)
-        total += loss.item()
-        print(f"[{seen}/{len(p.data)}] {total}")
-
-
 SAID = [*slips_in([__file__]), *says_divided()]
 
 
@@ -491,12 +197,7 @@ def said_of(case: Case) -> list[str]:
     return [text for text in SAID if any(place in text for place in places)]
 
 
-ELSEWHERE: dict[Case, Any] = {
-    in_a_function: loaders,
-    in_an_attribute: Meter.trains,
-    in_a_dict_of_an_attribute: Meter.trains_with_parts,
-    in_an_attribute_that_a_method_sums: Meter.trains_in_step,
-}
+ELSEWHERE: dict[Case, Any] = {in_a_function: loaders}
 
 
 @pytest.mark.parametrize("case, text", MISTAKES, ids=lambda value: getattr(value, "__name__", ""))

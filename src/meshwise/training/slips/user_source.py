@@ -47,7 +47,7 @@ class Source:
             nodes = list(inside(scope))
             if any(isinstance(node, ast.arg) and node.arg == name for node in nodes):
                 break
-            if found := [value for node in nodes for each, value in given(node, added=True) if each == name]:
+            if found := [value for node in nodes for each, value in given(node) if each == name]:
                 return found
         return []
 
@@ -80,11 +80,9 @@ def inside(scope: Scope | ast.For) -> Iterator[ast.AST]:
             waiting += ast.iter_child_nodes(node)
 
 
-def given(node: ast.AST, *, added: bool = False) -> Iterator[tuple[str, ast.expr]]:
-    """Yield (name, value) for each name that an assignment sets, as in `a = b = 0` or `a, b = 0, 0.0`.
-
-    added: whether `a += b` sets a name, too."""
-    if added and isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name):
+def given(node: ast.AST) -> Iterator[tuple[str, ast.expr]]:
+    """Yield (name, value) for each name that an assignment sets, as in `a = b = 0`, `a, b = 0, 0.0` or `a += b`."""
+    if isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name):
         yield node.target.id, ast.BinOp(node.target, node.op, node.value)
     if not isinstance(node, ast.Assign | ast.AnnAssign) or node.value is None:
         return
