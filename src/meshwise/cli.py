@@ -40,10 +40,8 @@ EXIT_CODES = {
     str(FAILED): f"{MEANINGS[str(FAILED)]}. bench: a path corrupts data. check: the plan differs. "
     "doctor: something would stop or slow a run. plan: no plan fits for certain",
     str(USAGE): f"{MEANINGS[str(USAGE)]}. check: no verdict, also where the program fails",
-    str(
-        NOT_JUDGED
-    ): "check: nothing differs in float64, but not everything is judged, or differs otherwise: rounding on one "
-    "side, a number that the script shows, losses that are not finite, local steps",
+    str(NOT_JUDGED): "check: nothing differs in float64, but not all is judged: rounding on one side, a number that "
+    "the script shows, losses that are not finite, local steps",
 }
 
 

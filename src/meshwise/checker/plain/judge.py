@@ -32,11 +32,12 @@ def judge(script: str, devices: str, ranks: Sequence[Record], one: Record, repea
     not_judged = [*_not_judged(ranks, one)]
     if local:
         names = some(sorted(set().union(*(at.apart & at.joined for at in local))))
-        said = f"step {_numbers(local)}: the ranks step with other gradients of {names}, and later have the same values"
-        not_judged.append(f"{said}. Such local steps between averages cannot be repeated by one process.")
+        said = f"step {_numbers(local)}: the ranks step with other gradients of {names},"
+        said += " and later have the same values."
+        not_judged.append(f"{said} One process cannot repeat such local steps between averages.")
     if drawn:
-        said = "the script draws random numbers between a batch and its backward, and each rank draws others."
-        not_judged.append(f"the gradients of step {_numbers(drawn)}: {said}")
+        said = f"the gradients of step {_numbers(drawn)}: the script draws random numbers"
+        not_judged.append(f"{said} between a batch and its backward, and each rank draws others.")
     shown = list(counts.shown(ranks, one, devices, one))
     if any(finding.wrong for finding in shown):  # a printed number may be a measurement, which differs in a second run
         shown = list(counts.shown(ranks, one, devices, next(iter(repeat()), None) or one))

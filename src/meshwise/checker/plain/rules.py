@@ -120,10 +120,10 @@ def _no_owner(at: At) -> Hit:
     if not at.one.places[2] or one == many:
         return None
     where = at.ranks[0].places
-    for name in sorted(one - many):
-        return float("inf"), at.says("a parameter that no rank updates", f"no rank has a gradient of {name}.", *where)
-    name = min(many - one)
-    return float("inf"), at.says("other gradients", f"one process has no gradient of {name}.", *where)
+    kind, said = "other gradients", f"one process has no gradient of {min(many - one, default='')}."
+    if one - many:
+        kind, said = "a parameter that no rank updates", f"no rank has a gradient of {min(one - many)}."
+    return float("inf"), at.says(kind, said, *where)
 
 
 def _gradients(at: At) -> Hit:
@@ -139,65 +139,78 @@ def _gradients(at: At) -> Hit:
 
 def _causes(at: At, size: float, name: str) -> Iterator[Finding]:
     """Yield what may be the cause of other gradients, the likeliest first."""
-    one, many, first = at.one.before_clipping.gradients, at.many, at.ranks[0]
+    first, many = at.ranks[0], at.many
     where: tuple[str, ...] = (first.places[1], first.places[0])
     since = "; the steps before are equal" * (at.before is not None)
-    weights, reduced = weights_of(at, total(at.one.own)), weights_of(at, {k: pieces(g) for k, g in many.items()})
-    if factor := _factor(one, many):
+    weights = weights_of(at, total(at.one.own))
+    reduced = weights_of(at, {k: pieces(g) for k, g in many.items()})
+    unlike = weights is not None and abs(sum(weights) - len(at.one.own)) > NEAR
+    if factor := _factor(at.one.before_clipping.gradients, many):
         said = f"every gradient is {factor:.6g} times that of one process on the same samples{since}."
-        if first.reduced_at and weights is not None and abs(sum(weights) - len(at.one.own)) < NEAR:
+        if first.reduced_at and weights is not None and not unlike:
             yield at.says("changed in the reduction", said, *first.reduced_at, *where)
-        yield at.says("gradient times a number", said, *where, instead=OF_TRAINER if first.by_trainer else MEANS)
+        instead = OF_TRAINER if first.by_trainer else MEANS
+        yield at.says("gradient times a number", said, *where, instead=instead)
     said = f"the gradient of {name} differs by {size:.2g}{since}"
     if weights is not None and reduced is None:
-        said += ", though the gradients of the ranks' own losses add up to it: "
+        said += ", though the ranks' own gradients add up to it: "
         if first.hooks:
             said += "a hook changes each rank's gradient before the mean."
             yield at.says("a hook before the reduction", said, *first.hooks, instead=AFTER)
-        yield at.says("changed in the reduction", f"{said}the reduction changes them.", *first.reduced_at, *where)
-    mean, loss = statistics.fmean(step.loss for step in at.ranks), at.one.loss
+        said += "the reduction changes them."
+        yield at.says("changed in the reduction", said, *first.reduced_at, *where)
+    mean = statistics.fmean(step.loss for step in at.ranks)
+    loss = at.one.loss
     losses = f"the mean of the ranks' losses is {mean:.6g}, but one process has {loss:.6g}"
     number = _no_mean(at)
     unequal = weights is not None and differ_by_rank(at, weights)
     if unequal or (number is not None and number.is_mean_of_its_own):
         said += f"; {losses}"
         if weights is not None and reduced is not None:
-            said += f": gradients of the ranks weigh {weights_text(weights)} there, and {weights_text(reduced)} here"
+            said += f": the ranks' gradients weigh {weights_text(weights)} there,"
+            said += f" and {weights_text(reduced)} here"
         if number is not None:
-            said, where = f"{said}. {line_of(number)} is {number.shown}", (number.place, *where)
-        if weights is not None and abs(sum(weights) - len(at.one.own)) > NEAR:
+            said += f". {line_of(number)} is {number.shown}"
+            where = (number.place, *where)
+        if unlike:
             yield at.says("a factor of one rank's loss", f"{said}.", *where)
         instead = OF_TRAINER if first.by_trainer else COUNTS
         yield at.says("mean over unequal counts", f"{said}.", *where, instead=instead)
     if weights is not None and reduced is not None:
-        said += f": the ranks' own gradients weigh {weights_text(reduced)} in it, and {weights_text(weights)} there."
+        said += f": the ranks' own gradients weigh {weights_text(reduced)} in it,"
+        said += f" and {weights_text(weights)} there."
         yield at.says("gradients not reduced", said, *where, instead=REDUCE)
     if number is not None:
-        said += f"; {losses}. {line_of(number)} is {number.shown}: neither a mean nor a sum of the ranks' values."
-        yield at.says("a statistic of the rank's own batch", said, number.place, *where, instead=WHOLE_BATCH)
+        said += f"; {losses}. {line_of(number)} is {number.shown}:"
+        said += " neither a mean nor a sum of the ranks' values."
+        where = (number.place, *where)
+        yield at.says("a statistic of the rank's own batch", said, *where, instead=WHOLE_BATCH)
     if abs(mean - loss) <= LIMIT * max(abs(loss), abs(mean)):
         said += ", though the losses agree"
         if first.hooks:
             said += ": a hook changes each rank's gradient before the mean."
             yield at.says("a hook before the reduction", said, *first.hooks, instead=AFTER)
         if first.exchanges:
-            said += f". {first.exchanges[0]} exchanges what the loss is made of, and may give back no gradient"
+            said += f". {first.exchanges[0]} exchanges what the loss is made of,"
+            said += " and may give back no gradient"
         yield at.says("other gradients", f"{said}.", *first.exchanges[:1], *where)
     if not any(at.one.own):
-        said += f"; {losses}: the ranks' losses are means over different counts (tokens, samples)."
-        yield at.says("mean over unequal counts", said, *where, instead=OF_TRAINER if first.by_trainer else COUNTS)
+        said += f"; {losses}: means over different counts (tokens, samples)."
+        instead = OF_TRAINER if first.by_trainer else COUNTS
+        yield at.says("mean over unequal counts", said, *where, instead=instead)
     yield at.says(UNKNOWN, f"{said}; {losses}.", *where)
 
 
 def _updates(at: At) -> Hit:
     """Name a parameter that one process updates otherwise, from the same values and gradients."""
     for step in at.ranks:
-        others = [other.parameters for other in at.ranks if other is not step]
-        parts = {name for other in others for name in step.gradients if far_apart(step.parameters, other, [name])}
+        every = [step.parameters, *(other.parameters for other in at.ranks)]
+        parts = {name for name in step.gradients if among(every, [name])}
         hit = far_apart(at.one.parameters, step.parameters, step.gradients.keys() - parts)
         if hit is not None:
-            said = f"from the same gradients, {hit[1]} becomes another than in one process, by {hit[0]:.2g}: the "
-            said += "optimizer's step depends on what this rank has, or on the number of ranks."
+            said = f"from the same gradients, {hit[1]} becomes another than in one process,"
+            said += f" by {hit[0]:.2g}: the optimizer's step depends on what this rank has,"
+            said += " or on the number of ranks."
             return hit[0], at.says("other optimizer step", said, step.places[2])
     return None
 
