@@ -27,7 +27,8 @@ TWICE = "samples counted twice in the evaluation"
 
 def _by_pass(ranks: Sequence[Record]) -> Iterator[list[Pass]]:
     """Yield one list for each pass over a loader. It holds the `Pass` of every rank that makes this pass."""
-    keys = dict.fromkeys((p.loader, p.number) for record in ranks for p in record.passes if p.samples is not None)
+    passes = [p for record in ranks for p in record.passes if p.samples is not None]
+    keys = dict.fromkeys((p.loader, p.number) for p in passes)
     for key in keys:
         yield [p for record in ranks for p in record.passes if (p.loader, p.number) == key]
 
@@ -103,8 +104,10 @@ def _shares(passes: Sequence[Pass], alone: Sequence[Pass], trained: bool, agrees
             instead = "Leave drop_last out, and share out the whole data set."
             yield Finding("samples left out of the evaluation", not agrees, first.places, evidence, instead)
         if twice and not any(p.padded_away for p in passes):
-            evidence = f"{twice} of {size} samples are read twice, so that all {ranks} ranks have as many{ends}"
-            yield Finding(TWICE, not agrees, first.places, evidence, f"{once}; with mw.distribute nothing repeats.")
+            evidence = f"{twice} of {size} samples are read twice, "
+            evidence += f"so that all {ranks} ranks have as many{ends}"
+            instead = f"{once}; with mw.distribute nothing repeats."
+            yield Finding(TWICE, not agrees, first.places, evidence, instead)
 
 
 def _shares_of_a_part(passes: Sequence[Pass], alone: Pass, batch: int) -> Iterator[Finding]:
@@ -129,7 +132,8 @@ def _whole(passes: Sequence[Pass], size: int, trained: bool) -> Iterator[Finding
         instead = "Give the DataLoader a DistributedSampler, or the loader to accelerator.prepare."
         yield Finding("all ranks read the same samples", True, first.places, evidence, instead)
     elif any(p.padded_away for p in passes):
-        evidence = f"each of {ranks} ranks reads all {size} samples, and gather_for_metrics joins what they give."
+        evidence = f"each of {ranks} ranks reads all {size} samples, "
+        evidence += "and gather_for_metrics joins what they give."
         yield Finding(TWICE, True, first.places, evidence, "Give the loader to accelerator.prepare.")
 
 
@@ -154,7 +158,8 @@ def schedule(ranks: Sequence[Record], one: Record, pairs: Sequence[tuple[Step, S
         yield Finding("learning rate depends on the devices", False, (many.steps[0].places[2],), evidence)
     if not all(ticks) or not all(lengths) or many.horizon is None or one.horizon is None:
         if all(ticks) and ticks[0] != ticks[1] and not many.accelerate:
-            yield _ticks_twice(many, True, f"{ticks[0]:g} times a step on {len(ranks)} devices, {ticks[1]:g} on one.")
+            evidence = f"{ticks[0]:g} times a step on {len(ranks)} devices, {ticks[1]:g} on one."
+            yield _ticks_twice(many, True, evidence)
         return
     horizons = many.horizon, one.horizon
     if many.length and many.horizon / ticks[0] * one.length == one.horizon / ticks[1] * many.length:
@@ -168,8 +173,9 @@ def schedule(ranks: Sequence[Record], one: Record, pairs: Sequence[tuple[Step, S
         return
     if abs(paces[0] * one.horizon / many.horizon - paces[1]) > max(len(ranks), 0.1 * paces[1]):  # allow uneven batches
         by_steps = ticks[0] == ticks[1] and many.horizon == one.horizon and not whole
-        evidence = f"the schedule ends after {epochs[0]:.3g} epochs on {len(ranks)} devices and after {epochs[1]:.3g} "
-        evidence += f"on one ({ticks[0]:g} and {ticks[1]:g} ticks a step, {many.horizon} and {one.horizon} in all)."
+        evidence = f"the schedule ends after {epochs[0]:.3g} epochs on {len(ranks)} devices "
+        evidence += f"and after {epochs[1]:.3g} on one ({ticks[0]:g} and {ticks[1]:g} ticks a step, "
+        evidence += f"{many.horizon} and {one.horizon} in all)."
         yield _ticks_twice(many, not by_steps, evidence)
 
 
@@ -219,8 +225,9 @@ def left_over(first: Record) -> Iterator[Finding]:
     usual = first.microbatches
     late = next((step for step in first.steps[1:] if len(step.scales) > usual), None)
     if late is not None and sum(each.trained for each in first.passes) > 1:
-        evidence = f"{usual} batches make a step, and one has {len(late.scales)}: the gradients of an epoch's last "
-        evidence += "batches are added to the next epoch's first step. How many are left depends on the devices."
+        evidence = f"{usual} batches make a step, and one has {len(late.scales)}: "
+        evidence += "the gradients of an epoch's last batches are added to the next epoch's first step. "
+        evidence += "How many are left depends on the devices."
         yield Finding("gradients left over from an epoch", False, (late.places[2],), evidence)
 
 
@@ -249,7 +256,8 @@ def shown(ranks: Sequence[Record], one: Record, devices: str, again: Record) -> 
             instead = "Sum over all ranks' samples, each counted once, before dividing." if metric else ""
             if metric and own:
                 evidence += " The ranks evaluate with other statistics of batch norm, each with its own."
-                also = f"Where all ranks read as many batches, call the DistributedDataParallel; else {BROADCAST}."
+                also = "Where all ranks read as many batches, call the DistributedDataParallel; "
+                also += f"else {BROADCAST}."
                 instead = f"{also} {instead}"
             if apart:
                 yield Finding(kind, metric, (line,), evidence, instead)

@@ -1,6 +1,6 @@
-"""Name the first cause that holds in a step of a plain script, in the order of their evidence.
+"""Name the first cause that holds in a plain script's step.
 
-Tested in tests/checker/test_plain_scripts.py.
+The causes stand in the order of their evidence. Tested in tests/checker/test_plain_scripts.py.
 """
 
 from __future__ import annotations
@@ -152,34 +152,11 @@ def _causes(at: At, size: float, name: str) -> Iterator[Finding]:
         instead = OF_TRAINER if first.by_trainer else MEANS
         yield at.says("gradient times a number", said, *where, instead=instead)
     said = f"the gradient of {name} differs by {size:.2g}{since}"
-    if weights is not None and reduced is None:
-        said += ", though the ranks' own gradients add up to it: "
-        if first.hooks:
-            said += "a hook changes each rank's gradient before the mean."
-            yield at.says("a hook before the reduction", said, *first.hooks, instead=AFTER)
-        said += "the reduction changes them."
-        yield at.says("changed in the reduction", said, *first.reduced_at, *where)
     mean = statistics.fmean(step.loss for step in at.ranks)
     loss = at.one.loss
     losses = f"the mean of the ranks' losses is {mean:.6g}, but one process has {loss:.6g}"
     number = _no_mean(at)
-    unequal = weights is not None and differ_by_rank(at, weights)
-    if unequal or (number is not None and number.is_mean_of_its_own):
-        said += f"; {losses}"
-        if weights is not None and reduced is not None:
-            said += f": the ranks' gradients weigh {weights_text(weights)} there,"
-            said += f" and {weights_text(reduced)} here"
-        if number is not None:
-            said += f". {line_of(number)} is {number.shown}"
-            where = (number.place, *where)
-        if unlike:
-            yield at.says("a factor of one rank's loss", f"{said}.", *where)
-        instead = OF_TRAINER if first.by_trainer else COUNTS
-        yield at.says("mean over unequal counts", f"{said}.", *where, instead=instead)
-    if weights is not None and reduced is not None:
-        said += f": the ranks' own gradients weigh {weights_text(reduced)} in it,"
-        said += f" and {weights_text(weights)} there."
-        yield at.says("gradients not reduced", said, *where, instead=REDUCE)
+    yield from _by_weights(at, said, losses, number, weights, reduced, where)
     if number is not None:
         said += f"; {losses}. {line_of(number)} is {number.shown}:"
         said += " neither a mean nor a sum of the ranks' values."
@@ -199,6 +176,43 @@ def _causes(at: At, size: float, name: str) -> Iterator[Finding]:
         instead = OF_TRAINER if first.by_trainer else COUNTS
         yield at.says("mean over unequal counts", said, *where, instead=instead)
     yield at.says(UNKNOWN, f"{said}; {losses}.", *where)
+
+
+def _by_weights(
+    at: At,
+    said: str,
+    losses: str,
+    number: Joined | None,
+    weights: list[float] | None,
+    reduced: list[float] | None,
+    where: tuple[str, ...],
+) -> Iterator[Finding]:
+    """Yield what the weights tell with which the gradients of the ranks' own losses add up, there and here."""
+    first = at.ranks[0]
+    if weights is not None and reduced is None:
+        said += ", though the ranks' own gradients add up to it: "
+        if first.hooks:
+            said += "a hook changes each rank's gradient before the mean."
+            yield at.says("a hook before the reduction", said, *first.hooks, instead=AFTER)
+        said += "the reduction changes them."
+        yield at.says("changed in the reduction", said, *first.reduced_at, *where)
+    unequal = weights is not None and differ_by_rank(at, weights)
+    if unequal or (number is not None and number.is_mean_of_its_own):
+        said += f"; {losses}"
+        if weights is not None and reduced is not None:
+            said += f": the ranks' gradients weigh {weights_text(weights)} there,"
+            said += f" and {weights_text(reduced)} here"
+        if number is not None:
+            said += f". {line_of(number)} is {number.shown}"
+            where = (number.place, *where)
+        if weights is not None and abs(sum(weights) - len(at.one.own)) > NEAR:
+            yield at.says("a factor of one rank's loss", f"{said}.", *where)
+        instead = OF_TRAINER if first.by_trainer else COUNTS
+        yield at.says("mean over unequal counts", f"{said}.", *where, instead=instead)
+    if weights is not None and reduced is not None:
+        said += f": the ranks' own gradients weigh {weights_text(reduced)} in it,"
+        said += f" and {weights_text(weights)} there."
+        yield at.says("gradients not reduced", said, *where, instead=REDUCE)
 
 
 def _updates(at: At) -> Hit:

@@ -1,4 +1,4 @@
-"""Pair the steps of a plain script's ranks with those of one process, and measure how far they are apart."""
+"""Pair the steps of a script's ranks with those of one process."""
 
 from __future__ import annotations
 
