@@ -1,9 +1,9 @@
 """`meshwise check` of a script of DDP or accelerate as it is: its ranks against one process, and its counts.
 
 Tests checker/plain/script.py, torch_compat/loaders.py, training/autograd/loss_graph.py, checker/views/check_text.py,
-checker/plain/counts.py, checker/proof.py, checker/plain/judge.py, checker/plain/neutral.py, checker/plain/rules.py,
-checker/plain/steps.py, checker/plain/values.py, checker/plain/reads.py, checker/plain/record.py,
-checker/plain/schedule.py and checker/plain/watch.py.
+checker/views/check_github.py, checker/plain/counts.py, checker/proof.py, checker/plain/judge.py,
+checker/plain/neutral.py, checker/plain/rules.py, checker/plain/steps.py, checker/plain/values.py,
+checker/plain/reads.py, checker/plain/record.py, checker/plain/schedule.py and checker/plain/watch.py.
 The list that somebody planted who had not read them is tests/programs/others.
 """
 
@@ -30,6 +30,7 @@ from meshwise.checker.plain.schedule import horizon_of, watch_ticks
 from meshwise.checker.plain.watch import watch_plain
 from meshwise.checker.proof import PlainProof
 from meshwise.checker.views.check_dict import check_dict
+from meshwise.checker.views.check_github import annotations
 from meshwise.checker.views.check_text import check_text
 from meshwise.spec.errors import UsageError
 from meshwise.training.autograd.loss_graph import scale_of
@@ -188,6 +189,12 @@ def test_what_is_right_is_equal() -> None:
     assert console.export_text().startswith(
         "equal: 2 steps of 1 epoch on 2xcpu, against one process on the same samples"
     )
+
+
+def test_a_finding_is_annotated_at_its_first_line() -> None:
+    wrong = [record(rank, steps=[step(gradients=times(0.5))]) for rank in range(2)]
+    (line,) = annotations(judge("train.py", "2xcpu", wrong, record(0, 1)))
+    assert line.startswith("::error file=train.py,line=21,title=meshwise check, gradient times a number::step 1: every")
 
 
 def times(number: float) -> dict[str, torch.Tensor]:

@@ -16,7 +16,7 @@ from rich.console import Console
 from meshwise import checker
 from meshwise.checker import views
 from meshwise.checker.options import PRELOAD_OF_CHECK, CheckOptions
-from meshwise.spec.errors import MeshwiseError
+from meshwise.spec.errors import MeshwiseError, check_known
 from meshwise.spec.exit_codes import AGAIN, DONE, FAILED, NOT_JUDGED, USAGE
 from meshwise.spec.options import check_script
 from meshwise.spec.units import plural
@@ -33,6 +33,9 @@ def check(
     context: typer.Context,
     options: CheckOptions,
     as_json: Annotated[bool, typer.Option("--json", help="print every figure as JSON, and nothing else")] = False,
+    annotate: Annotated[
+        str, typer.Option("--format", metavar="github", help="github: annotate lines in GitHub Actions too")
+    ] = "text",
 ) -> None:
     """Prove that the plan computes what one device computes, or name the first module that does not, and why.
 
@@ -44,6 +47,7 @@ def check(
     meshwise check train.py:job --set shard=4   a Job under any plan
     meshwise check gpt --plan plan.toml --json  print all figures as JSON
     """
+    check_known("--format", annotate, ("text", "github"))
     if is_script(options.job):
         check_script(str(options.job), options)
     with _progress_shown(str(options.job)) as (notify, progress), closing(Forks(PRELOAD_OF_CHECK)) as forks:
@@ -60,6 +64,8 @@ def check(
         print(json.dumps(views.check_dict.check_dict(proof), indent=2))
     else:
         Console().print(views.check_text.check_text(proof), soft_wrap=True)
+    for line in views.check_github.annotations(proof) if annotate == "github" else ():
+        print(line)
     accepted = all(any(words in text for words in options.accept) for text in proof.not_judged)
     not_judged = DONE if accepted else NOT_JUDGED
     raise typer.Exit({"equal": DONE, "not judged": not_judged, "different": FAILED}[proof.verdict.value])

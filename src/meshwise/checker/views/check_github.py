@@ -1,0 +1,33 @@
+"""Turn a proof into annotations, which GitHub shows beside the lines.
+
+See https://docs.github.com/actions/reference/workflow-commands-for-github-actions.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from meshwise.checker.proof import PlainProof, Proof
+
+PLACE = re.compile(r"([\w./-]+\.py):(\d+)")
+
+
+def annotations(proof: Proof | PlainProof) -> Iterator[str]:
+    """Yield a workflow command of GitHub Actions for each wrong finding, and for what was not judged."""
+    if isinstance(proof, PlainProof):
+        for each in proof.findings:
+            if each.wrong:
+                yield _command("error", each.kind, f"{each.evidence} {each.instead}", " ".join(each.places))
+    elif proof.cause is not None:
+        yield _command("error", proof.cause.name, proof.cause.evidence, proof.cause.evidence)
+    for text in proof.not_judged:
+        yield _command("warning", "not judged", text, text)
+
+
+def _command(level: str, title: str, text: str, places: str) -> str:
+    """Format a workflow command. It names the first place, if there is one."""
+    found = PLACE.search(places)
+    where = f"file={found[1]},line={found[2]}," if found else ""
+    text = text.strip().replace("%", "%25").replace("\n", "%0A")
+    return f"::{level} {where}title=meshwise check, {title}::{text}"
