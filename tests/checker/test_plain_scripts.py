@@ -30,7 +30,7 @@ from meshwise.checker.plain.schedule import horizon_of, watch_ticks
 from meshwise.checker.plain.watch import watch_plain
 from meshwise.checker.proof import PlainProof
 from meshwise.checker.views.check_dict import check_dict
-from meshwise.checker.views.check_github import annotations
+from meshwise.checker.views.check_github import github_lines
 from meshwise.checker.views.check_text import check_text
 from meshwise.spec.errors import UsageError
 from meshwise.training.autograd.loss_graph import scale_of
@@ -193,7 +193,7 @@ def test_what_is_right_is_equal() -> None:
 
 def test_a_finding_is_annotated_at_its_first_line() -> None:
     wrong = [record(rank, steps=[step(gradients=times(0.5))]) for rank in range(2)]
-    (line,) = annotations(judge("train.py", "2xcpu", wrong, record(0, 1)))
+    (line,) = github_lines(judge("train.py", "2xcpu", wrong, record(0, 1)))
     assert line.startswith("::error file=train.py,line=21,title=meshwise check, gradient times a number::step 1: every")
 
 

@@ -64,7 +64,7 @@ def check(
         print(json.dumps(views.check_dict.check_dict(proof), indent=2))
     else:
         Console().print(views.check_text.check_text(proof), soft_wrap=True)
-    for line in views.check_github.annotations(proof) if annotate == "github" else ():
+    for line in views.check_github.github_lines(proof) if annotate == "github" else ():
         print(line)
     accepted = all(any(words in text for words in options.accept) for text in proof.not_judged)
     not_judged = DONE if accepted else NOT_JUDGED

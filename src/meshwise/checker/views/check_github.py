@@ -13,7 +13,7 @@ from meshwise.checker.proof import PlainProof, Proof
 PLACE = re.compile(r"([\w./-]+\.py):(\d+)")
 
 
-def annotations(proof: Proof | PlainProof) -> Iterator[str]:
+def github_lines(proof: Proof | PlainProof) -> Iterator[str]:
     """Yield a workflow command of GitHub Actions for each wrong finding, and for what was not judged."""
     if isinstance(proof, PlainProof):
         for each in proof.findings:
