@@ -61,6 +61,8 @@ class Evidence:
             lengths = theirs.get(one.key, [])
             if one.shape[1:] and lengths and min(lengths) < one.shape[1] == max(lengths):
                 text = f" Or the model reads padding: ranks pad to {some(lengths, 8)}, one device to {one.shape[1]}."
+                if self.reference.random_modules:
+                    text += " Dropout draws other numbers where padding stands in front."
                 return f"{text} Pass a mask to every attention, also for its memory, or pad to one length."
         return ""
 
