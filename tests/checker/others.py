@@ -274,6 +274,6 @@ WRONG = {
     "class weights that nobody says": (HEAD + WEIGHTED, "loss weighting", "is a mean over"),
     "draws of numpy": (HEAD + MASKED, "module", "Masked"),
     "dropout in experts": (HEAD + ROUTED, "dropout masks", "rows that are not those of the samples"),
-    "a batch size for each device": (A_SHARE, "batch size depends on devices", "is 4 on 2 devices, but 8 on one device"),
+    "a batch size for each device": (A_SHARE, "batch size depends on devices", "is 4 on 2 devices, but 8 on one"),
 }
 """Scripts that differ: the cause, and what its evidence says."""

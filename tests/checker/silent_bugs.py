@@ -692,7 +692,7 @@ PIPELINE = Plan(pipeline=2, accumulate=2)
 OUTPUTS, GRADIENTS, CLIPPED, ORDER = (
     "module outputs",
     "gradients",
-    "clipped gradients",
+    ("gradient norm", "clipped gradients"),
     "sample order",
 )
 MISSING, DOUBLED, WEIGHTING, CLIP = "missing reduction", "doubled reduction", "loss weighting", "clip norm"

@@ -74,7 +74,7 @@ def test_a_plan_computes_what_one_device_computes(case: Case, pool: Any) -> None
     proof = proved(case, pool)
     assert proof.equal, (proof.comparison.first, proof.cause)
     counts = {compared.kind: compared.count for compared in proof.comparison.kinds}
-    assert {"module outputs", "gradients", "parameters", "evaluation"} <= counts.keys()
+    assert {"module outputs", "gradients", "gradient norm", "parameters", "evaluation"} <= counts.keys()
     assert len(proof.batches) == case.steps
     for rounding in proof.rounding:  # how many of a few are right is another number at the least rounding
         assert rounding.kind == "evaluation" or rounding.plan <= 10 * rounding.one_device, rounding

@@ -439,7 +439,7 @@ BUGS = [
         True),
     Bug(backward_of_statistics_is_local, "normed", DATA, GRADIENTS, ("0", "1"), (NORM_STATISTICS, "backward"), True),
     Bug(microbatches_weigh_alike, "counting", Plan(data=2, accumulate=3), GRADIENTS, None, "loss weighting"),
-    Bug(norm_of_own_shard, "plain", SHARD, "clipped gradients", None, "clip norm", True),
+    Bug(norm_of_own_shard, "plain", SHARD, ("gradient norm", "clipped gradients"), None, "clip norm", True),
     Bug(no_weight_decay, "counting", ZERO1, "parameters", None, "optimizer step", True),
     Bug(ticks_each_microbatch, "plain", Plan(data=2, accumulate=2), "learning rate", None, "scheduler ticks twice"),
     Bug(ticks_after_the_last_step, "plain", DATA, "scheduler", None, "scheduler ticks twice", True),

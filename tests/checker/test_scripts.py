@@ -79,6 +79,7 @@ def test_gradients_of_a_window_are_compared_at_its_step(pool: Any) -> None:
     found = proof(WINDOW.replace("BY", "0"), pool)
     kinds = {compared.kind: compared for compared in found.comparison.kinds}
     assert found.equal and kinds["gradients"].count == 6
+    assert kinds["gradient norm"].largest.facts["one device"] > 0
     wrong = proof(WINDOW.replace("BY", "mw.rank()"), pool)
     assert wrong.comparison.first is not None and wrong.comparison.first.kind == "gradients"
 
@@ -164,9 +165,9 @@ def test_each_side_of_a_script_is_run_in_the_precision_of_the_plan_too(pool: Any
     found = proof(SCRIPT, pool, Plan(shard=2, precision="bf16"), rounding=True)
     assert found.equal
     rounding = {each.kind: each for each in found.rounding}
-    assert {"loss", "gradients", "parameters", "evaluation"} <= rounding.keys()
-    assert 1e-6 < rounding["loss"].one_device < 0.05, "of bfloat16, not of float64, and from the same start"
-    for kind in ("loss", "gradients", "parameters"):
+    assert {"loss", "gradients", "gradient norm", "parameters", "evaluation"} <= rounding.keys()
+    for kind in ("loss", "gradient norm"):
+        assert 1e-6 < rounding[kind].one_device < 0.05, "of bfloat16, not of float64, and from the same start"
         assert rounding[kind].plan <= 10 * rounding[kind].one_device
 
 

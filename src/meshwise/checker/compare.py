@@ -28,7 +28,7 @@ MICROBATCHES = "number of microbatches"
 """The name of the `Difference` of the number of microbatches in a step."""
 KINDS = (
     *("races", "modules", "tied weights", "initial parameters", "initial buffers", "resumed state", "sample order"),
-    *("batch contents", "module outputs", "loss", "gradients", "clipped gradients", "learning rate"),
+    *("batch contents", "module outputs", "loss", "gradients", "gradient norm", "clipped gradients", "learning rate"),
     *("optimizer state", "parameters", "buffers", "scheduler", "steps", "evaluation"),
 )
 """The kinds of values that are compared, in the order in which a step produces them."""
@@ -130,6 +130,8 @@ def _reduced_by_hand(gradients: list[Difference]) -> list[Difference]:
         nearly = d.kind == "gradients" and d.fault and abs((d.factor or 1.0) - 1) < HARDLY
         corrected = nearly and clipped.get(d.name, math.inf) < HARDLY * d.relative
         found.append(replace(d, relative=clipped[d.name]) if corrected else d)
+    if not any(d.fault for d in found if d.kind == "gradients"):  # then their norm is right too
+        found = [replace(d, relative=0.0) if d.kind == "gradient norm" and d.fault else d for d in found]
     return found
 
 
@@ -175,6 +177,9 @@ def _gradients(step: int, mine: StepTrace, other: StepTrace) -> Iterator[Differe
     order = dict.fromkeys([*mine.ready_order, *mine.gradients])
     wanted = {name: mine.gradients[name] for name in order if name in mine.gradients}
     yield from tensors("gradients", step, wanted, other.gradients, facts=multiple)
+    sides = wanted, other.gradients
+    norms = [{"all gradients": math.hypot(*(float(t.norm()) for t in named.values()))} for named in sides]
+    yield from numbers("gradient norm", step, *norms)
     clipped = mine.clipped_gradients, other.clipped_gradients
     yield from tensors("clipped gradients", step, *clipped, facts=multiple)
 

@@ -21,8 +21,7 @@ FIRST_MOMENTS = ("exp_avg", "momentum_buffer")
 def skipped_step(evidence: Evidence) -> str:
     """Return a sentence if a step changes parameters on one device, and none under the plan."""
     (one, plan), step = evidence.steps, evidence.first.step
-    others = [n for n in range(1, len(evidence.actual.steps) + 1) if n != step]
-    moved = any(_moved(evidence.actual, n) for n in others)
+    moved = any(_moved(evidence.actual, n) for n in range(1, len(evidence.actual.steps) + 1) if n != step)
     if not _moved(evidence.reference, step) or _moved(evidence.actual, step) or not moved:
         return ""  # if no step moves a parameter, the optimizer holds other parameters
     gone = bool(one.clipped_gradients) and not plan.clipped_gradients

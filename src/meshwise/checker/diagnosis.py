@@ -48,8 +48,8 @@ def cause_of(comparison: Comparison, reference: Trace, actual: Trace, plan: Plan
     return next(cause for cause in causes if cause is not None)
 
 
-def _is_norm(evidence: Evidence) -> bool:
-    kind = evidence.first.facts["class"]
+def _is_of_a_norm(evidence: Evidence) -> bool:
+    kind = evidence.comparison.modules.get(module_of(evidence.first, evidence.comparison), "")
     return "BatchNorm" in kind or "InstanceNorm" in kind
 
 
@@ -71,10 +71,6 @@ def _draws_of_ranks(evidence: Evidence) -> str:
     return f"ranks draw different numbers {where}: {some(unkeyed)}."
 
 
-def _outputs_are_equal(evidence: Evidence) -> bool:
-    return bool(evidence.of_kind("module outputs")) and not evidence.faults("module outputs")
-
-
 def _other_mode(evidence: Evidence) -> str:
     one, plan = (step.evaluating for step in evidence.steps)
     which = sorted(name for name in one ^ plan if is_inside(name, evidence.first.name))
@@ -94,6 +90,8 @@ def _couples_samples(evidence: Evidence) -> str:
     """Return a sentence if the loss cannot be computed separately for the samples of each rank."""
     one, plan = evidence.steps
     equal = {d.name for d in evidence.of_kind("module outputs")}
+    if not equal or evidence.faults("module outputs"):
+        return ""
     found = [each for each in taken_together(one.coupled, plan.coupled) if each.module not in equal]
     if found:
         return f"{found[0].text}; the loss is {evidence.both_numbers()}.{evidence.or_padding()}"
@@ -169,10 +167,6 @@ def _extra_ticks(evidence: Evidence) -> str:
     return f"after step {evidence.first.step} the scheduler has ticked {plan:g} times, on one device {one:g} times."
 
 
-def _belongs_to_batch_norm(evidence: Evidence) -> bool:
-    return "BatchNorm" in evidence.comparison.modules.get(module_of(evidence.first, evidence.comparison), "")
-
-
 START_RULES: tuple[Rule, ...] = (
     says(K.START_VALUES, "ranks have different values of {name} before the first step.", ranks_differ),
     says(K.START_VALUES, "{lacking} has no {name}.", lambda evidence: "lacking" in evidence.first.facts),
@@ -199,7 +193,7 @@ RULES: Mapping[str, tuple[Rule, ...]] = {
     "module outputs": (
         says(K.RACE, kinds.open_exchange),
         says(K.MODE, _other_mode),
-        says(K.BATCH_NORM, "{name} is a {class}: its inputs are equal, its outputs are not.", _is_norm),
+        says(K.BATCH_NORM, "{name} is a {class}: its inputs are equal, its outputs are not.", _is_of_a_norm),
         says(K.BATCH_NORM, kinds.own_statistics),
         says(K.DROPOUT, _draws_of_ranks),
         says(K.DROPOUT, "{name} ({class}) draws random numbers; {before}.", _is_random),
@@ -217,7 +211,7 @@ RULES: Mapping[str, tuple[Rule, ...]] = {
         says(K.LOSS, "ranks have different losses, which should all be that of the global batch.", ranks_differ),
         by_numbers,
         by_weights,
-        says(K.COUPLED, _couples_samples, _outputs_are_equal),
+        says(K.COUPLED, _couples_samples),
         says(K.LOSS, "the loss is {both}."),
     ),
     "gradients": (says(K.RACE, kinds.open_exchange), *GRADIENT_RULES),
@@ -240,7 +234,7 @@ RULES: Mapping[str, tuple[Rule, ...]] = {
     "parameters": updates.UPDATE_RULES,
     "buffers": (
         says(K.RESUMED, updates.changed_by_a_load),
-        says(K.BATCH_NORM, "{outputs}, but {name}, of a batch norm, is not.", _belongs_to_batch_norm),
+        says(K.BATCH_NORM, "{outputs}, but {name}, of a batch norm, is not.", _is_of_a_norm),
         says(K.BUFFER, "{outputs}, and parameters; ranks have different values of {name}.", ranks_differ),
         says(K.BUFFER, "{name} differs; {outputs}, and parameters."),
     ),

@@ -117,8 +117,7 @@ class ModelTracer:
             self._numbers = NotedNumbers()
             nan = noting_nan(self.step.nan_while_open, self._perturb)
             by_hand = noting_exchanges(self.trace.exchanges, lambda: self._running[-1] if self._running else "")
-            noting = self._numbers.noting()
-            with upcast(self._upcast), of_modules, self.draws.forward(), pairs, noting, by_hand, nan:
+            with upcast(self._upcast), of_modules, self.draws.forward(), pairs, self._numbers.noting(), by_hand, nan:
                 yield
         finally:
             self.in_forward = False

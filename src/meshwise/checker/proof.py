@@ -21,7 +21,7 @@ from meshwise.parallel.rng_notes import OF_DRAWS
 from meshwise.parallel.tensor import UNDIVIDED
 from meshwise.spec.plan import Plan
 
-ROUNDED = ("loss", "gradients", "parameters", "buffers", "evaluation")
+ROUNDED = ("loss", "gradients", "gradient norm", "parameters", "buffers", "evaluation")
 """The kinds of values for which a `Proof` lists rounding errors."""
 
 
