@@ -30,6 +30,7 @@ from keep import RESULTS, keep
 ROOT = Path(__file__).parents[1]
 RESULT = RESULTS / "suite.json"
 PYTEST = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider")
+ALONE = ("tests/examples/test_journey.py, slow",)  # parts whose tests measure how fast ranks are: one at a time
 UNSLOW = ("-m", "not slow", "--dist", "loadfile")
 
 
@@ -87,7 +88,9 @@ def main() -> None:
         if given.only in name and time.monotonic() < end:
             before = found.get(name, {})
             again = before.get("failed", []) if before.get("commit") in recent else []
-            found[name] = {"commit": commit} | tested(again or all_parts[name], given.behind.split(), given.workers)
+            found[name] = {"commit": commit} | tested(
+                again or all_parts[name], given.behind.split(), "0" if name in ALONE else given.workers
+            )
             if again:
                 found[name]["green"] &= "passed" in found[name]["tests"]  # not where such tests are no longer
                 found[name]["tests"] = f"{before['tests']} at {before['commit']}, again: {found[name]['tests']}"

@@ -39,7 +39,7 @@ OF_HOUSES = (
 """Tests of a house, of all commands, of all files."""
 USE_A_HOUSE = (
     *(
-        "training/process/test_scratch_files.py",
+        "workers/test_scratch_files.py",
         "training/engine/test_held_bytes.py",
         "old/test_old.py",
         "parallel/splits/test_split_levels.py",

@@ -221,7 +221,7 @@ def typed(script: str, *words: str, folder: Path, run: bool = False) -> str:
         cwd=folder,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=900,
     )
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout

@@ -69,7 +69,7 @@ def run_in(group: Path, *words: str) -> subprocess.CompletedProcess[str]:
     text = 'echo $$ > "$0/cgroup.procs" && exec "$@"'
     alone = {name: value for name, value in os.environ.items() if name != LISTENS}  # the kept server is elsewhere
     command = ["sh", "-c", text, str(group), sys.executable, "-m", "meshwise", "run", *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=90, env=alone)
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, env=alone)
 
 
 HUNGRY = """
