@@ -89,4 +89,4 @@ def _say_starting(options: RunOptions) -> None:
         return
     if str(options.job).startswith("mnist-") and "data=" not in str(options.args) and SAMPLE.exists():
         print(f"Note: {SAMPLE.read_text(encoding='utf-8')}", end="", file=sys.stderr)
-    print(f"starting    {(options.devices or 'the workers')[:80]}", file=sys.stderr, flush=True)
+    print(f"starting    {' '.join((options.devices or 'the workers').split())[:80]}", file=sys.stderr, flush=True)
