@@ -18,7 +18,7 @@ from meshwise.training import process
 from meshwise.training.job.job import Job
 from meshwise.workers.environment import read_world
 
-IMPORT = re.compile(r"^[^#\n]*\b(?:import|from)\s+meshwise\b|import_module\(.meshwise", re.MULTILINE)
+IMPORT = re.compile(r"^[^#\n]*\b(?:import|from)\b[^#\n]*\bmeshwise\b|import_module\(.meshwise", re.MULTILINE)
 VERBS = {"meshwise.launcher.run", "meshwise.checker.check"}
 """Modules whose functions train a job. A script imports such a module only if it uses one of them."""
 
