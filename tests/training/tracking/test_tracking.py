@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import time
 import torch
 
 import meshwise as mw
@@ -238,6 +239,7 @@ def test_tensorboard_goes_on_where_a_resumed_run_does(tmp_path: Path) -> None:
         tracked.open(begun)
         tracked.write([], [({"loss": 10.0 * begun + step}, step) for step in range(begun + 1, end + 1)])
         tracked.close()
+        time.sleep(1.1)  # files are read in the order of their names, which have the second
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert [(event.step, event.value) for event in events.Scalars("loss")] == [
         (1, 1.0),
