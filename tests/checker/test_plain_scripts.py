@@ -304,6 +304,27 @@ def test_a_gradient_is_kept_as_it_was_before_the_clipping() -> None:
     assert made.gradients["bias"].item() == pytest.approx(0.1 * 3 / 27**0.5, rel=1e-5) and not made.by_trainer
 
 
+def test_a_state_is_that_of_the_first_forward_of_a_step() -> None:
+    """Also where a loop takes what it reads by `next`, which raises StopIteration at the end of a loop that was cut."""
+
+    class Counts(torch.nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.seen += len(x)
+            return super().forward(x)
+
+    def script() -> None:
+        model = Counts(2, 1)
+        model.register_buffer("seen", torch.zeros(1).double())
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        batches = iter(torch.utils.data.DataLoader(torch.ones(32, 2), batch_size=4))
+        while True:
+            model(next(batches)).mean().backward()
+            optimizer.step()
+
+    seen = [step.state["seen"].item() for step in watch_plain(script, 3, 0, None, 0).steps]
+    assert seen == [0.0, 4.0, 8.0]
+
+
 def test_a_script_of_lightning_is_refused_at_its_first_step() -> None:
     """By its Trainer, which calls the step: with DistributedDataParallel and without."""
 

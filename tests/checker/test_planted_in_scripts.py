@@ -12,20 +12,10 @@ from typing import Any
 
 import pytest
 
-from meshwise.checker.check import check_options
-from meshwise.checker.options import CheckOptions
-from meshwise.checker.proof import PlainProof
+from tests.checker.test_plain_scripts import proof
 
 PLANTED = Path(__file__).parents[1] / "programs" / "planted"
 CASES = tomllib.loads((PLANTED / "CASES.toml").read_text(encoding="utf-8"))["case"]
-
-
-def proof(folder: Path, text: str) -> PlainProof:
-    script = folder / "train.py"
-    script.write_text(text, encoding="utf-8")
-    found = check_options(CheckOptions(str(script)))
-    assert isinstance(found, PlainProof)
-    return found
 
 
 @pytest.mark.slow

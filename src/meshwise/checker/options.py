@@ -46,9 +46,6 @@ class CheckOptions:
         Option("show races: delay ranks at random, fill async buffers with NaN until wait(), follow CUDA streams"),
     ] = False
     rounding: Annotated[bool, Option("run both sides in the plan's own precision too")] = True
-    accept: Annotated[
-        tuple[str, ...], Option("what may be not judged, such as 'local steps': exit code 0", metavar="WORDS")
-    ] = ()
     arguments: Sequence[str] = ()
     notify: Callable[[str], None] = lambda text: None
     progress: Callable[[str], None] = lambda text: None

@@ -17,7 +17,7 @@ from meshwise.checker.plain.record import Pass, Record, Step
 from meshwise.checker.printed_numbers import numbers_apart, printed_otherwise
 from meshwise.checker.proof import Finding
 
-ALIKE = "Give the schedule a number that is alike on all ranks: all_reduce sums and counts before dividing."
+ALIKE = "Set it alike on all ranks. A schedule needs a metric of all ranks: all_reduce sums and counts before dividing."
 ALONE = "in one process on all their samples."
 OF_ACCELERATE = "Use gather_for_metrics, or cut what is gathered to len(dataset)"
 OF_DDP = "Read Subset(data, range(rank, len(data), world)), call model.module, and all_reduce sums and counts"
@@ -55,7 +55,7 @@ def reads(ranks: Sequence[Record], one: Record, agrees: bool) -> Iterator[Findin
             if ranks[0].norms and not ranks[0].accelerate:
                 once += f"; {BROADCAST}"
             if not varies:
-                yield from _shares(passes, alone, trained, agrees, once)
+                yield from _shares(passes, alone, batch, agrees, once)
             elif alone and trained:
                 yield from _shares_of_a_part(passes, alone[0], batch)
         earlier = [p for p in ranks[0].passes if p.loader == first.loader and p.number == first.number - 1]
@@ -68,20 +68,18 @@ def reads(ranks: Sequence[Record], one: Record, agrees: bool) -> Iterator[Findin
             yield from _batch(passes, alone)
 
 
-def _shares(passes: Sequence[Pass], alone: Sequence[Pass], trained: bool, agrees: bool, once: str) -> Iterator[Finding]:
+def _shares(passes: Sequence[Pass], alone: Sequence[Pass], batch: int, agrees: bool, once: str) -> Iterator[Finding]:
     """Yield findings for samples that no rank reads, or that several ranks read, in one pass over a loader. What one
     process reads with the same sampler are all samples."""
-    first, ranks = passes[0], len(passes)
+    first, ranks, trained = passes[0], len(passes), any(p.trained for p in passes)
     every = frozenset(alone[0].read) if alone else frozenset[int]().union(*(p.samples or () for p in passes))
     counts = Counter(index for p in passes for index in p.read)
     never, size = len(every - counts.keys()), len(every)
     twice = sum(count - 1 for count in counts.values())
     padding = {index for p in passes for index in (p.batches[-1] if p.batches else ())}
     in_the_middle = any(count > 1 and index not in padding for index, count in counts.items())
-    batch = sum(len(p.batches[0]) for p in passes if p.batches)
-    if (other := len(counts.keys() - every)) >= max(
-        batch, 1
-    ):  # fewer may be left out at the end of one process's epoch
+    other = len(counts.keys() - every)
+    if other >= max(batch, 1):  # fewer may be left out at the end of one process's epoch
         evidence = f"{other} samples are read by the ranks, and not by one process with the same sampler."
         yield Finding("other samples than one process", True, first.places, evidence)
     if size > 0 and all(len(set(p.read)) > 0.9 * size for p in passes):
@@ -113,13 +111,13 @@ def _shares(passes: Sequence[Pass], alone: Sequence[Pass], trained: bool, agrees
 def _shares_of_a_part(passes: Sequence[Pass], alone: Pass, batch: int) -> Iterator[Finding]:
     """Yield a finding if ranks share out what one process would read another part of in each epoch, but not all of
     it: each rank reads as many samples as one process, and no two ranks the same."""
-    read, every = [set(p.read) for p in passes], frozenset[int]().union(*(p.samples or () for p in passes))
+    read = [set(p.read) for p in passes]
+    every = frozenset[int]().union(*(p.samples or () for p in passes))
     together = set().union(*read)
     never = len(every) - len(together)
     if sum(map(len, read)) == len(together) and abs(len(alone.read) - len(read[0])) < batch <= never:
-        evidence = (
-            f"{never} of {len(every)} samples are read by no rank in an epoch, and the ranks share out the others."
-        )
+        evidence = f"{never} of {len(every)} samples are read by no rank in an epoch,"
+        evidence += " and the ranks share out the others."
         instead = "Let each of R ranks take every R-th sample."
         yield Finding("samples never read", True, passes[0].places, evidence, instead)
 

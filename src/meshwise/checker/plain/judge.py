@@ -57,7 +57,7 @@ def judge(script: str, devices: str, ranks: Sequence[Record], one: Record, repea
 
 
 def _numbers(steps: Sequence[At]) -> str:
-    return some([str(at.number) for at in steps], 8)
+    return some((at.number for at in steps), 8)
 
 
 def _ends_alone(ranks: Sequence[Record]) -> Iterator[Finding]:
@@ -65,7 +65,8 @@ def _ends_alone(ranks: Sequence[Record]) -> Iterator[Finding]:
     for record in ranks:
         if record.lost:
             made = ", ".join(str(len(each.steps)) for each in ranks)
-            said = f"rank {record.rank} lost another rank here. The ranks had made {made} steps of their optimizers."
+            said = f"rank {record.rank} lost another rank here."
+            said += f" The ranks had made {made} steps of their optimizers."
             yield Finding(DIVERGED, True, (record.lost,), said, ADVICE)
             return
 

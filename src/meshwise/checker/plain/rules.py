@@ -15,7 +15,7 @@ from meshwise.checker.diagnose_weights import line_of
 from meshwise.checker.difference import LIMIT
 from meshwise.checker.loss_numbers import Joined, joined
 from meshwise.checker.plain.counts import ALIKE
-from meshwise.checker.plain.steps import At, among, differ_by_rank, far_apart, total, weights_of
+from meshwise.checker.plain.steps import At, among, are_means, differ_by_rank, far_apart, total, weights_of
 from meshwise.checker.proof import Finding
 from meshwise.checker.rank_weights import shown as weights_text
 from meshwise.checker.sketches import pieces
@@ -30,9 +30,9 @@ OF_TRAINER = (
     "and the loss is a mean over equally many items on each rank, set accepts_loss_kwargs = False in the model's class."
 )
 REDUCE = "Call the DistributedDataParallel, and run the last backward of a step outside of no_sync()."
+HOOK = "a hook changes each rank's gradient before the mean."
 AFTER = "Change the gradients after the backward."
 WHOLE_BATCH = "Gather what it is computed from, with its gradient, or sum its parts over the ranks."
-NEAR = 1e-6  # for sums of weights, which are solved for
 DIVERGED, UNKNOWN = "ranks diverged", "cause unknown"
 Hit = tuple[float, Finding] | None
 """How far the values are apart on which a finding rests, and the finding."""
@@ -44,23 +44,22 @@ def _diverged(at: At) -> Hit:
     for rank, batches in enumerate(others, 1):
         pairs = zip(first, batches, strict=False)
         if len(first) != len(batches) or any(a != b for a, b in pairs if a and b):
-            sides = (", ".join(f"{each[1] + 1}" for each in side if each) for side in (first, batches))
-            said = "rank 0 steps with batch {} of its loop and rank {} with batch {}.".format(next(sides), rank, *sides)
+            mine, its = (", ".join(str(each[1] + 1) for each in side if each) for side in (first, batches))
+            said = f"rank 0 steps with batch {mine} of its loop and rank {rank} with batch {its}."
             return float("inf"), at.says(DIVERGED, said, *at.ranks[rank].places, instead=ADVICE)
     return None
 
 
 def _rates(at: At) -> Hit:
     """Name a setting of the optimizer that differs between ranks, such as its learning rate."""
-    first, *others = at.ranks
-    for other in others:
-        for mine, theirs in zip(first.settings, other.settings, strict=False):
-            for key in mine.keys() & theirs.keys():
-                far = abs(mine[key] - theirs[key]) / max(abs(mine[key]), abs(theirs[key]), 1e-300)
-                if far > LIMIT:
-                    name = "learning rate" if key == "lr" else key
-                    said = f"it is {', '.join(f'{s.settings[0].get(key, 0.0):.6g}' for s in at.ranks)} on the ranks."
-                    return far, at.says(f"{name} of one rank", said, first.places[2], instead=ALIKE)
+    for groups in zip(*(step.settings for step in at.ranks), strict=False):
+        for key in groups[0]:
+            values = [group.get(key, 0.0) for group in groups]
+            far = (max(values) - min(values)) / max(*map(abs, values), 1e-300)
+            if far > LIMIT:
+                kind = f"{'learning rate' if key == 'lr' else key} of one rank"
+                said = f"it is {', '.join(f'{value:.6g}' for value in values)} on the ranks."
+                return far, at.says(kind, said, at.ranks[0].places[2], instead=ALIKE)
     return None
 
 
@@ -144,10 +143,9 @@ def _causes(at: At, size: float, name: str) -> Iterator[Finding]:
     since = "; the steps before are equal" * (at.before is not None)
     weights = weights_of(at, total(at.one.own))
     reduced = weights_of(at, {k: pieces(g) for k, g in many.items()})
-    unlike = weights is not None and abs(sum(weights) - len(at.one.own)) > NEAR
     if factor := _factor(at.one.before_clipping.gradients, many):
         said = f"every gradient is {factor:.6g} times that of one process on the same samples{since}."
-        if first.reduced_at and weights is not None and not unlike:
+        if first.reduced_at and weights is not None and are_means(at, weights):
             yield at.says("changed in the reduction", said, *first.reduced_at, *where)
         instead = OF_TRAINER if first.by_trainer else MEANS
         yield at.says("gradient times a number", said, *where, instead=instead)
@@ -165,8 +163,7 @@ def _causes(at: At, size: float, name: str) -> Iterator[Finding]:
     if abs(mean - loss) <= LIMIT * max(abs(loss), abs(mean)):
         said += ", though the losses agree"
         if first.hooks:
-            said += ": a hook changes each rank's gradient before the mean."
-            yield at.says("a hook before the reduction", said, *first.hooks, instead=AFTER)
+            yield at.says("a hook before the reduction", f"{said}: {HOOK}", *first.hooks, instead=AFTER)
         if first.exchanges:
             said += f". {first.exchanges[0]} exchanges what the loss is made of,"
             said += " and may give back no gradient"
@@ -192,8 +189,7 @@ def _by_weights(
     if weights is not None and reduced is None:
         said += ", though the ranks' own gradients add up to it: "
         if first.hooks:
-            said += "a hook changes each rank's gradient before the mean."
-            yield at.says("a hook before the reduction", said, *first.hooks, instead=AFTER)
+            yield at.says("a hook before the reduction", said + HOOK, *first.hooks, instead=AFTER)
         said += "the reduction changes them."
         yield at.says("changed in the reduction", said, *first.reduced_at, *where)
     unequal = weights is not None and differ_by_rank(at, weights)
@@ -205,7 +201,7 @@ def _by_weights(
         if number is not None:
             said += f". {line_of(number)} is {number.shown}"
             where = (number.place, *where)
-        if weights is not None and abs(sum(weights) - len(at.one.own)) > NEAR:
+        if weights is not None and not are_means(at, weights):
             yield at.says("a factor of one rank's loss", f"{said}.", *where)
         instead = OF_TRAINER if first.by_trainer else COUNTS
         yield at.says("mean over unequal counts", f"{said}.", *where, instead=instead)

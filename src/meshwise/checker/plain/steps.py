@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -14,9 +15,10 @@ from meshwise.checker.proof import Finding
 from meshwise.checker.rank_weights import solve
 
 Tensors = Mapping[str, Tensor]
+NEAR = 1e-6  # for weights, which are solved for
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class At:
     """One step of an optimizer, on the ranks and in one process.
 
@@ -32,12 +34,12 @@ class At:
     trained: frozenset[str]
     joined: frozenset[str]
 
-    @property
+    @cached_property
     def many(self) -> dict[str, Tensor]:
         """The gradients before any clipping, each of the first rank that has it."""
         return {k: g for step in reversed(self.ranks) for k, g in step.before_clipping.gradients.items()}
 
-    @property
+    @cached_property
     def apart(self) -> set[str]:
         """The parameters whose gradients differ between ranks."""
         first, *others = (step.gradients for step in self.ranks)
@@ -76,7 +78,8 @@ def steps_of(ranks: Sequence[Record], one: Record) -> Iterator[At]:
         if not all(found[:-1]):
             continue
         if of not in joined_of:
-            joined_of[of] = _joined([list(each) for each in zip(*(side[of] for side in sides[:-1]), strict=False)])
+            of_ranks = zip(*(side[of] for side in sides[:-1]), strict=False)
+            joined_of[of] = _joined([list(each) for each in of_ranks])
         alone = found[-1][0] if found[-1] else Step()
         before = At(number, [step for (step,) in found[:-1]], alone, before, trained, joined_of[of])
         yield before
@@ -93,7 +96,8 @@ def _joined(steps: Sequence[list[Step]]) -> frozenset[str]:
     """Return the parameters that ranks update from other gradients, and that are equal again at a later start."""
     parted, found = set[str](), set[str]()
     for first, *others in steps:
-        found |= {name for name in parted if among([first.starts, *(each.starts for each in others)], [name]) is None}
+        starts = [first.starts, *(other.starts for other in others)]
+        found |= {name for name in parted if among(starts, [name]) is None}
         for other in others:
             held = first.gradients.keys() & other.gradients.keys()
             parted |= {name for name in held if far_apart(first.gradients, other.gradients, [name])}
@@ -138,4 +142,9 @@ def weights_of(at: At, wanted: Tensors) -> list[float] | None:
 def differ_by_rank(at: At, weights: Sequence[float]) -> bool:
     """Return whether ranks weigh differently in some microbatch."""
     count = len(weights) // len(at.ranks)
-    return any(max(weights[m::count]) - min(weights[m::count]) > 1e-6 for m in range(count))
+    return any(max(weights[m::count]) - min(weights[m::count]) > NEAR for m in range(count))
+
+
+def are_means(at: At, weights: Sequence[float]) -> bool:
+    """Return whether the weights of the ranks add up to 1 in each microbatch, on average."""
+    return abs(sum(weights) - len(at.one.own)) <= NEAR

@@ -42,7 +42,6 @@ from meshwise.training.autograd.loss_graph import scale_of
 from meshwise.training.engine.seeds import seed_all
 from meshwise.training.process.same_work import refuse_lightning
 from meshwise.training.process.session import has_begun
-from meshwise.transfer.sharded import full_tensor
 from meshwise.workers.failure import is_communication_error
 
 MOST_BACKWARDS = 40
@@ -71,15 +70,15 @@ def watch_plain(script: Callable[[], object], steps: int, seed: int, follow: Fol
         except SystemExit as end:
             if end.code not in (None, 0):
                 raise
+        except StopIteration:
+            if not watcher.reads.has_cut:  # if the check cut a loop short, next() in the script may raise StopIteration
+                raise
         except Exception as error:
             if not watcher.record.steps or not is_communication_error(error):
                 raise
             frames = [each for each in extract_tb(error.__traceback__) if is_users(each.filename)]
             places = [place(each.filename, each.lineno) for each in frames]
-            watcher.record.lost = next(iter(places[::-1]), "")
-        except StopIteration:
-            if not watcher.reads.has_cut:  # if the check cut a loop short, next() in the script may raise StopIteration
-                raise
+            watcher.record.lost = places[-1] if places else type(error).__name__
     return watcher.ended()
 
 
@@ -125,7 +124,7 @@ class _Watcher:
         put = program_calls.put
         self._ends += [
             put([DistributedDataParallel], "__init__", self._wrap),
-            put([DistributedDataParallel], "register_comm_hook", self._hook),
+            put([DistributedDataParallel], "register_comm_hook", self._reduction_hook),
             put([torch.autograd], "backward", self._backward),
             put([nn.utils, nn.utils.clip_grad], "clip_grad_norm_", self._clip),
             put([nn.utils, nn.utils.clip_grad], "clip_grad_value_", self._clip),
@@ -195,9 +194,8 @@ class _Watcher:
                 own = {id(p) for p in module.parameters(recurse=False)}
                 for name, value in persistent_tensors(module).items() if not isinstance(module, NORMS) else ():
                     whole = f"{path}.{name}".replace("module.", "").lstrip(".") + of_model
-                    self._next.state[self._name(value) if id(value) in own else whole] = pieces(
-                        full_tensor(value.detach())
-                    )
+                    key = self._name(value) if id(value) in own else whole
+                    self._next.state[key] = sketched(value)
         for p in model.parameters():
             if p.requires_grad and id(p) not in self._hooked:
                 self._hooked[id(p)] = p
@@ -217,7 +215,7 @@ class _Watcher:
 
         return init
 
-    def _hook(self, plain: Any) -> Any:
+    def _reduction_hook(self, plain: Any) -> Any:
         @functools.wraps(plain)
         def register(model: DistributedDataParallel, state: object, hook: Any) -> None:
             self._reduced_at += (place_of(hook) or user_place(),)
@@ -291,9 +289,9 @@ class _Watcher:
         step.settings = [_numbers(group) for group in optimizer.param_groups]
         step.gradients = {self._name(p): copied(p.grad) for p in held if p.grad is not None}
         known = {self._name(p): p for p in (*held, *(p for p, _ in self._names.values()))}
-        step.starts = {
-            name: sketched(p) for name, p in known.items() if local_of(p).untyped_storage().size()
-        }  # FSDP frees some
+        for name, p in known.items():
+            if local_of(p).untyped_storage().size():  # FSDP frees some
+                step.starts[name] = sketched(p)
         step.ticks, step.hooks, step.reduced_at = self.record.ticks, hooks, self._reduced_at
         step.unreduced = step.unreduced or ("" if self._wrapped_forward or not self._parallel else OUTSIDE)
         self.record.steps.append(step)
@@ -301,7 +299,8 @@ class _Watcher:
             for group, settings in zip(optimizer.param_groups, ranks[0].settings, strict=False):
                 group.update({key: value for key, value in settings.items() if isinstance(group.get(key), float)})
             for p in held:
-                there = next((g for each in ranks if (g := each.gradients.get(self._name(p))) is not None), None)
+                name = self._name(p)
+                there = next((each.gradients[name] for each in ranks if name in each.gradients), None)
                 if p.grad is not None and there is not None and there.shape == p.grad.shape:
                     local_of(p.grad).copy_(there)  # so that an update differs only if the optimizer's step does
 
