@@ -109,7 +109,7 @@ class _Watcher:
         self._ends: list[Callable[[], None]] = []
         self._next = Step()  # holds the backwards since the last step
         self._backward_at = ""
-        self._exchanged = False  # whether the program called a collective since the last step
+        self._exchanged = False  # whether the program's own code called a collective since the last step
 
     def ended(self) -> Record:
         """Return what was recorded."""
@@ -226,9 +226,11 @@ class _Watcher:
     def _exchange(self, plain: Any) -> Any:
         @functools.wraps(plain)
         def exchange(*given: Any, **named: Any) -> Any:
-            if where := user_place():
+            caller = sys._getframe(1)
+            if is_users(caller.f_code.co_filename):  # a library, such as the Trainer, gathers numbers for itself
                 self._exchanged = True
-                self._next.exchanges += [where] if not self._next.own else []
+                here = place(caller.f_code.co_filename, caller.f_lineno)
+                self._next.exchanges += [here] if not self._next.own else []
             return plain(*given, **named)
 
         return exchange
