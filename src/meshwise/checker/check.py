@@ -157,7 +157,10 @@ def _plain(
     each = f"{plural(options.steps, 'step')} of its first epoch, {min(options.steps, LATER_STEPS)} of its second"
     says = partial(Passes, steps=options.steps, notify=options.notify, progress=options.progress)
     passes = says([f"the script on {devices}: {each}", "one process, on the samples that the ranks read"])
-    run, by_accelerate = partial(run_script_file, script.resolve(), list(options.arguments)), names_accelerate(script)
+    run, by_accelerate = (
+        partial(run_script_file, script.resolve(), list(options.arguments)),
+        names_accelerate(script),
+    )
     with scratch_folder("check") as folder, closing(forks or Forks(PRELOAD_OF_CHECK)) as forks:
         forks.server(os.environ)
 

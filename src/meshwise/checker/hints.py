@@ -125,7 +125,10 @@ class Hints:
         """Report dropout that is active during an evaluation."""
         if torch.is_grad_enabled() or frame_in(OF_STATISTICS):
             return
-        active, where = [name or type(root).__name__ for name, m in root.named_modules() if _is_active(m)], user_place()
+        active, where = (
+            [name or type(root).__name__ for name, m in root.named_modules() if _is_active(m)],
+            user_place(),
+        )
         if self.tracer is not None and self.tracer.in_forward:
             drawn = {draw.operator for draw in self.tracer.draws.log[self._begun :]}
             if drawn & DROPS and self._loops:

@@ -134,7 +134,11 @@ def sizes_for(slots: Sequence[WorkerSlot], words: str | None) -> tuple[int, ...]
 
 
 def _measure(
-    slots: Sequence[WorkerSlot], what: Sequence[str], sizes: tuple[int, ...], seconds: float | None, progress: Progress
+    slots: Sequence[WorkerSlot],
+    what: Sequence[str],
+    sizes: tuple[int, ...],
+    seconds: float | None,
+    progress: Progress,
 ) -> None:
     """Run each part of the bench, in order."""
     alone, together = "compute" in what, [part for part in what if part != "compute"]

@@ -28,7 +28,11 @@ def memory_counters(device: str) -> dict[str, float]:
     if not has_streams(device):
         return {"resident": used_bytes(device)}
     facts = memory_facts(device)
-    return {"allocated": facts["allocated"], "reserved": facts["reserved"], "device": facts["total"] - facts["free"]}
+    return {
+        "allocated": facts["allocated"],
+        "reserved": facts["reserved"],
+        "device": facts["total"] - facts["free"],
+    }
 
 
 def peak_bytes(device: str) -> int:

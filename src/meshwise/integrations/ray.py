@@ -23,7 +23,13 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from meshwise.integrations.private_parts import as_ray_ends, kill_ray_worker, ray_context, share_ray_worker, tell_ray
+from meshwise.integrations.private_parts import (
+    as_ray_ends,
+    kill_ray_worker,
+    ray_context,
+    share_ray_worker,
+    tell_ray,
+)
 from meshwise.records.checkpoints import PART, checkpoints_in
 from meshwise.records.lock import Work
 from meshwise.spec.errors import WorkerFailed

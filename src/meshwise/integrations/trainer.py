@@ -34,7 +34,14 @@ from torch import Tensor, nn
 
 from meshwise.integrations.private_parts import be_alone
 from meshwise.integrations.trainer_loader import Window, skip_batches
-from meshwise.integrations.trainer_ranks import ITEMS, DistributedAccelerator, Ranks, first_loss, loss_of, weight_of
+from meshwise.integrations.trainer_ranks import (
+    ITEMS,
+    DistributedAccelerator,
+    Ranks,
+    first_loss,
+    loss_of,
+    weight_of,
+)
 from meshwise.spec.errors import UsageError
 from meshwise.training.data.order import BatchSlice
 from meshwise.training.engine.engine import Engine
@@ -267,7 +274,10 @@ def _refuse(trainer: Any, ranks: int, masks: bool) -> None:
             own,
             "only its SFTTrainer was compared with one device. Write its loop with mw.distribute",
         ),
-        "--exact-random with a collator that masks at random": (masks, "remove the option, or mask in the data set"),
+        "--exact-random with a collator that masks at random": (
+            masks,
+            "remove the option, or mask in the data set",
+        ),
         "your own get_batch_samples": (reads, "remove this method"),
     }
     for name, (given, instead) in found.items():

@@ -90,7 +90,10 @@ def _choice(plans: Plans, devices: int) -> tuple[Estimate, str]:
     ]
     if unknown is not None and every and all(each.seconds is None for each in every):
         simplest = min(every, key=lambda each: each.plan.data != devices)
-        return simplest, f"This is the simplest plan that fits on all devices. Times are not known: {unknown.unknown}."
+        return (
+            simplest,
+            f"This is the simplest plan that fits on all devices. Times are not known: {unknown.unknown}.",
+        )
     others = [each for each in plans.found.estimates if each is not best]
     elsewhere = (each for each in others if each.plan.devices != best.plan.devices)
     runner_up = next(itertools.chain(elsewhere if best.plan.devices < devices else (), others), None)

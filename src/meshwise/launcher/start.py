@@ -103,7 +103,11 @@ def _folder_of(program: LaunchedProgram, options: RunOptions, name: str | None) 
 
 
 def opened(
-    program: LaunchedProgram, options: RunOptions, slots: Sequence[WorkerSlot], meeting: Meeting | None, began: float
+    program: LaunchedProgram,
+    options: RunOptions,
+    slots: Sequence[WorkerSlot],
+    meeting: Meeting | None,
+    began: float,
 ) -> Started:
     """Open the run folder of a program, new or resumed, and record in it what is run."""
     world = meeting.size if meeting else len(slots)

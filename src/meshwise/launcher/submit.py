@@ -66,7 +66,11 @@ class SubmitOptions:
 
 
 def prepare(
-    options: SubmitOptions, run: RunOptions, typed: Mapping[str, Any], arguments: Sequence[str], sbatch: Sequence[str]
+    options: SubmitOptions,
+    run: RunOptions,
+    typed: Mapping[str, Any],
+    arguments: Sequence[str],
+    sbatch: Sequence[str],
 ) -> BatchJob:
     """Check the options of a new run. Return the job from which its batch script is written."""
     if run.job is None:

@@ -27,7 +27,10 @@ class Line:
     """One end of a side channel, which carries one JSON message a line. Any thread may call `send`."""
 
     def __init__(
-        self, connection: socket.socket, heard: Callable[[Message], object], over: Callable[[], object] = lambda: None
+        self,
+        connection: socket.socket,
+        heard: Callable[[Message], object],
+        over: Callable[[], object] = lambda: None,
     ) -> None:
         """heard: called in a thread with each message. over: called in this thread once the channel has ended."""
         self._connection, self._heard, self._over, self._lock = connection, heard, over, threading.Lock()

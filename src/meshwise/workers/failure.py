@@ -22,9 +22,20 @@ from meshwise.workers import fast_exit
 
 MORE_MEMORY = "Reduce the memory that the ranks of this machine use, or give them more memory."
 LINK = "The ranks lost their connections to each other, but all ranks still run. Check the network between them."
-_COMMUNICATION_ERRORS = {"DistBackendError", "DistNetworkError", "DistStoreError", "DistError", "DistQueueEmptyError"}
+_COMMUNICATION_ERRORS = {
+    "DistBackendError",
+    "DistNetworkError",
+    "DistStoreError",
+    "DistError",
+    "DistQueueEmptyError",
+}
 CULPRIT_TIMEOUT, VICTIMS_TIMEOUT = 1.0, 10.0
-_CONNECTION_WORDS = ("connection closed by peer", "connection reset by peer", "broken pipe", "connection timed out")
+_CONNECTION_WORDS = (
+    "connection closed by peer",
+    "connection reset by peer",
+    "broken pipe",
+    "connection timed out",
+)
 _COMMUNICATION_WORDS = ("gloo", "nccl", "socket timeout", "tcpstore", *_CONNECTION_WORDS)
 
 LOADER_TIMEOUT = 10.0  # seconds to wait for torch to report the end of a disconnected loader worker
@@ -33,7 +44,8 @@ _LOADER_ENDED = re.compile(
     r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\) (?:is killed by signal: ([^.]*)|exited unexpectedly)"
 )
 _LOADER_RAISED = re.compile(
-    r"Caught \w+ in (DataLoader worker process \d+)\.\nOriginal (.*Traceback [^\n]*\n(?:  [^\n]*\n)+)(.*)", re.DOTALL
+    r"Caught \w+ in (DataLoader worker process \d+)\.\nOriginal (.*Traceback [^\n]*\n(?:  [^\n]*\n)+)(.*)",
+    re.DOTALL,
 )
 _LOADER_REMEDIES = {
     "Killed": "Use fewer loader workers or smaller batches, which need less memory.",

@@ -66,7 +66,11 @@ class FileView:
     def __init__(self, folder: str, free: Iterable[str] = ()) -> None:
         """free: files and folders, besides `free_folders`, that the program uses as they are."""
         self.files, self._gone, self.temporary = (f"{folder}/{name}" for name in ("files", "gone", "tmp"))
-        for each in (self.files, self._gone, self.temporary):  # programs use `temporary` directly, so it must exist
+        for each in (
+            self.files,
+            self._gone,
+            self.temporary,
+        ):  # programs use `temporary` directly, so it must exist
             os.makedirs(each, exist_ok=True)
         self._free = tuple(each + os.sep for each in (*free_folders(), *map(os.path.realpath, free), folder))
 

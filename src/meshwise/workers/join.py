@@ -177,7 +177,12 @@ def enter_process_group(world: World, store: Any = None) -> None:
     device = torch.device(world.device) if world.kind == "cuda" else None
     _made_group = True
     dist.init_process_group(
-        backend, store=store, rank=world.rank, world_size=world.size, timeout=timedelta(minutes=30), device_id=device
+        backend,
+        store=store,
+        rank=world.rank,
+        world_size=world.size,
+        timeout=timedelta(minutes=30),
+        device_id=device,
     )
     atexit.register(leave)
 

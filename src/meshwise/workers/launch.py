@@ -104,7 +104,10 @@ class _Launcher:
         self.workers: list[WatchedWorker] = []
         self._inbox: queue.Queue[tuple[int, Message]] = queue.Queue()
         self._divergence = DivergenceWatch(scratch, range(self.first_rank, self.first_rank + local_size))
-        self._hangs, self._remote = HangWatch(scratch, listeners.hang_limit, idle=listeners.idle), RemoteBeats(meeting)
+        self._hangs, self._remote = (
+            HangWatch(scratch, listeners.hang_limit, idle=listeners.idle),
+            RemoteBeats(meeting),
+        )
         self._written = WrittenFiles()
         self._halting: dict[int, int] = {}
         self._last: int | None = None

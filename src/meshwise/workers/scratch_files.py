@@ -47,7 +47,11 @@ FUNCTIONS: dict[tuple[str, int], tuple[str, ...]] = {
     ("written", 1): (
         *("torch.save", "torch.jit.save", "torch.jit.RecursiveScriptModule.save"),
         *("torch.profiler.profile.export_chrome_trace", "tokenizers.Tokenizer.save"),
-        *("safetensors.torch.save_file", "safetensors.numpy.save_file", "pyarrow.parquet.core.ParquetWriter.__init__"),
+        *(
+            "safetensors.torch.save_file",
+            "safetensors.numpy.save_file",
+            "pyarrow.parquet.core.ParquetWriter.__init__",
+        ),
     ),
     ("_listed", 0): ("os.listdir", "os.scandir"),
     ("_removed", 0): ("os.unlink", "os.remove", "os.rmdir", "shutil.rmtree"),
@@ -59,7 +63,16 @@ FUNCTIONS: dict[tuple[str, int], tuple[str, ...]] = {
 """Functions to replace, by (method that maps the path or replaces the function, index of the path argument)."""
 NEEDED = ("safetensors", "tokenizers")
 """Packages to import if they are installed. In other packages, functions are replaced if the program loaded them."""
-PATHS = ("f", "file", "filename", "path", "database", "source", "where", "dst")  # possible names of the path argument
+PATHS = (
+    "f",
+    "file",
+    "filename",
+    "path",
+    "database",
+    "source",
+    "where",
+    "dst",
+)  # possible names of the path argument
 NOT_FOLLOWED = ("lstat", "readlink", "mkdir", "symlink")
 CHANGES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 LISTS = vars(glob).values()  # since Python 3.13, pathlib calls scandir through a class in glob
@@ -116,7 +129,12 @@ def _replace(functions: dict[int, Function]) -> None:
     known |= {functions[id(each)] for each in known if id(each) in functions}
 
 
-_LEFT = ("posix", "_io", __name__, FileView.__module__)  # modules to leave alone; the import system uses the first two
+_LEFT = (
+    "posix",
+    "_io",
+    __name__,
+    FileView.__module__,
+)  # modules to leave alone; the import system uses the first two
 
 
 class FileFunctions(FileView):

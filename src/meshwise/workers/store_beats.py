@@ -57,7 +57,12 @@ class StoreBeats:
     """Counts in the store that this rank lives, and notices another rank that does not."""
 
     def __init__(
-        self, world: World, store: Any, place: str, lost: Callable[[str, list[int]], object], limit: Callable[[], float]
+        self,
+        world: World,
+        store: Any,
+        place: str,
+        lost: Callable[[str, list[int]], object],
+        limit: Callable[[], float],
     ) -> None:
         """store: a connection of its own. place: where this rank is, such as its host. lost: called in a thread, once,
         with a sentence that names silent ranks, and with these ranks if this rank has found them itself. limit: returns

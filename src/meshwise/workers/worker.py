@@ -55,7 +55,10 @@ def main() -> int:
         with contextlib.suppress(OSError):
             os.sched_setaffinity(0, {int(core) for core in cores.split(",")})
     threads = threads_in(os.environ)
-    if threads not in (0, torch.get_num_threads()):  # torch was loaded before the fork, with another number of threads
+    if threads not in (
+        0,
+        torch.get_num_threads(),
+    ):  # torch was loaded before the fork, with another number of threads
         torch.set_num_threads(threads)
     session = join.rank_context()
     if session.channel is None:

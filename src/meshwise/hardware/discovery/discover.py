@@ -19,7 +19,14 @@ from meshwise.hardware.catalog import nominal
 from meshwise.hardware.discovery.host_facts import host_facts, node_sockets
 from meshwise.hardware.discovery.nvml import read_nvidia
 from meshwise.hardware.discovery.sysfs import node_cores
-from meshwise.hardware.discovery.topology import Accelerator, Found, and_more, device_links, host_links, link_warnings
+from meshwise.hardware.discovery.topology import (
+    Accelerator,
+    Found,
+    and_more,
+    device_links,
+    host_links,
+    link_warnings,
+)
 from meshwise.hardware.discovery.torch_facts import as_torch_sees
 from meshwise.spec.machine import HOST, Device, Host, Link, Machine
 

@@ -89,7 +89,13 @@ def own_limits() -> Mapping[str, float]:
 
 def _processor(proc: Path) -> str:
     text = read_text(proc / "cpuinfo")
-    for name in ("model name", "cpu model", "Model", "cpu", "Hardware"):  # on x86, MIPS, Arm boards, POWER, old Arm
+    for name in (
+        "model name",
+        "cpu model",
+        "Model",
+        "cpu",
+        "Hardware",
+    ):  # on x86, MIPS, Arm boards, POWER, old Arm
         found = re.search(rf"^{name}\s*:\s*(\S.*)$", text, re.MULTILINE)
         if found:
             return " ".join(found[1].split())

@@ -32,7 +32,10 @@ MENDS = {
     ("nofile", CONTAINER): "docker run --ulimit nofile={files}",
     ("memlock", SHELL): "ulimit -l unlimited",
     ("memlock", CONTAINER): "docker run --ulimit memlock=-1",
-    ("memlock", SLURM): "LimitMEMLOCK=infinity for slurmd, and in slurm.conf PropagateResourceLimitsExcept=MEMLOCK",
+    (
+        "memlock",
+        SLURM,
+    ): "LimitMEMLOCK=infinity for slurmd, and in slurm.conf PropagateResourceLimitsExcept=MEMLOCK",
     ("cores", SHELL): "taskset -c 0-{last}",
     ("cores", CONTAINER): "docker run --cpus={cores}",
     ("cores", POD): "resources: {{limits: {{cpu: {cores}}}}}",
@@ -87,8 +90,18 @@ def limits_that_hurt(machine: Machine, sys: Path = Path("/sys"), inside: str | N
         devices = plural(count, "device")
         files = 2 ** math.ceil(math.log2(OPEN_FILES_EACH * max(count, 8)))
         least = (
-            ("/dev/shm", limits.get("shared memory"), SHARED_MEMORY, "data loaders and NCCL need more shared memory"),
-            ("nofile", limits.get("open files"), OPEN_FILES_EACH * count, f"few for the data loaders of {devices}"),
+            (
+                "/dev/shm",
+                limits.get("shared memory"),
+                SHARED_MEMORY,
+                "data loaders and NCCL need more shared memory",
+            ),
+            (
+                "nofile",
+                limits.get("open files"),
+                OPEN_FILES_EACH * count,
+                f"few for the data loaders of {devices}",
+            ),
             ("memlock", limits.get("locked memory"), math.inf if rdma else 0, "InfiniBand locks what it sends"),
             ("cores", host.cores, cores, f"the workers of {devices} wait for each other"),
             ("memory", host.memory, MEMORY_EACH * count, f"torch alone needs more for the workers of {devices}"),

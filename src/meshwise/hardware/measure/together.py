@@ -25,7 +25,10 @@ from meshwise.spec.units import bytes_text, seconds_text
 from meshwise.transfer.collectives import all_reduce, gather_objects
 
 PING_SECONDS = 0.01
-COMPUTING, WIDTH = 5e-3, 192  # seconds and width of the matrix products that run before a call, as in a training step
+COMPUTING, WIDTH = (
+    5e-3,
+    192,
+)  # seconds and width of the matrix products that run before a call, as in a training step
 
 
 @dataclass(frozen=True)

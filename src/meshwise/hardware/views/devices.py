@@ -97,7 +97,15 @@ def _cut(name: str, width: int) -> str:
 def _table(machine: Machine, width: int) -> list[Text]:
     rows = _rows(machine)
     many = len(rows) - MOST_ROWS
-    titles = ["device", "part", "memory", "NUMA", "host link", f"{_shown_dtype(machine.devices)} peak", "bandwidth"]
+    titles = [
+        "device",
+        "part",
+        "memory",
+        "NUMA",
+        "host link",
+        f"{_shown_dtype(machine.devices)} peak",
+        "bandwidth",
+    ]
     cells = zip(*rows[:MOST_ROWS], strict=True)
     lines = columns_lines(dict(zip(titles, cells, strict=False)), width, left=("device",))
     return [*lines, Text(f"and {many} more rows; --json has all", "dim")] if many > 0 else lines
@@ -165,7 +173,14 @@ def _notes(machine: Machine, most: int | None) -> list[Text]:
     return [*shown, labelled("note", f"and {more} more; --json has all", "dim")] if more else shown
 
 
-KINDS = {"nvlink": "NVLink", "xgmi": "xGMI", "pcie": "PCIe", "c2c": "C2C", "network": "network", "memory": "memory"}
+KINDS = {
+    "nvlink": "NVLink",
+    "xgmi": "xGMI",
+    "pcie": "PCIe",
+    "c2c": "C2C",
+    "network": "network",
+    "memory": "memory",
+}
 UNKNOWN = "a link without known details"
 CROSSES = {"": "", "bridge": "over the host's bridge", "socket": "over the other socket"}
 MOST_MATRIX = 8

@@ -150,7 +150,11 @@ def output(load: Workload, *, follow: bool = False) -> Iterator[str]:
             said = known.why
             yield f"{load}: {known.status}, {said}"
         with subprocess.Popen(
-            ["kubectl", *words, *since], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, errors="replace"
+            ["kubectl", *words, *since],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            errors="replace",
         ) as told:
             yield from (line.rstrip("\n") for line in told.stdout or ())
         if known.is_over or not follow:
