@@ -34,7 +34,7 @@ from meshwise.reports.run_report import (
     Series,
 )
 from meshwise.reports.spans import KIND, KINDS, NO_PHASE, Counter, Rank, Timeline, operation_and_source
-from meshwise.reports.step_table import HIDDEN, OF_STEP, StepTable, last_of_steps, step_table_of
+from meshwise.reports.step_table import HIDDEN, OF_STEP, StepTable, decisive, step_table_of
 from meshwise.reports.step_windows import step_windows
 from meshwise.spec.bandwidth import FACTORS, bus_bandwidth
 
@@ -215,7 +215,7 @@ def _rank(facts: Rank, timeline: Timeline, table: StepTable) -> RankReport:
         step_shares={kind: value / whole for kind, value in in_steps.items()} if whole else {},
         hidden_seconds=float(total[HIDDEN]),
         step_seconds=float(np.median(steps)) if len(steps) else 0.0,
-        last_steps=int((last_of_steps(points) == facts.rank).sum()),
+        last_steps=int((points.rank[decisive(points)] == facts.rank).sum()),
         last_arrivals=int((points.rank == facts.rank).sum()),
         sync_points=len(points.rank),
         straggler_seconds=float(points.cost[points.rank == facts.rank].sum()),

@@ -16,7 +16,7 @@ from meshwise.reports.advice import TRY, TRY_FOR_COMMUNICATION, TRY_FOR_STRAGGLE
 from meshwise.reports.expected import one_device_seconds
 from meshwise.reports.run_report import COMPUTING, MEMORY, CollectiveReport, Finding, GoodputPart, PipelineReport
 from meshwise.reports.spans import KIND, KINDS, Counter
-from meshwise.reports.step_table import StepTable, straggler_ranks
+from meshwise.reports.step_table import StepTable, decisive, straggler_ranks
 from meshwise.spec.units import bytes_text, percent_text, seconds_text
 
 LEAST = {"straggler": 0.02, "input": 0.10, "communication": 0.10, "imbalance": 0.10, "idle": 0.10, "stalls": 0.10}
@@ -127,7 +127,7 @@ def _stragglers(shares: _Shares, error_seconds: float) -> Iterator[Finding]:
     table = shares.table
     points, less = table.sync_points, _balanced(table, shares.facts.shares)
     steady = np.isin(points.step, table.step[table.steady])
-    compared = steady & points.overlapped if points.overlapped.any() else steady
+    compared = np.isin(np.arange(len(steady)), decisive(points)) & steady
     for rank in straggler_ranks(points, table.arrivals.ranks) if shares.steps >= FEWEST else ():
         of_rank = steady & (points.rank == rank)
         counted = of_rank & compared

@@ -41,7 +41,6 @@ class SyncPoints:
     """The points of a run at which ranks waited for each other, in order. Each array has one value per sync point."""
 
     step: Whole
-    overlapped: NDArray[np.bool_]
     rank: Whole
     delay: Seconds
     phase: Whole
@@ -49,7 +48,7 @@ class SyncPoints:
 
 
 _WHOLE, _SECONDS = np.empty(0, np.int64), np.empty(0, np.float64)
-NONE = SyncPoints(_WHOLE, np.empty(0, np.bool_), _WHOLE, _SECONDS, _WHOLE, _SECONDS)
+NONE = SyncPoints(_WHOLE, _WHOLE, _SECONDS, _WHOLE, _SECONDS)
 
 
 def sync_points_of(arrivals: Arrivals, spans: Sequence[Spans], attributions: Sequence[Attribution]) -> SyncPoints:
@@ -73,7 +72,7 @@ def sync_points_of(arrivals: Arrivals, spans: Sequence[Spans], attributions: Seq
     excess = np.stack([_excess(work[:, :, kind], rank) for kind in WORK], axis=1)
     phase = np.array(WORK)[excess.argmax(axis=1)]
     cost = _cost(arrival, end, before, point, rank)
-    return SyncPoints(arrivals.step[use][last], overlapped[last], arrivals.ranks[rank], delay, phase, cost)
+    return SyncPoints(arrivals.step[use][last], arrivals.ranks[rank], delay, phase, cost)
 
 
 def _left(spans: Spans, arrival: Whole, end: Whole, overlapped: NDArray[np.bool_]) -> Whole:
@@ -123,19 +122,16 @@ def _cost(arrival: Whole, end: Whole, before: Whole, point: Whole, rank: Whole) 
     return saved
 
 
-def last_of_steps(sync_points: SyncPoints) -> Whole:
-    """Return, for each step, the rank that was last at the most expensive sync point of the step."""
+def decisive(sync_points: SyncPoints) -> Whole:
+    """Return, for each step, the index of its most expensive sync point: its last rank was last in the step."""
     order = np.lexsort((sync_points.cost, sync_points.step))
-    ends = np.flatnonzero(np.diff(sync_points.step[order], append=-1))
-    ranks: Whole = sync_points.rank[order[ends]]
-    return ranks
+    return order[np.flatnonzero(np.diff(sync_points.step[order], append=-1))]
 
 
 def straggler_ranks(sync_points: SyncPoints, ranks: Whole) -> list[int]:
-    """Return the ranks that are last more often than chance would explain."""
-    use = sync_points.overlapped if sync_points.overlapped.any() else np.ones(len(sync_points.overlapped), bool)
-    last, total, fair = sync_points.rank[use], int(use.sum()), 1 / max(len(ranks), 1)
-    times = {rank: int((last == rank).sum()) for rank in ranks.tolist()}
+    """Return the ranks that are last in more steps than chance would explain."""
+    last, fair = sync_points.rank[decisive(sync_points)], 1 / max(len(ranks), 1)
+    times, total = {rank: int((last == rank).sum()) for rank in ranks.tolist()}, len(last)
     return [rank for rank in times if total and tail_bound(total, times[rank], fair) * len(ranks) < CHANCE]
 
 
