@@ -25,7 +25,7 @@ from meshwise.checker.passes import Passes, say_next_pass
 from meshwise.checker.plain.judge import judge
 from meshwise.checker.plain.reads import LATER_STEPS
 from meshwise.checker.plain.record import Follow, Record
-from meshwise.checker.plain.script import names_accelerate, refuse_unjudged, watch
+from meshwise.checker.plain.script import libraries_of, refuse_unjudged, watch
 from meshwise.checker.programs import watch_job, watch_script
 from meshwise.checker.proof import PlainProof, Proof, prove
 from meshwise.checker.trace import CheckSpec, Draws, ProgramTrace, Trace, trace_to_compare
@@ -157,15 +157,12 @@ def _plain(
     each = f"{plural(options.steps, 'step')} of its first epoch, {min(options.steps, LATER_STEPS)} of its second"
     says = partial(Passes, steps=options.steps, notify=options.notify, progress=options.progress)
     passes = says([f"the script on {devices}: {each}", "one process, on the samples that the ranks read"])
-    run, by_accelerate = (
-        partial(run_script_file, script.resolve(), list(options.arguments)),
-        names_accelerate(script),
-    )
+    run, libraries = partial(run_script_file, script.resolve(), list(options.arguments)), libraries_of(script)
     with scratch_folder("check") as folder, closing(forks or Forks(PRELOAD_OF_CHECK)) as forks:
         forks.server(os.environ)
 
         def launched(follow: Follow | None, side: str, passes: Passes) -> list[Record | None]:
-            watched = partial(watch, run, options.steps, options.seed or 0, follow, by_accelerate)
+            watched = partial(watch, run, options.steps, options.seed or 0, follow, libraries)
             call = partial(_in_scratch, folder / side, watched)
             listeners = Listeners(passes.begin(), hang_limit=HANG_LIMIT, idle=True)
             used = slots if follow is None else slots[:1]

@@ -70,13 +70,18 @@ def user_place(frame: FrameType | None = None) -> str:
     return "" if frame is None else place(frame.f_code.co_filename, frame.f_lineno)
 
 
+def user_frames(most: int = 8) -> list[FrameType]:
+    """Return the frames of user code in this thread, innermost first, at most `most`."""
+    frame, found = user_frame(), list[FrameType]()
+    while frame is not None and len(found) < most:
+        found.append(frame)
+        frame = None if frame.f_back is None else user_frame(frame.f_back)
+    return found
+
+
 def user_lines(most: int = 8) -> tuple[tuple[str, int], ...]:
     """Return (file, line) of each frame of user code in this thread, innermost first, at most `most`."""
-    frame, found = user_frame(), list[tuple[str, int]]()
-    while frame is not None and len(found) < most:
-        found.append((frame.f_code.co_filename, frame.f_lineno))
-        frame = None if frame.f_back is None else user_frame(frame.f_back)
-    return tuple(found)
+    return tuple((frame.f_code.co_filename, frame.f_lineno) for frame in user_frames(most))
 
 
 def name_line(error: Exception) -> None:

@@ -160,8 +160,12 @@ def schedule(ranks: Sequence[Record], one: Record, pairs: Sequence[tuple[Step, S
             yield _ticks_twice(many, True, evidence)
         return
     horizons = many.horizon, one.horizon
-    if many.length and many.horizon / ticks[0] * one.length == one.horizon / ticks[1] * many.length:
-        return  # the schedule ends at the same fraction of the steps of transformers' Trainer
+    if many.length and one.length:  # the training ends by steps: its schedule must end at the same fraction of them
+        parts = [h / t / side.length for h, t, side in zip(horizons, ticks, (many, one), strict=True)]
+        if abs(parts[0] - parts[1]) > LIMIT:
+            evidence = f"the schedule ends after {parts[0]:.3g} of the steps on {len(ranks)} devices and after"
+            yield _ticks_twice(many, True, f"{evidence} {parts[1]:.3g} on one.")
+        return
     paces = [t * _whole_steps(n, h / t) for t, n, h in zip(ticks, lengths, horizons, strict=True)]  # ticks per epoch
     epochs = [h / pace for h, pace in zip(horizons, paces, strict=True)]
     whole = abs(epochs[1] - round(epochs[1])) < 0.01

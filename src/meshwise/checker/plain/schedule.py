@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import ast
 import functools
 import inspect
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from meshwise.checker.plain.record import Record
-from meshwise.spec.user_code import frame_in, user_place
+from meshwise.spec.user_code import frame_in, user_frames, user_place
 from meshwise.torch_compat.program_calls import put
+from meshwise.training.slips.user_source import given, inside, sources_in
 
 HORIZONS = ("T_max", "total_steps", "total_iters", "step_size", "num_training_steps")
 TRAINER = "transformers/trainer.py"
@@ -34,7 +37,7 @@ def watch_ticks(record: Record) -> list[Callable[[], None]]:
                     record.plateau_metrics.append((user_place(), float((*arguments, named.get("metrics"))[0])))
                 record.ticks += 1
                 record.horizon = record.horizon or horizon_of(scheduler)
-                record.length = record.length or steps_of_trainer()
+                record.length = record.length or steps_of_trainer() or steps_of_loop()
                 record.ticked_at = record.ticked_at or (user_place(), made_at.get(id(scheduler), (None, ""))[1])
             try:
                 return plain(scheduler, *arguments, **named)
@@ -51,6 +54,48 @@ def steps_of_trainer() -> int:
     """Return how many optimizer steps the transformers Trainer makes in all, or 0 if it is not the caller."""
     trainer = getattr(frame_in(TRAINER), "f_locals", {}).get("self")
     return getattr(getattr(trainer, "state", None), "max_steps", 0)
+
+
+def steps_of_loop() -> int:
+    """Return the number of steps at which the program's loop around its present line ends, or 0 if it ends by epochs.
+
+    Such a loop is `for step in range(N)`, or has a counter that it compares with N: `if step >= N: break`.
+    """
+    for frame in user_frames():
+        for source in sources_in(frame.f_code.co_filename):
+            nodes = [node for node in inside(source.scope) if isinstance(node, ast.stmt)]
+            loops = [
+                n for n in nodes if isinstance(n, ast.For | ast.While) and n.lineno <= frame.f_lineno <= n.end_lineno
+            ]
+            ends = [n.test for n in loops if isinstance(n, ast.While)]
+            ends += [n.test for n in nodes if isinstance(n, ast.If) and isinstance(n.body[-1], ast.Break | ast.Return)]
+            reset = {name for loop in loops for n in inside(loop) if isinstance(n, ast.Assign) for name, _ in given(n)}
+            counters = {n.target.id for n in nodes if isinstance(n, ast.AugAssign) and isinstance(n.target, ast.Name)}
+            for test in (each for end in ends if loops for each in ast.walk(end) if isinstance(each, ast.Compare)):
+                sides = {ast.unparse(side): side for side in (test.left, *test.comparators)}
+                if sides.keys() & (counters - reset):
+                    found = [_number(side, frame) for name, side in sides.items() if name not in counters]
+                    if any(found):
+                        return max(found)
+            last = loops[-1:] and getattr(max(loops, key=lambda loop: loop.lineno), "iter", None)
+            if (
+                isinstance(last, ast.Call)
+                and ast.unparse(last.func) == "range"
+                and (most := _number(last.args[-1], frame))
+            ):
+                return most
+    return 0
+
+
+def _number(node: ast.expr, frame: FrameType) -> int:
+    """Return the integer that a name, an attribute or a constant has in a frame, or 0."""
+    if isinstance(node, ast.Constant):
+        return node.value if type(node.value) is int else 0
+    first, *attributes = ast.unparse(node).split(".")
+    value = frame.f_locals.get(first, frame.f_globals.get(first))
+    for name in attributes:
+        value = getattr(value, name, None)
+    return value if type(value) is int else 0
 
 
 def horizon_of(scheduler: Any) -> int | None:

@@ -5,6 +5,7 @@ Such a script trains without functions of meshwise, for example with DDP or acce
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from importlib.util import find_spec
@@ -16,22 +17,27 @@ from meshwise.spec.errors import UsageError
 from meshwise.training.process.session import has_begun
 from meshwise.workers.join import rank_context
 
-BY_ACCELERATE = ("accelerate", "transformers", "trl", "peft", "diffusers")
+LIBRARIES = {
+    "accelerate": r"accelerate|transformers|trl|peft|diffusers",
+    "lightning": r"\blightning\b",
+    "pytorch_lightning": "pytorch_lightning",
+}
+"""Maps a library to a pattern that is found in scripts that train with it."""
 
 
-def names_accelerate(script: Path) -> bool:
-    """Return whether the script's text mentions accelerate, or a library that trains with accelerate."""
+def libraries_of(script: Path) -> list[str]:
+    """Return the installed libraries that the script's text says it trains with."""
     text = script.read_text(encoding="utf-8", errors="replace")
-    return any(library in text for library in BY_ACCELERATE)
+    return [name for name, words in LIBRARIES.items() if re.search(words, text) and find_spec(name) is not None]
 
 
 def watch(
-    script: Callable[[], object], steps: int, seed: int, follow: Follow | None, accelerate: bool
+    script: Callable[[], object], steps: int, seed: int, follow: Follow | None, libraries: Sequence[str]
 ) -> Record | None:
     """Run the script on this rank and return a record of it. Return None if the script calls meshwise."""
-    if accelerate and find_spec("accelerate") is not None:
-        import_module("accelerate")  # import it now, to patch its methods before the script keeps a reference to one
-    record = watch_plain(script, steps, seed, follow, rank_context().world.rank)
+    for library in libraries:  # import it now, to patch its methods before the script keeps a reference to one
+        import_module(library)
+    record = watch_plain(script, steps, seed, follow, rank_context().world)
     return None if has_begun() else record
 
 

@@ -19,8 +19,10 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from meshwise.checker.loss_numbers import NotedNumbers
+from meshwise.checker.plain.lightning import on_workers
 from meshwise.checker.plain.neutral import NORMS, neutral, on_cpu
 from meshwise.checker.plain.reads import LATER_STEPS, PASSES, Reads
 from meshwise.checker.plain.record import Follow, Record, Step
@@ -30,18 +32,17 @@ from meshwise.checker.short_loops import ScriptEnds
 from meshwise.checker.sketches import pieces
 from meshwise.checker.upcast import called_in_float64, plain_attention, upcast
 from meshwise.hardware.memory import free_bytes
-from meshwise.parallel.step_hooks import Order, subscribe
+from meshwise.parallel.step_hooks import Order, has_closure, subscribe
 from meshwise.spec.errors import UsageError
 from meshwise.spec.units import bytes_text
 from meshwise.spec.user_code import frame_in, is_users, place, place_of, user_place
+from meshwise.spec.world import World
 from meshwise.torch_compat import program_calls
 from meshwise.torch_compat.dispatch import without_interception
 from meshwise.torch_compat.modules import gradient_hooks, move_hook, persistent_tensors
 from meshwise.torch_compat.sharding import local_of
 from meshwise.training.autograd.loss_graph import scale_of
 from meshwise.training.engine.seeds import seed_all
-from meshwise.training.process.same_work import refuse_lightning
-from meshwise.training.process.session import has_begun
 from meshwise.workers.failure import is_communication_error
 
 MOST_BACKWARDS = 40
@@ -51,10 +52,10 @@ EXCHANGES = ("all_gather", "all_gather_into_tensor", "all_gather_object", "all_r
 OUTSIDE = "its forward does not go through the DistributedDataParallel"
 
 
-def watch_plain(script: Callable[[], object], steps: int, seed: int, follow: Follow | None, rank: int) -> Record:
+def watch_plain(script: Callable[[], object], steps: int, seed: int, follow: Follow | None, world: World) -> Record:
     """Run `script` in this process as `python script.py` would, and return a record of what it did."""
-    watcher = _Watcher(steps, seed, follow, rank)
-    seed_all(seed + rank)
+    watcher = _Watcher(steps, seed, follow, world)
+    seed_all(seed + world.rank)
     with (
         watcher.watching(),
         on_cpu(),
@@ -85,9 +86,9 @@ def watch_plain(script: Callable[[], object], steps: int, seed: int, follow: Fol
 class _Watcher:
     """Records one run of the script."""
 
-    def __init__(self, steps: int, seed: int, follow: Follow | None, rank: int) -> None:
-        self.record = Record(rank)
-        self._steps, self._follow = steps, follow
+    def __init__(self, steps: int, seed: int, follow: Follow | None, world: World) -> None:
+        self.record = Record(world.rank)
+        self._steps, self._follow, self._ranks = steps, follow, world.size
         self.reads = Reads(steps, seed, follow, self.record.passes)
         self.noted = NotedNumbers()
         self._names: dict[int, tuple[Tensor, str]] = {}
@@ -131,7 +132,9 @@ class _Watcher:
             *watch_ticks(self.record),
             put([builtins], "print", self._print),
             *(put([dist, dist.distributed_c10d], name, self._exchange) for name in EXCHANGES),
+            *on_workers(self._ranks, self.record),
             subscribe(Order.GUARD, self._before_step, self._after_step).remove,
+            register_optimizer_step_pre_hook(self._before_closure).remove,
             register_module_forward_pre_hook(self._forward).remove,
             register_module_forward_hook(self._left, always_call=True).remove,
         ]
@@ -272,15 +275,28 @@ class _Watcher:
 
         return clip
 
+    def _before_closure(self, optimizer: Optimizer, arguments: Any, named: Any) -> Any:
+        """Let a step begin when its closure, which computes the gradients, has been called."""
+        given = [*arguments[1:], *named.values()]
+        if not given or not callable(given[0]):
+            return None
+
+        def closure() -> Any:
+            loss = given[0]()
+            self._before_step(optimizer, (), {})
+            return loss
+
+        return (arguments[0], closure), {}
+
     def _before_step(self, optimizer: Optimizer, arguments: Any, named: Any) -> None:
+        if has_closure(arguments, named):
+            return
         held = [p for group in optimizer.param_groups for p in group["params"]]
         if self._stepping is not None or all(p.grad is None for p in held):  # ZeRO's inner step, or no gradients
             return
         self._stepping = optimizer
         self.record.wrapped |= dist.is_initialized()
         if not self.record.steps:
-            if not has_begun():
-                refuse_lightning("check of a script of Lightning needs its one line:")
             self._refuse_large(held)
         number = self._optimizers.setdefault(id(optimizer), (optimizer, len(self._optimizers)))[1]
         hooks = tuple(

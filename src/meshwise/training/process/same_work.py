@@ -39,14 +39,8 @@ def refuse_same_work(script: str, world: World) -> None:
             return
         what = "passed no model to mw.distribute" if process.session.has_begun() else "does not use mw.distribute"
         said = f"{script} {what}: {world.size} workers would do the same work. Use --devices 1x{world.kind}, or"
-        refuse_lightning(said)
+        if any(map(frame_in, LIGHTNING)):
+            raise UsageError(f"{said} write trainer = mw.distribute(trainer) before trainer.fit().")
         raise UsageError(f"{said} pass its model, optimizer and loaders to mw.distribute.")
 
     hook = subscribe(Order.GUARD, first_step)
-
-
-def refuse_lightning(why: str) -> None:
-    """Raise UsageError if Lightning's Trainer is among the callers. why: the beginning of the error message. The advice
-    to write `trainer = mw.distribute(trainer)` is appended to it."""
-    if any(map(frame_in, LIGHTNING)):
-        raise UsageError(f"{why} write trainer = mw.distribute(trainer) before trainer.fit().")
