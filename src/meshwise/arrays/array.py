@@ -121,3 +121,13 @@ class Alias:
 def like(x: Array, parts: list[Tensor] | tuple[Tensor, ...], dtype: torch.dtype | None = None) -> Array:
     """Return an array of these parts with the shape and sharding of `x`, and with its dtype unless `dtype` is given."""
     return Array(tuple(parts), x.sharding, x.shape, dtype or x.dtype, x.space)
+
+
+def mapped(x: Array, function: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None) -> Array:
+    """Apply a function that keeps the shape to each part of `x`. dtype: that of the result, if not the one of `x`."""
+    return like(x, [function(part) for part in x.parts], dtype)
+
+
+def cast(x: Array, dtype: torch.dtype) -> Array:
+    """Return `x` in another data type. No data moves."""
+    return x if x.dtype is dtype else mapped(x, lambda part: part.to(dtype), dtype)

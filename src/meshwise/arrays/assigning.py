@@ -21,13 +21,12 @@ from torch import Tensor
 
 from meshwise.arrays.aliases import entangled, put, shown, writable, written
 from meshwise.arrays.align import common_space
-from meshwise.arrays.array import Array, like
+from meshwise.arrays.array import Array, cast, mapped
 from meshwise.arrays.dtypes import BOOL, COMPLEXES, INTEGERS, limits
-from meshwise.arrays.fetching import OPERATION, ask, common_shape, everywhere, hosted, last_of_each, store
-from meshwise.arrays.indexing import as_indices, counted, mirrored, region
+from meshwise.arrays.fetching import OPERATION, ask, common_shape, everywhere, hosted, last_of_each, others, store
+from meshwise.arrays.indexing import as_indices, counted, mirrored, region, under_mask
 from meshwise.arrays.keys import ADVANCED, Key, read_key
 from meshwise.arrays.layout import arranged, spread, squeeze, turned
-from meshwise.arrays.moves import reshard
 from meshwise.arrays.sharding import Shape, Sharding, sharding
 from meshwise.arrays.views import SIGNED, as_bits, made, undivided
 
@@ -53,11 +52,7 @@ def set_item(x: Array, given: Any, value: Any, /) -> None:
 
 def _of_its_own(x: Array, other: Array | Tensor) -> Array | Tensor:
     """Return a copy of `other` if it may share memory with `x`, since `other` is read while `x` is written."""
-    return (
-        like(other, [part.clone() for part in other.parts])
-        if isinstance(other, Array) and entangled(x, other)
-        else other
-    )
+    return mapped(other, torch.clone) if isinstance(other, Array) and entangled(x, other) else other
 
 
 def _write(x: Array, key: Key, value: Value) -> None:
@@ -107,9 +102,7 @@ def _bits_of(value: Value, dtype: torch.dtype) -> Value:
     if kind is None:
         return value
     if isinstance(value, Array):
-        return as_bits(
-            Array(tuple(part.to(dtype) for part in value.parts), value.sharding, value.shape, dtype, value.space)
-        )
+        return as_bits(cast(value, dtype))
     if isinstance(value, Tensor):
         return value.to(dtype).view(kind)
     return torch.tensor(value, dtype=dtype).view(kind).item()
@@ -165,9 +158,7 @@ def _laid(x: Array, value: Array | Tensor, shape: Shape, placed: Sharding) -> tu
     """Return the local parts of the value, broadcast to `shape` and laid out as `placed`."""
     if isinstance(value, Array):
         if x.dtype.itemsize < value.dtype.itemsize:  # cast first, so that fewer bytes move
-            value = Array(
-                tuple(part.to(x.dtype) for part in value.parts), value.sharding, value.shape, x.dtype, value.space
-            )
+            value = cast(value, x.dtype)
         return spread(value, shape, placed, OPERATION).parts
     return hosted(x.space, value.expand(shape), placed).parts
 
@@ -180,10 +171,7 @@ def _copy(target: Array, value: Array | Tensor) -> None:
 def _set_masked(target: Array, dim: int, mask: Array, value: Value, key: Key, flips: Sequence[int]) -> None:
     """Write the elements at which `mask` is true."""
     depth, placed = len(mask.shape), target.sharding
-    inside = placed.dim is not None and dim <= placed.dim < dim + depth
-    lies = placed.along(placed.dim - dim) if inside and placed.dim is not None else sharding(placed.places)
-    shown = reshard(mask, lies, OPERATION).parts
-    order = [*range(dim, dim + depth), *range(dim), *range(dim + depth, len(target.shape))]
+    inside, shown, order = under_mask(target, dim, mask)
     turned = [part.permute(order) for part in target.parts]
     if isinstance(value, Number):
         for view, here in zip(turned, shown, strict=True):
@@ -217,8 +205,7 @@ def _put(
 ) -> None:
     """Write a value to the entries of `target` at the given indices, as `target[indices] = value` does."""
     target = undivided(target)
-    rest = [dim for dim in range(len(target.shape)) if dim not in dims]
-    tail = tuple(target.shape[dim] for dim in rest)
+    rest, tail = others(target, dims)
     less = tuple(rest.index(dim) for dim in flips)
     placed = target.sharding
     if placed.dim in dims:

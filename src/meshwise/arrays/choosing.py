@@ -15,7 +15,7 @@ from meshwise.arrays.fetching import ask, fetch
 from meshwise.arrays.indexing import nonzero, pick
 from meshwise.arrays.keys import on_host
 from meshwise.arrays.layout import arranged, broadcast_to, of_repeated, spread
-from meshwise.arrays.sharding import sharding
+from meshwise.arrays.sharding import resized, sharding
 from meshwise.arrays.views import SIGNED, axis_of, by_bits, made
 
 
@@ -73,10 +73,10 @@ def take_along_axis(x: Array, indices: Array, /, axis: int = -1) -> Array:
     dim, ndim = axis_of(axis, len(x.shape), "take_along_axis"), len(x.shape)
     if len(indices.shape) != ndim:
         raise ValueError(f"take_along_axis: indices need {ndim} dims like the array, but have {len(indices.shape)}.")
-    one = [(*each.shape[:dim], 1, *each.shape[dim + 1 :]) for each in (x, indices)]
+    one = [resized(each.shape, dim, 1) for each in (x, indices)]
     around = broadcast_shape("take_along_axis", one)
-    shape = (*around[:dim], indices.shape[dim], *around[dim + 1 :])
-    rows = (*around[:dim], x.shape[dim], *around[dim + 1 :])
+    shape = resized(around, dim, indices.shape[dim])
+    rows = resized(around, dim, x.shape[dim])
     if x.sharding.dim == dim:
         x = broadcast_to(x, rows)
         grids = [torch.arange(n).reshape([-1 if k == each else 1 for k in range(ndim)]) for each, n in enumerate(shape)]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from meshwise.arrays.aliases import strides_of, viewed
-from meshwise.arrays.array import Alias, Array, ViewedMemory, like
+from meshwise.arrays.array import Alias, Array, ViewedMemory, mapped
 from meshwise.arrays.dtypes import real_of
 from meshwise.arrays.elementwise import FUNCTIONS as ELEMENTWISE
 from meshwise.arrays.reductions import as_array
@@ -27,14 +27,14 @@ def imag(x: Any, /) -> Array:
     x = as_array("imag", x)
     if x.dtype.is_complex:
         return _part(x, torch.imag)
-    found = like(x, [torch.zeros_like(part) for part in x.parts])
+    found = mapped(x, torch.zeros_like)
     found.alias = Alias(ViewedMemory(), read_only=True)
     return found
 
 
 def _part(x: Array, part_of: Callable[[Tensor], Tensor]) -> Array:
     strides = named(x.shape, tuple(2 * stride for stride in of(x.shape, strides_of(x))))
-    return viewed(x, lambda x: like(x, [part_of(part) for part in x.parts], real_of(x.dtype)), strides)
+    return viewed(x, lambda x: mapped(x, part_of, real_of(x.dtype)), strides)
 
 
 def conjugated(x: Array, /) -> Array:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from meshwise.arrays import dtypes, rules
 from meshwise.arrays.aliases import FOREIGN, as_array_without_dims, copied, in_order_of, is_number
-from meshwise.arrays.array import Alias, Array, ViewedMemory
+from meshwise.arrays.array import Alias, Array, ViewedMemory, cast
 from meshwise.arrays.dtypes import as_dtype
 from meshwise.arrays.moves import reshard
 from meshwise.arrays.sharding import Layout, Shape, Sharding
@@ -94,13 +94,10 @@ def _again(x: Array, dtype: torch.dtype | None, device: Any, wanted: Placement, 
     """Apply `xp.asarray` to `x`, an array of the same namespace `xp`."""
     stays = wanted is None and device in (None, x.space.device_name(x.sharding))
     placed = x.sharding if stays else x.space.placed(x.shape, device, wanted)
-    cast = dtype is not None and dtype is not x.dtype
-    if copy is False and (cast or placed != x.sharding):
+    if copy is False and (dtype not in (None, x.dtype) or placed != x.sharding):
         raise ValueError("asarray(copy=False): a new dtype, device or sharding needs a copy. Leave copy out.")
-    if cast:
-        assert dtype is not None
-        moved = reshard(x, placed, "asarray")
-        found = Array(tuple(part.to(dtype) for part in moved.parts), placed, x.shape, dtype, x.space)
+    if dtype is not None and dtype is not x.dtype:
+        found = cast(reshard(x, placed, "asarray"), dtype)
     elif placed == x.sharding and copy is not True:
         return x
     else:

@@ -19,7 +19,7 @@ from meshwise.arrays.array import Array
 from meshwise.arrays.dtypes import BOOL, UNSIGNED
 from meshwise.arrays.moves import Move, exchange
 from meshwise.arrays.reductions import as_array, sum_dtype
-from meshwise.arrays.sharding import sharding
+from meshwise.arrays.sharding import resized, sharding
 from meshwise.arrays.views import axis_of
 
 Carried = Callable[[Tensor | None], tuple[Tensor, Tensor]]
@@ -54,7 +54,7 @@ def _cumulative(x: Array, axis: int | None, dtype: Any, include_initial: bool, n
         parts = [scan(part, axis, None)[0] for part in parts]
     shape = x.shape
     if include_initial:
-        shape = (*shape[:axis], shape[axis] + 1, *shape[axis + 1 :])
+        shape = resized(shape, axis, shape[axis] + 1)
         if held.dim == axis:
             held = sharding(held.places, axis, (held.sizes[0] + 1, *held.sizes[1:]))
         for at, (part, _) in enumerate(x.space.local(held)):
@@ -70,14 +70,13 @@ def _chained(x: Array, parts: list[Tensor], axis: int, how: tuple[Any, torch.dty
     """Scan the parts one after another, each from the total of the parts before it."""
     (scan, dtype), held, space = how, x.sharding, x.space
     here = {part: at for at, (part, _) in enumerate(space.local(held))}
-    slab = (*x.shape[:axis], 1, *x.shape[axis + 1 :])
     before: int | None = None
     carry: Tensor | None = None
     for k, place in enumerate(held.places):
         if not held.sizes[k]:
             continue
         if before is not None:
-            piece = Move(held.places[before], place, place, slab, dtype, carry)
+            piece = Move(held.places[before], place, place, resized(x.shape, axis, 1), dtype, carry)
             carry = exchange(space, [piece], name).get(place)
         if k in here:
             parts[here[k]], carry = scan(parts[here[k]], axis, carry)

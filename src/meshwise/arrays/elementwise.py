@@ -17,7 +17,7 @@ from torch import Tensor
 
 from meshwise.arrays.aliases import in_order_of
 from meshwise.arrays.align import aligned
-from meshwise.arrays.array import Array, like
+from meshwise.arrays.array import Array, cast, like
 from meshwise.arrays.dtypes import (
     BOOL,
     COMPLEXES,
@@ -328,10 +328,7 @@ def clip(x: Array, /, min: Any = None, max: Any = None, *, a_min: Any = None, a_
     for bound, choose in ((min, "maximum"), (max, "minimum")):
         beyond = type(bound) is int and compared(bound, x.dtype) == (-inf if choose == "maximum" else inf)
         if bound is not None and not beyond:
-            kept = x.dtype
-            x = FUNCTIONS[choose](x, bound)
-            if x.dtype is not kept:
-                x = Array(tuple(part.to(kept) for part in x.parts), x.sharding, x.shape, kept, x.space)
+            x = cast(FUNCTIONS[choose](x, bound), x.dtype)
     return x if x is not given else FUNCTIONS["positive"](x)
 
 

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from meshwise.arrays.array import Array
+from meshwise.arrays.array import Array, like
 from meshwise.arrays.indexing import counted
 from meshwise.arrays.lanes import fullest
 from meshwise.arrays.moves import Move, exchange, reshard
@@ -87,7 +87,7 @@ def cholesky(x: Array) -> Array:
                 rows[i][:, columns] -= rows[i][:, block] @ factor.mH
     moves.check(bad, "the matrix is not positive-definite.")
     parts = tuple(rows[k].tril_(held.offsets[k]) for k in moves.here)
-    return Array(parts, held, x.shape, x.dtype, x.space)
+    return like(x, parts)
 
 
 class LU:
@@ -224,8 +224,7 @@ class Tall:
                 top = top @ turn
             for j, came in moves.send(top, (rows, n), centre, [k] if rows else []).items():
                 parts[j] = parts[j] @ came
-        made = (part if part.shape[1] == n else part.new_zeros(0, n) for part in parts.values())
-        return Array(tuple(made), x.sharding, x.shape, x.dtype, x.space)
+        return like(x, [part if part.shape[1] == n else part.new_zeros(0, n) for part in parts.values()])
 
 
 def tall_qr(x: Array, name: str) -> Tall:

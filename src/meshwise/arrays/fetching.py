@@ -41,6 +41,12 @@ class Asked:
     every: dict[int, Tensor]
 
 
+def others(x: Array, dims: Sequence[int]) -> tuple[list[int], Shape]:
+    """Return the dims of `x` that are not in `dims`, and their lengths."""
+    rest = [dim for dim in range(len(x.shape)) if dim not in dims]
+    return rest, tuple(x.shape[dim] for dim in rest)
+
+
 def hosted(space: Space, values: Tensor, placed: Sharding) -> Array:
     """Make an array from a tensor that every process has in host memory. Nothing is sent between devices."""
     shape = tuple(values.shape)
@@ -183,8 +189,7 @@ def fetch(x: Array, asked: Asked) -> Array:
     """Return the selected entries. The result has the dims of the indices, followed by the other dims of `x`."""
     space, held, placed = x.space, x.sharding, asked.placed
     routes = route(x, asked)
-    rest = [dim for dim in range(len(x.shape)) if dim not in asked.dims]
-    tail = tuple(x.shape[dim] for dim in rest)
+    rest, tail = others(x, asked.dims)
     rows = {}
     for (s, _), part in zip(space.local(held), x.parts, strict=True):
         turned = part.permute(*asked.dims, *rest)
@@ -214,8 +219,7 @@ def store(x: Array, views: Sequence[Tensor], asked: Asked, values: Array | compl
     """Write values to the entries `asked` of `x`."""
     space, held, placed = x.space, x.sharding, asked.placed
     routes = route(x, asked)
-    rest = [dim for dim in range(len(x.shape)) if dim not in asked.dims]
-    tail = tuple(x.shape[dim] for dim in rest)
+    rest, tail = others(x, asked.dims)
     arrived = {}
     if isinstance(values, Array):
         sent = {}

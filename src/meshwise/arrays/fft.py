@@ -24,15 +24,16 @@ from torch import Tensor
 
 from meshwise.arrays.array import Array
 from meshwise.arrays.creation import Placement, made
-from meshwise.arrays.dtypes import WHOLE, as_dtype, complex_of
+from meshwise.arrays.dtypes import as_dtype, complex_of
 from meshwise.arrays.gathering import tell
 from meshwise.arrays.joining import roll
 from meshwise.arrays.lanes import free_dim, fullest
 from meshwise.arrays.moves import reshard
 from meshwise.arrays.reductions import as_array
 from meshwise.arrays.rules import by_name, named
-from meshwise.arrays.sharding import evenly, sharding
+from meshwise.arrays.sharding import evenly, resized, sharding
 from meshwise.arrays.space import Space
+from meshwise.arrays.statistics import as_floats
 from meshwise.arrays.views import axis_of
 
 LONG = 1 << 22  # a vector of at least this many entries is transformed in parts
@@ -122,10 +123,7 @@ def _floats(given: Any, name: str, norm: str) -> Array:
         raise ValueError(f"{name}: norm must be one of {', '.join(NORMS)}, but it is {norm!r}.")
     if name in OF_REAL and x.dtype.is_complex:
         raise TypeError(f"{name} takes real numbers, not {x.dtype}. Pass xp.real(x), or use xp.fft.fft or xp.fft.ifft.")
-    if x.dtype in WHOLE:
-        parts = tuple(part.to(x.space.default_float) for part in x.parts)
-        return Array(parts, x.sharding, x.shape, x.space.default_float, x.space)
-    return x
+    return as_floats(name, x)
 
 
 def along(x: Array, name: str, axis: int, n: int | None, norm: str, avoid: Sequence[int] = ()) -> Array:
@@ -136,7 +134,7 @@ def along(x: Array, name: str, axis: int, n: int | None, norm: str, avoid: Seque
     function = partial(getattr(torch.fft, name), n=n, dim=axis, norm=norm)
     parts = tuple(_checked(function, part, axis) for part in x.parts)
     length, dtype = _result(name, x.shape[axis], n, x.dtype)
-    return Array(parts, x.sharding, (*x.shape[:axis], length, *x.shape[axis + 1 :]), dtype, x.space)
+    return Array(parts, x.sharding, resized(x.shape, axis, length), dtype, x.space)
 
 
 def _apart(x: Array, axis: int, avoid: Sequence[int], name: str) -> Array:
@@ -175,8 +173,7 @@ def _vector(x: Array, name: str, axis: int, n: int | None, norm: str) -> Array:
         _checked(partial(getattr(torch.fft, name), n=n, dim=axis, norm=norm), part, axis) for part in whole.parts
     )
     length, dtype = _result(name, length, n, x.dtype)
-    shape = (*x.shape[:axis], length, *x.shape[axis + 1 :])
-    found = Array(parts, whole.sharding, shape, dtype, x.space)
+    found = Array(parts, whole.sharding, resized(x.shape, axis, length), dtype, x.space)
     return reshard(found, evenly(length, held.places, axis), name)
 
 

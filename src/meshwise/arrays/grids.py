@@ -9,6 +9,7 @@ from meshwise.arrays.array import Array
 from meshwise.arrays.creation import as_shape, asarray
 from meshwise.arrays.dtypes import BOOL
 from meshwise.arrays.elementwise import FUNCTIONS as ELEMENTWISE
+from meshwise.arrays.reshaping import along_dim
 from meshwise.arrays.rules import by_name
 from meshwise.arrays.space import Space
 from meshwise.spec.errors import UsageError
@@ -63,7 +64,7 @@ def ix_(space: Space, *vectors: Any) -> tuple[Array, ...]:
         if len(x.shape) != 1:
             raise ValueError(f"ix_ takes vectors, but this array has shape {x.shape}. Write x.reshape(-1).")
         x = x.__array_namespace__().nonzero(x)[0] if x.dtype is BOOL else x
-        found.append(x.reshape(tuple(-1 if dim == at else 1 for dim in range(len(vectors)))))
+        found.append(along_dim(x, at, len(vectors)))
     return tuple(found)
 
 

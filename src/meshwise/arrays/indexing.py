@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 
 from meshwise.arrays.aliases import strides_of, viewed
-from meshwise.arrays.array import Array, like
-from meshwise.arrays.fetching import OPERATION, ask, common_shape, everywhere, fetch
+from meshwise.arrays.array import Array, mapped
+from meshwise.arrays.fetching import OPERATION, ask, common_shape, everywhere, fetch, others
 from meshwise.arrays.keys import ADVANCED, Cut, Key, read_key
 from meshwise.arrays.layout import arranged, flipped
 from meshwise.arrays.moves import agreed, reshard
@@ -153,6 +153,12 @@ def cut(x: Array, cuts: Sequence[Cut]) -> Array:
     return flipped(whole, flips) if flips else whole
 
 
+def cut_along(x: Array, dim: int, entries: Cut) -> Array:
+    """Return a view of `x` that has one index or one range of one dim, and all entries of the other dims."""
+    whole = [range(length) for length in x.shape]
+    return cut(x, [*whole[:dim], entries, *whole[dim + 1 :]])
+
+
 def mirrored(cuts: Sequence[Cut], dims: Collection[int], shape: Shape) -> list[Cut]:
     """Convert cuts of an array to cuts that select the same entries if the dims `dims` of the array are reversed."""
     found: list[Cut] = []
@@ -184,7 +190,7 @@ def pick(x: Array, dims: tuple[int, ...], indices: Sequence[Array | Tensor]) -> 
     x = undivided(x)
     if x.sharding.dim in dims:
         return fetch(x, ask(x, dims, indices))
-    rest = [dim for dim in range(len(x.shape)) if dim not in dims]
+    rest, tail = others(x, dims)
     there = everywhere(x, indices)
     shape = common_shape(there)
     parts = []
@@ -195,27 +201,21 @@ def pick(x: Array, dims: tuple[int, ...], indices: Sequence[Array | Tensor]) -> 
     placed = x.sharding
     if placed.dim is not None:
         placed = placed.along(len(shape) + rest.index(placed.dim))
-    return made(parts, placed, x, (*shape, *(x.shape[dim] for dim in rest)))
+    return made(parts, placed, x, (*shape, *tail))
 
 
 def masked(x: Array, dim: int, mask: Array | Tensor) -> Array:
     """Select the entries of `x` at which a mask is true."""
     depth = len(mask.shape)
     if not depth:
-        return (
-            like(shown := arranged(x, [None, *range(len(x.shape))]), [part.clone() for part in shown.parts])
-            if bool(mask)
-            else cut(arranged(x, [None, *range(len(x.shape))]), [range(0), *map(range, x.shape)])
-        )
+        one = arranged(x, [None, *range(len(x.shape))])
+        return mapped(one, torch.clone) if bool(mask) else cut(one, [range(0), *map(range, x.shape)])
     assert isinstance(mask, Array)  # a mask with dims is never a host tensor
-    inside = x.sharding.dim is not None and dim <= x.sharding.dim < dim + depth
-    if inside and math.prod(x.shape[dim : x.sharding.dim]) != 1:
+    if x.sharding.dim in range(dim, dim + depth) and math.prod(x.shape[dim : x.sharding.dim]) != 1:
         x = reshard(x, first_divided(x.shape, x.sharding.places, dim), OPERATION)
     placed = x.sharding
-    own = placed.along(placed.dim - dim) if inside and placed.dim is not None else sharding(placed.places)
-    there = reshard(mask, own, OPERATION)
-    order = [*range(dim, dim + depth), *range(dim), *range(dim + depth, len(x.shape))]
-    parts = [part.permute(order)[shown] for part, shown in zip(x.parts, there.parts, strict=True)]
+    inside, shown, order = under_mask(x, dim, mask)
+    parts = [part.permute(order)[here] for part, here in zip(x.parts, shown, strict=True)]
     rest = [x.shape[each] for each in order[depth:]]
     if inside:
         sizes = counted(x, placed, [len(part) for part in parts])
@@ -223,6 +223,16 @@ def masked(x: Array, dim: int, mask: Array | Tensor) -> Array:
     if placed.dim is not None:
         placed = placed.along(order.index(placed.dim) - depth + 1)
     return made(parts, placed, x, [max(counted(x, placed, [len(part) for part in parts])), *rest])
+
+
+def under_mask(x: Array, dim: int, mask: Array) -> tuple[bool, tuple[Tensor, ...], list[int]]:
+    """Lay out a mask that covers dims of `x` from `dim` on. Return whether they include the sharded dim, the parts of
+    the mask, and an order of the dims of `x` in which the covered dims are first."""
+    depth, placed = len(mask.shape), x.sharding
+    inside = placed.dim in range(dim, dim + depth)
+    lies = placed.shifted(-dim) if inside else sharding(placed.places)
+    order = [*range(dim, dim + depth), *range(dim), *range(dim + depth, len(x.shape))]
+    return inside, reshard(mask, lies, OPERATION).parts, order
 
 
 def counted(x: Array, placed: Sharding, here: Sequence[int]) -> list[int]:
@@ -236,7 +246,7 @@ def nonzero(x: Array, /) -> tuple[Array, ...]:
     """Return the indices of elements that are not zero, as one array per dim, in row-major order."""
     if not x.shape:
         raise ValueError("nonzero needs at least one dim, but this array has none. Write xp.reshape(x, (1,)) first.")
-    mask = Array(tuple(part != 0 for part in as_bits(x).parts), x.sharding, x.shape, torch.bool, x.space)
+    mask = mapped(as_bits(x), lambda part: part != 0, torch.bool)
     if mask.sharding.dim is not None and math.prod(x.shape[: mask.sharding.dim]) != 1:
         mask = reshard(mask, first_divided(mask.shape, mask.sharding.places), "nonzero")
     placed = mask.sharding

@@ -23,7 +23,7 @@ from meshwise.arrays.creation import CREATION, asarray
 from meshwise.arrays.dtypes import as_dtype, numpy_dtype, refuse_gradients
 from meshwise.arrays.gathering import gathered
 from meshwise.arrays.moves import agreed
-from meshwise.arrays.sharding import sharding
+from meshwise.arrays.sharding import resized, sharding
 from meshwise.arrays.space import Space
 from meshwise.spec.errors import UsageError
 from meshwise.transfer.devices import OPEN_DEVICES, device_of
@@ -93,7 +93,7 @@ def from_shards(space: Space, shards: Any, /, dim: int = 0) -> Array:
         if device_of(part).type != space.devices[place].type:
             raise UsageError(f"from_shards: the part for {space.names[place]} is on {part.device}. Move the part.")
     sizes = tuple(agreed(space, [part.shape[dim] for part in parts], "from_shards"))
-    shape = (*first.shape[:dim], sum(sizes), *first.shape[dim + 1 :])
+    shape = resized(tuple(first.shape), dim, sum(sizes))
     found = Array(tuple(parts), sharding(space.places, dim, sizes), shape, first.dtype, space)
     found.alias = Alias(FOREIGN)
     return found

@@ -14,16 +14,16 @@ import torch
 
 from meshwise.arrays.aliases import as_array_without_dims, copied
 from meshwise.arrays.align import common_space
-from meshwise.arrays.array import Array
+from meshwise.arrays.array import Array, cast
 from meshwise.arrays.creation import asarray
 from meshwise.arrays.dtypes import result_type
 from meshwise.arrays.elementwise import FUNCTIONS as ELEMENTWISE
 from meshwise.arrays.elementwise import NoArrayGiven
-from meshwise.arrays.indexing import counted, cut
+from meshwise.arrays.indexing import counted, cut_along
 from meshwise.arrays.layout import expand_dims, flipped, spread
 from meshwise.arrays.reshaping import flat, reshape
 from meshwise.arrays.runs import Run, intervals, joined, whole
-from meshwise.arrays.sharding import sharding
+from meshwise.arrays.sharding import resized, sharding
 from meshwise.arrays.views import as_before, as_bits, axis_of, by_bits, made
 
 
@@ -54,8 +54,7 @@ def stack(arrays: Sequence[Array], /, axis: int = 0) -> Array:
 def unstack(x: Array, /, axis: int = 0) -> tuple[Array, ...]:
     """Split an array into the entries of one dim."""
     dim = axis_of(axis, len(x.shape), "unstack")
-    whole = [range(length) for length in x.shape]
-    entries = tuple(cut(x, [*whole[:dim], at, *whole[dim + 1 :]]) for at in range(x.shape[dim]))
+    entries = tuple(cut_along(x, dim, at) for at in range(x.shape[dim]))
     return entries if len(x.shape) > 1 else tuple(map(copied, entries))
 
 
@@ -128,7 +127,7 @@ def repeat(x: Array, repeats: Any, /, axis: int | None = None) -> Array:
     if placed.dim == dim:
         placed = sharding(placed.places, dim, tuple(sizes))
     total = sum(sizes) if placed.dim == dim else max(sizes)
-    return made(parts, placed, x, (*x.shape[:dim], total, *x.shape[dim + 1 :]))
+    return made(parts, placed, x, resized(x.shape, dim, total))
 
 
 def diff(
@@ -143,11 +142,10 @@ def diff(
     if prepend is not None or append is not None:
         x = concat([each for each in (prepend, x, append) if each is not None], axis=dim)
     dtype, x = x.dtype, as_bits(x)
-    whole = [range(length) for length in x.shape]
     for _ in range(n):
         length = x.shape[dim]
-        after = cut(x, [*whole[:dim], range(min(1, length), length), *whole[dim + 1 :]])
-        before = cut(x, [*whole[:dim], range(max(0, length - 1)), *whole[dim + 1 :]])
+        after = cut_along(x, dim, range(min(1, length), length))
+        before = cut_along(x, dim, range(max(0, length - 1)))
         x = ELEMENTWISE["not_equal" if x.dtype is torch.bool else "subtract"](after, before)
     return as_before(x, dtype)
 
@@ -162,14 +160,12 @@ def halo(
     lies, length = x.sharding, 0 if dim is None else x.shape[dim]
     if dim is None or not length:
         return tuple(part.clone() for part in x.parts)
-    begins = lies.offsets if lies.dim == dim else (0,) * len(lies.places)
-    sizes = lies.sizes if lies.dim == dim else (length,) * len(lies.places)
     runs, at = [whole(x, dim)], 0
     if wrap:
         ahead, behind = _ring(x, length, before), -(-after // length)
         runs, at = [*ahead, whole(x, dim), *[whole(x, dim)] * behind], before
     wanted = []
-    for place, begin, size in zip(lies.places, begins, sizes, strict=True):
+    for place, (begin, size) in zip(lies.places, lies.spans(dim, length), strict=True):
         low = begin + at - before if wrap else max(0, begin - before)
         high = begin + size + at + after if wrap else min(length, begin + size + after)
         wanted.append((place, low, high) if size else (place, begin + at, begin + at))
@@ -204,7 +200,7 @@ def pad(x: Array, pad_width: Any, mode: str = "constant", *, constant_values: An
 
 def _constant(x: Array, dim: int, width: int, value: Any, at_end: bool) -> Run:
     placed = x.sharding
-    shape = (*x.shape[:dim], width, *x.shape[dim + 1 :])
+    shape = resized(x.shape, dim, width)
     if placed.dim == dim:
         full = [k for k, size in enumerate(placed.sizes) if size] or [0]
         placed = sharding((placed.places[full[-1 if at_end else 0]],))
@@ -242,7 +238,4 @@ def _of_one_type(name: str, arrays: Sequence[Array]) -> list[Array]:
         raise NoArrayGiven(f"{name} needs at least one array, but got {', '.join(type(x).__name__ for x in given)}.")
     common_space(name, given)
     dtype = result_type(*given)
-    return [
-        x if x.dtype is dtype else Array(tuple(part.to(dtype) for part in x.parts), x.sharding, x.shape, dtype, x.space)
-        for x in given
-    ]
+    return [cast(x, dtype) for x in given]

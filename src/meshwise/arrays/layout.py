@@ -144,7 +144,7 @@ def broadcast_to(x: Array, /, shape: Shape | Sequence[int]) -> Array:
         if placed.dim is not None and x.shape[placed.dim] == 1 != wanted[placed.dim + more]:
             # One device already holds the single entry, so nothing moves.
             x = reshard(x, sharding((placed.places[placed.sizes.index(1)],)))
-        return _repeated(x, wanted, x.sharding if x.sharding.dim is None else x.sharding.along(x.sharding.dim + more))
+        return _repeated(x, wanted, x.sharding.shifted(more))
 
     return viewed(x, rule, of_repeated(x, wanted), read_only=True)
 

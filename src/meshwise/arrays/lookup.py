@@ -18,12 +18,13 @@ import torch
 from torch import Tensor
 
 from meshwise.arrays.aliases import as_array_without_dims
-from meshwise.arrays.array import Array
+from meshwise.arrays.array import Array, cast, like, mapped
 from meshwise.arrays.dtypes import comparable, result_type
 from meshwise.arrays.elementwise import NoArrayGiven, is_python_number
 from meshwise.arrays.moves import combined, elements_moved, reshard, stacked
 from meshwise.arrays.products import added
-from meshwise.arrays.sharding import evenly, sharding
+from meshwise.arrays.reductions import together
+from meshwise.arrays.sharding import sharding
 
 Look = Callable[[Tensor, Tensor], Tensor]  # (values, part of the table) -> answers for this part, as int64
 
@@ -48,12 +49,7 @@ def isin(x1: Any, x2: Any, /, *, assume_unique: bool = False, invert: bool = Fal
         x1, x2 = (x1, _operand(x2, x1)[0]) if type(x1) is Array else (x1, x2)
     values, dtype = _operand(x1, x2)
     found = _looked_up(values, x2, partial(_is_in, dtype=dtype), "isin", torch.bool)
-    found = Array(tuple(~part for part in found.parts), *_but_parts(found)) if invert else found
-    return as_array_without_dims(found)
-
-
-def _but_parts(x: Array) -> tuple[Any, ...]:
-    return x.sharding, x.shape, x.dtype, x.space
+    return as_array_without_dims(mapped(found, torch.logical_not) if invert else found)
 
 
 def _operand(value: Any, other: Any) -> tuple[Array, torch.dtype]:
@@ -71,26 +67,18 @@ def _operand(value: Any, other: Any) -> tuple[Array, torch.dtype]:
 
 
 def _looked_up(values: Array, table: Array, look: Look, name: str, dtype: torch.dtype) -> Array:
-    held, space, shape = table.sharding, table.space, values.shape
+    held, shape = table.sharding, values.shape
     whole, there = sharding(values.sharding.places), sharding(held.places)
     table_moved = elements_moved(table.shape, held, whole) * table.dtype.itemsize
     values_moved = elements_moved(shape, values.sharding, there) * values.dtype.itemsize
     values_moved += (len(held.places) - 1) * prod(shape) * torch.int64.itemsize
     if held.dim is None or table_moved <= values_moved:
         flat = reshard(table, whole, name).parts
-        parts = tuple(look(a, b.reshape(-1)).to(dtype) for a, b in zip(values.parts, flat, strict=True))
-        return Array(parts, values.sharding, shape, dtype, space)
+        return like(values, [look(a, b.reshape(-1)).to(dtype) for a, b in zip(values.parts, flat, strict=True)], dtype)
     every = reshard(values, there, name).parts
     found = [look(a, b.reshape(-1)) for a, b in zip(every, table.parts, strict=True)]
-    lies = evenly(shape[0], held.places) if shape else sharding(held.places[:1])
-    sums = combined(
-        stacked(table, held.places, found, shape, torch.int64),
-        partial(added, dtype=torch.int64),
-        lies,
-        torch.int64,
-        name,
-    )
-    return Array(tuple(part.to(dtype) for part in sums.parts), lies, shape, dtype, space)
+    partials, add = stacked(table, held.places, found, shape, torch.int64), partial(added, dtype=torch.int64)
+    return cast(combined(partials, add, together(table, shape), torch.int64, name), dtype)
 
 
 def _search(values: Tensor, table: Tensor, dtype: torch.dtype, side: str) -> Tensor:

@@ -15,7 +15,7 @@ from meshwise.arrays.align import common_space
 from meshwise.arrays.array import Array
 from meshwise.arrays.joining import halo as with_halo
 from meshwise.arrays.moves import reshard
-from meshwise.arrays.sharding import Shape, Sharding, sharding
+from meshwise.arrays.sharding import Sharding, resized, sharding
 from meshwise.spec.errors import UsageError
 from meshwise.transfer import collectives
 from meshwise.workers.verb_log import log_verb
@@ -111,7 +111,7 @@ def _joined(x: Array, results: Sequence[list[Tensor] | None], placed: Sharding) 
     for number, (shape, dtype) in enumerate(forms):
         parts = []
         for (part, place), made in zip(x.space.local(placed), results, strict=True):
-            own = _of_length(shape, placed, part)
+            own = placed.part_shape(shape, part)
             one = torch.empty(own, dtype=dtype, device=x.space.devices[place]) if made is None else made[number]
             if tuple(one.shape) != own or one.dtype is not dtype:
                 raise UsageError(
@@ -119,10 +119,6 @@ def _joined(x: Array, results: Sequence[list[Tensor] | None], placed: Sharding) 
                     f"{one.dtype}. Return the same dtype, and shapes that differ only in the divided dim."
                 )
             parts.append(one)
-        whole = shape if placed.dim is None else (*shape[: placed.dim], x.shape[placed.dim], *shape[placed.dim + 1 :])
+        whole = shape if placed.dim is None else resized(shape, placed.dim, x.shape[placed.dim])
         arrays.append(Array(tuple(parts), placed, whole, dtype, x.space))
     return arrays
-
-
-def _of_length(shape: Shape, placed: Sharding, part: int) -> Shape:
-    return shape if placed.dim is None else placed.part_shape(shape, part)

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from meshwise.arrays.array import Array
+from meshwise.arrays.array import Array, mapped
 from meshwise.arrays.sharding import Shape, Sharding, Slices, overlaps, sharding
 from meshwise.arrays.space import Space
 from meshwise.transfer import collectives
@@ -97,7 +97,7 @@ def reshard(x: Array, wanted: Sharding, operation: str = "reshard", *, own: bool
     """Return `x` with another sharding. own: whether the result must not share memory with `x`."""
     held, space, shape = x.sharding, x.space, x.shape
     if held is wanted or held == wanted:
-        return Array(tuple(map(torch.clone, x.parts)), wanted, shape, x.dtype, space) if own else x
+        return mapped(x, torch.clone) if own else x
     steps, whole = _plan(shape, held, wanted, own)
     parts: Sequence[Tensor | None] = x.parts
     if space.over_ranks:
@@ -187,8 +187,7 @@ def combined(
     shape: Shape | None = None,
 ) -> Array:
     """Combine the partial results of all devices into an array with the sharding `wanted`."""
-    above = sharding(wanted.places, None if wanted.dim is None else wanted.dim + 1, wanted.sizes)
-    there = reshard(partials, above, operation)
+    there = reshard(partials, wanted.shifted(1), operation)
     left = partials.shape[1:] if shape is None else shape
     return Array(tuple(map(reduce, there.parts)), wanted, left, dtype, partials.space)
 

@@ -6,7 +6,6 @@ Each device computes with its own part; only partial results move.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from torch import Tensor
 from meshwise.arrays import layout, reductions
 from meshwise.arrays.aliases import strides_of, viewed
 from meshwise.arrays.align import aligned
-from meshwise.arrays.array import Array
+from meshwise.arrays.array import Array, cast, mapped
 from meshwise.arrays.dtypes import real_of, result_type
 from meshwise.arrays.lanes import freed
 from meshwise.arrays.moves import replicate
@@ -32,7 +31,7 @@ from meshwise.arrays.strides import named, of
 def vector_norm(x: Array, /, *, axis: Any = None, keepdims: bool = False, ord: float = 2) -> Array:
     """Return the vector norm sum(abs(x)^ord)^(1/ord) over the given axes, by default over all."""
     x = as_floats("vector_norm", x)
-    size = x if ord == 2 and not x.dtype.is_complex else _mapped(x, torch.abs, real_of(x.dtype))
+    size = x if ord == 2 and not x.dtype.is_complex else mapped(x, torch.abs, real_of(x.dtype))
     words: Any = {"axis": axis, "keepdims": keepdims}
     if math.isinf(ord):
         none = math.prod(x.shape[dim] for dim in as_axes("vector_norm", axis, len(x.shape))) == 0
@@ -40,10 +39,10 @@ def vector_norm(x: Array, /, *, axis: Any = None, keepdims: bool = False, ord: f
             return reductions.total(size, **words)
         return reductions.FUNCTIONS["max" if ord > 0 else "min"](size, **words)
     if ord == 0:
-        return _mapped(reductions.count_nonzero(size, **words), lambda part: part.to(size.dtype), size.dtype)
-    powers = _mapped(size, lambda part: part.square() if ord == 2 else part.pow(ord))
+        return cast(reductions.count_nonzero(size, **words), size.dtype)
+    powers = mapped(size, lambda part: part.square() if ord == 2 else part.pow(ord))
     root = torch.sqrt if ord == 2 else lambda part: part.pow(1 / ord)
-    return _mapped(reductions.total(powers, **words), root)
+    return mapped(reductions.total(powers, **words), root)
 
 
 def matrix_norm(x: Array, /, *, keepdims: bool = False, ord: Any = "fro") -> Array:
@@ -52,7 +51,7 @@ def matrix_norm(x: Array, /, *, keepdims: bool = False, ord: Any = "fro") -> Arr
     if ord == "fro":
         return vector_norm(x, axis=(-2, -1), keepdims=keepdims)
     if ord in (1, -1, math.inf, -math.inf):
-        sums = reductions.total(_mapped(x, torch.abs, real_of(x.dtype)), axis=-2 if abs(ord) == 1 else -1)
+        sums = reductions.total(mapped(x, torch.abs, real_of(x.dtype)), axis=-2 if abs(ord) == 1 else -1)
         found = _extreme(sums, ord)
     elif ord in ("nuc", 2, -2):
         values = svdvals(x)
@@ -127,10 +126,6 @@ def cross(x1: Array, x2: Array, /, *, axis: int = -1) -> Array:
         return found.to(dtype)
 
     return Array(tuple(made(a, b) for a, b in zip(*parts, strict=True)), placed, shape, dtype, x.space)
-
-
-def _mapped(x: Array, function: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None) -> Array:
-    return Array(tuple(map(function, x.parts)), x.sharding, x.shape, dtype or x.dtype, x.space)
 
 
 FUNCTIONS = by_name(vector_norm, matrix_norm, diagonal, trace, cross)

@@ -21,7 +21,8 @@ from meshwise.arrays.dtypes import COMPLEXES, promoted
 from meshwise.arrays.joining import diff, halo
 from meshwise.arrays.moves import replicate
 from meshwise.arrays.products import matmul
-from meshwise.arrays.reductions import as_array, total
+from meshwise.arrays.reductions import as_array, as_arrays, total
+from meshwise.arrays.reshaping import along_dim
 from meshwise.arrays.rules import by_name
 from meshwise.arrays.sharding import sharding
 from meshwise.arrays.statistics import as_floats
@@ -78,9 +79,8 @@ def interp(x: Any, xs: Any, ys: Any, /, left: Any = None, right: Any = None, per
 
 def convolve(a: Any, v: Any, /, mode: str = "full") -> Array:
     """Convolve two vectors."""
-    a = as_array("convolve", a)
+    a, v = as_arrays("convolve", a, v)
     xp = a.__array_namespace__()
-    v = xp.asarray(v)
     if len(a.shape) != 1 or len(v.shape) != 1 or not a.shape[0] or not v.shape[0]:
         raise ValueError(f"convolve takes two vectors with at least one element, not shapes {a.shape} and {v.shape}.")
     if mode not in ("full", "same", "valid"):
@@ -99,9 +99,8 @@ def convolve(a: Any, v: Any, /, mode: str = "full") -> Array:
 
 def correlate(a: Any, v: Any, /, mode: str = "valid") -> Any:
     """Correlate the first vector with the complex conjugate of the second, at each offset. mode: as in `convolve`."""
-    a = as_array("correlate", a)
+    a, v = as_arrays("correlate", a, v)
     xp = a.__array_namespace__()
-    v = xp.asarray(v)
     if a.shape < v.shape:  # swap the operands, as NumPy does
         return xp.flip(xp.conj(correlate(v, a, mode)))
     return convolve(a, xp.flip(xp.conj(v)), mode)
@@ -110,7 +109,7 @@ def correlate(a: Any, v: Any, /, mode: str = "valid") -> Any:
 def _slid(a: Array, weights: Array, length: int, count: int) -> Array:
     """Return `length` weighted sums of `count` successive entries of `a`."""
     held = a.sharding
-    spans = [(0, a.shape[0])] if held.dim is None else zip(held.offsets, held.sizes, strict=True)
+    spans = held.spans(0, a.shape[0])
     lies = sharding(held.places, 0, tuple(max(0, min(begin + size, length) - begin) for begin, size in spans))
     parts = []
     for part, weight, (k, _) in zip(halo(a, 0, count - 1), weights.parts, a.space.local(a.sharding), strict=True):
@@ -150,7 +149,7 @@ def _slope(x: Array, dim: int, step: Any) -> Array:
             raise ValueError(
                 f"gradient: coordinates must be a vector of length {x.shape[dim]}, but have shape {at.shape}."
             )
-        width = diff(at).reshape(tuple(-1 if each == dim else 1 for each in range(len(x.shape))))
+        width = along_dim(diff(at), dim, len(x.shape))
         slopes = change / width
         before, after = _entries(width, dim, 0, -1), _entries(width, dim, 1, None)
         ahead, behind = _entries(slopes, dim, 0, -1), _entries(slopes, dim, 1, None)
@@ -168,7 +167,7 @@ def trapezoid(y: Any, x: Any = None, dx: float = 1.0, axis: int = -1) -> Array:
         x = y.__array_namespace__().asarray(x)
         width = diff(x, axis=-1 if len(x.shape) == 1 else dim)
         if len(x.shape) == 1:
-            width = width.reshape(tuple(-1 if each == dim else 1 for each in range(len(y.shape))))
+            width = along_dim(width, dim, len(y.shape))
     return total((_entries(y, dim, 1, None) + _entries(y, dim, 0, -1)) * width / 2.0, axis=dim)
 
 

@@ -21,7 +21,7 @@ from meshwise.arrays.elementwise import FUNCTIONS as ELEMENTWISE
 from meshwise.arrays.layout import moveaxis, permute_dims
 from meshwise.arrays.norms import cross, diagonal_of, matrix_norm, vector_norm
 from meshwise.arrays.products import Terms, matmul, product, tensordot, vecdot
-from meshwise.arrays.reductions import as_array, total
+from meshwise.arrays.reductions import as_array, as_arrays, total
 from meshwise.arrays.rules import by_name
 from meshwise.arrays.solving import inv
 from meshwise.arrays.spectra import svd, svdvals
@@ -125,22 +125,20 @@ def _pair(x: Array, ours: str, y: Array, theirs: str, out: str) -> Array:
 
 def inner(x1: Any, x2: Any, /) -> Any:
     """Sum the products of `x1` and `x2` over the last dim of each array."""
-    x1 = as_array("inner", x1)
-    x2 = x1.__array_namespace__().asarray(x2)
+    x1, x2 = as_arrays("inner", x1, x2)
     found = x1 * x2 if not x1.shape or not x2.shape else tensordot(x1, x2, axes=((-1,), (-1,)))
     return found if found.shape else like(found, found.parts)  # a result without dims becomes a scalar, as in NumPy
 
 
 def vdot(x1: Any, x2: Any, /) -> Any:
     """Sum `conj(x1) * x2` over all elements."""
-    x1 = as_array("vdot", x1)
-    return vecdot(x1.reshape(-1), x1.__array_namespace__().asarray(x2).reshape(-1))
+    x1, x2 = as_arrays("vdot", x1, x2)
+    return vecdot(x1.reshape(-1), x2.reshape(-1))
 
 
 def kron(x1: Any, x2: Any, /) -> Any:
     """Return the Kronecker product of two arrays."""
-    x1 = as_array("kron", x1)
-    x2 = x1.__array_namespace__().asarray(x2)
+    x1, x2 = as_arrays("kron", x1, x2)
     dims = max(len(x1.shape), len(x2.shape))
     a, b = ((1,) * (dims - len(x.shape)) + x.shape for x in (x1, x2))
     blocks = x1.reshape([each for length in a for each in (length, 1)]) * x2.reshape(
@@ -167,9 +165,8 @@ def norm(x: Any, /, ord: Any = None, axis: Any = None, keepdims: bool = False) -
 def lstsq(a: Any, b: Any, /, rcond: float | None = None) -> tuple[Any, Any, int, Any]:
     """Solve `a @ x = b` by least squares.
     Returns (x, residuals, rank of `a`, singular values of `a`)."""
-    a = as_array("lstsq", a)
+    a, b = as_arrays("lstsq", a, b)
     xp = a.__array_namespace__()
-    b = xp.asarray(b)
     if len(a.shape) != 2 or len(b.shape) not in (1, 2) or a.shape[0] != b.shape[0]:
         raise ValueError(f"lstsq: a must be a matrix, and b must have as many rows, not {a.shape} and {b.shape}.")
     u, s, vh = svd(a, full_matrices=False)
@@ -203,9 +200,8 @@ def vander(x: Any, /, N: int | None = None, increasing: bool = False) -> Any:
 
 def polyfit(x: Any, y: Any, deg: int, /, rcond: float | None = None) -> Any:
     """Fit a polynomial of degree `deg` to the points (x, y) by least squares."""
-    x = as_array("polyfit", x)
-    xp = x.__array_namespace__()
-    x, y = x + 0.0, xp.asarray(y)
+    x, y = as_arrays("polyfit", x, y)
+    x, xp = x + 0.0, x.__array_namespace__()
     powers = vander(x, deg + 1)
     scale = xp.sqrt(total(powers * powers, axis=0))
     found = lstsq(powers / scale, y, x.shape[0] * xp.finfo(x.dtype).eps if rcond is None else rcond)[0]

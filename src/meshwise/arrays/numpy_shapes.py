@@ -12,12 +12,12 @@ import numpy as np
 
 from meshwise.arrays.array import Array
 from meshwise.arrays.choosing import take
-from meshwise.arrays.indexing import cut, nonzero
+from meshwise.arrays.indexing import cut_along, nonzero
 from meshwise.arrays.joining import concat
 from meshwise.arrays.layout import arranged, flipped, moveaxis, permute_dims
 from meshwise.arrays.reshaping import flat
 from meshwise.arrays.rules import by_name, named
-from meshwise.arrays.sharding import evenly
+from meshwise.arrays.sharding import evenly, resized
 from meshwise.arrays.views import axis_of
 
 
@@ -31,9 +31,8 @@ def array_split(x: Array, sections: int | Sequence[int], /, axis: int = 0) -> li
         borders = list(evenly(length, tuple(range(sections))).offsets[1:])
     else:
         borders = [slice(0, int(border)).indices(length)[1] for border in sections]
-    whole = [range(each) for each in x.shape]
     bounds = zip([0, *borders], [*borders, length], strict=True)
-    return [cut(x, [*whole[:dim], range(begin, max(begin, end)), *whole[dim + 1 :]]) for begin, end in bounds]
+    return [cut_along(x, dim, range(begin, max(begin, end))) for begin, end in bounds]
 
 
 def split(x: Array, sections: int | Sequence[int], /, axis: int = 0) -> list[Array]:
@@ -119,7 +118,7 @@ def insert(x: Array, at: Any, values: Any, /, axis: int | None = None) -> Array:
         count = added.shape[dim]
     else:
         count = len(_named("insert", dim, lambda: np.insert(np.zeros(x.shape[dim]), where, 0))) - x.shape[dim]
-    added = xp.broadcast_to(added, (*x.shape[:dim], count, *x.shape[dim + 1 :]))
+    added = xp.broadcast_to(added, resized(x.shape, dim, count))
     where = int(where) if not isinstance(where, slice) and where.ndim == 0 else where
     length = x.shape[dim]
     order = _named("insert", dim, lambda: np.insert(np.arange(length), where, np.arange(length, length + count)))

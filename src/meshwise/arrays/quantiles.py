@@ -9,6 +9,7 @@ along another dim, which moves as much as a transpose.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +21,7 @@ from meshwise.arrays.lanes import freed
 from meshwise.arrays.reductions import as_array, as_axes, left, reduced_shape
 from meshwise.arrays.rules import by_name
 from meshwise.arrays.selection import cuts, order, picked, sort_values
-from meshwise.arrays.sharding import sharding
+from meshwise.arrays.sharding import Shape, Sharding, resized, sharding
 from meshwise.arrays.views import axis_of
 
 METHODS = ("linear", "lower", "higher", "midpoint", "nearest")
@@ -71,9 +72,7 @@ def _quantile(x: Array, q: Any, axis: Any, method: str, keepdims: bool, name: st
         made = tuple(values.to(x.space.devices[place]) for _, place in x.space.local(lies))
         return Array(made, lies, tuple(values.shape), dtype, x.space)
     x = freed(x, axes, name)
-    lies = left(x.sharding, axes, keepdims)
-    if shares.dim():
-        lies = lies.along(lies.dim + 1) if lies.dim is not None else lies
+    lies = left(x.sharding, axes, keepdims).shifted(shares.dim())
     parts = []
     for part in x.parts:
         rest = [dim for dim in range(len(x.shape)) if dim not in axes]
@@ -131,26 +130,27 @@ def topk(x: Array, k: int, /, *, axis: int = -1, largest: bool = True) -> TopK:
     axis = axis_of(axis, len(x.shape), "topk")
     if not 0 <= k <= x.shape[axis]:
         raise ValueError(f"topk: k must be from 0 to {x.shape[axis]}, the length of the axis, but it is {k}.")
-    held, shape = x.sharding, (*x.shape[:axis], k, *x.shape[axis + 1 :])
+    held, shape = x.sharding, resized(x.shape, axis, k)
+
+    def both(values: Sequence[Tensor], places: Sequence[Tensor], lies: Sharding, shape: Shape) -> TopK:
+        kinds = ((values, x.dtype), (places, torch.int64))
+        return TopK(*(Array(tuple(parts), lies, shape, kind, x.space) for parts, kind in kinds))
+
     own = [order(part, axis, largest) for part in x.parts]
     values = [part.narrow(axis, 0, min(k, part.shape[axis])) for part, _ in own]
     where = [at.narrow(axis, 0, min(k, at.shape[axis])) for _, at in own]
     if held.dim != axis:
-        found, at = (
-            Array(tuple(each), held, shape, kind, x.space) for each, kind in ((values, x.dtype), (where, torch.int64))
-        )
-        return TopK(found, at)
+        return both(values, where, held, shape)
     begins = [held.offsets[part] for part, _ in x.space.local(held)]
     sizes = tuple(min(k, size) for size in held.sizes)
-    lies, candidates = sharding(held.places, axis, sizes), (*shape[:axis], sum(sizes), *shape[axis + 1 :])
-    found = freed(Array(tuple(values), lies, candidates, x.dtype, x.space), {axis}, "topk")
-    places = tuple(at + begin for at, begin in zip(where, begins, strict=True))
-    at = freed(Array(places, lies, candidates, torch.int64, x.space), {axis}, "topk")
+    lies, candidates = sharding(held.places, axis, sizes), resized(shape, axis, sum(sizes))
+    places = [at + begin for at, begin in zip(where, begins, strict=True)]
+    found, at = (freed(each, {axis}, "topk") for each in both(values, places, lies, candidates))
     best = [order(part, axis, largest)[1].narrow(axis, 0, k) for part in found.parts]
-    picks = [[torch.take_along_dim(p, b, axis) for p, b in zip(each.parts, best, strict=True)] for each in (found, at)]
-    return TopK(
-        *(Array(tuple(each), found.sharding, shape, a.dtype, x.space) for each, a in zip(picks, (x, at), strict=True))
+    values, places = (
+        [torch.take_along_dim(part, b, axis) for part, b in zip(each.parts, best, strict=True)] for each in (found, at)
     )
+    return both(values, places, found.sharding, shape)
 
 
 FUNCTIONS = by_name(quantile, percentile, median, topk)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from meshwise.arrays.array import Array
 from meshwise.arrays.moves import EXPLAINED, replicate, to_single
-from meshwise.arrays.sharding import sharding
+from meshwise.arrays.sharding import resized, sharding
 from meshwise.spec.errors import UsageError
 from meshwise.spec.machine import HOST
 from meshwise.transfer.copy import CopyOptions, move
@@ -147,12 +147,9 @@ def _ends_of(x: Array, dim: int) -> Array:
     """Return the first and last `EDGE` elements along a dim. They stay on their devices."""
     length, placed = x.shape[dim], x.sharding
     wanted = [*range(EDGE), *range(length - EDGE, length)]
-    shape = (*x.shape[:dim], 2 * EDGE, *x.shape[dim + 1 :])
-    begins = placed.offsets if placed.dim == dim else (0,) * len(placed.places)
-    sizes = placed.sizes if placed.dim == dim else (length,) * len(placed.places)
-    kept = [
-        [at - begin for at in wanted if begin <= at < begin + size] for begin, size in zip(begins, sizes, strict=True)
-    ]
+    shape = resized(x.shape, dim, 2 * EDGE)
+    spans = placed.spans(dim, length)
+    kept = [[at - begin for at in wanted if begin <= at < begin + size] for begin, size in spans]
     parts = []
     for (part, _), tensor in zip(x.space.local(placed), x.parts, strict=True):
         parts.append(tensor[(slice(None),) * dim + (kept[part],)])

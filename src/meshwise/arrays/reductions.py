@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from meshwise.arrays.aliases import in_order_left
-from meshwise.arrays.array import Array
+from meshwise.arrays.array import Array, mapped
 from meshwise.arrays.dtypes import BOOL, COMPLEX, COMPLEXES, REAL, UNSIGNED, WHOLE, as_dtype
 from meshwise.arrays.elementwise import NoArrayGiven
 from meshwise.arrays.moves import combined, plainly, stacked
@@ -34,6 +34,12 @@ def as_array(name: str, x: Any) -> Array:
     if type(x) is not Array:
         raise NoArrayGiven(f"{name} needs an array, not {type(x).__name__}. Write xp.asarray(value) first.")
     return x
+
+
+def as_arrays(name: str, x: Any, other: Any) -> tuple[Array, Array]:
+    """Return `x`, which must be an `Array`, and `other` as an array of the same namespace."""
+    x = as_array(name, x)
+    return x, x.__array_namespace__().asarray(other)
 
 
 def as_axes(name: str, axis: Any, dims: int) -> tuple[int, ...]:
@@ -64,7 +70,10 @@ def reduced_shape(shape: Shape, axes: tuple[int, ...], keepdims: bool) -> Shape:
 
 
 def left(placed: Sharding, axes: tuple[int, ...], keepdims: bool) -> Sharding:
-    """Return the sharding of the result if an array sharded as `placed` is reduced over `axes`."""
+    """Return the sharding of the result if an array sharded as `placed` is reduced over `axes`. If they include the
+    sharded dim, all of it is on one device."""
+    if placed.dim in axes:
+        return sharding(placed.places)
     if placed.dim is None or keepdims:
         return placed
     return placed.along(placed.dim - sum(axis < placed.dim for axis in axes))
@@ -91,13 +100,10 @@ def reduced(
     shape = reduced_shape(x.shape, axes, keepdims)
     parts = [_of_part(part_reduce, part, axes, keepdims) for part in x.parts if of_empty or _has_some(part, axes)]
     placed = x.sharding
-    if placed.dim not in axes:
+    if placed.dim not in axes or placed.single:
         if len(parts) < len(x.parts):  # empty parts were left out above
             parts = _with_empty(x, axes, keepdims, dtype, part_reduce)
         found = Array(tuple(parts), left(placed, axes, keepdims), shape, dtype, x.space)
-        return in_order_left(found, x, axes, keepdims)
-    if placed.single:
-        found = Array(tuple(parts), sharding(placed.places), shape, dtype, x.space)
         return in_order_left(found, x, axes, keepdims)
     holders = [place for place, size in zip(placed.places, placed.sizes, strict=True) if of_empty or size]
     partials = stacked(x, holders, parts, shape, dtype)
@@ -225,8 +231,7 @@ def _logical(name: str, torch_name: str) -> Callable[..., Array]:
 def count_nonzero(x: Any, /, axis: Any = None, *, keepdims: bool = False) -> Array:
     """Count the nonzero elements over the given axes, by default over all."""
     x = as_array("count_nonzero", x)
-    parts = tuple(part != 0 for part in x.parts)
-    return total(Array(parts, x.sharding, x.shape, BOOL, x.space), axis=axis, keepdims=keepdims)
+    return total(mapped(x, lambda part: part != 0, BOOL), axis=axis, keepdims=keepdims)
 
 
 FUNCTIONS: dict[str, Callable[..., Array]] = {

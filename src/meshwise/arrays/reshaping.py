@@ -97,6 +97,11 @@ def flat(x: Array) -> Array:
     return reshape(x, (-1,), True if strides_of(x) is not None else None)
 
 
+def along_dim(x: Array, dim: int, ndim: int) -> Array:
+    """Reshape a vector to `ndim` dims, with its entries along `dim`."""
+    return reshape(x, tuple(-1 if each == dim else 1 for each in range(ndim)))
+
+
 def _lengths(shape: Shape, given: Shape | int) -> Shape:
     lengths = tuple(int(n) for n in given) if hasattr(given, "__iter__") else (int(given),)
     if lengths.count(-1) == 1:

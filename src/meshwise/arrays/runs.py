@@ -18,7 +18,7 @@ from torch import Tensor
 from meshwise.arrays.aliases import in_order_of
 from meshwise.arrays.array import Array
 from meshwise.arrays.moves import Move, exchange, reshard
-from meshwise.arrays.sharding import Sharding, evenly, sharding
+from meshwise.arrays.sharding import Sharding, evenly, resized, sharding
 from meshwise.arrays.views import SIGNED, made
 
 
@@ -44,7 +44,7 @@ def whole(x: Array, dim: int) -> Run:
 def joined(runs: Sequence[Run], dim: int, operation: str, placed: Sharding | None = None) -> Array:
     """Join runs to an array along `dim`."""
     first, sources = runs[0].source, [run.source for run in runs]
-    shape = (*first.shape[:dim], sum(run.count for run in runs), *first.shape[dim + 1 :])
+    shape = resized(first.shape, dim, sum(run.count for run in runs))
     placed = placed or _best(runs, dim)
     if placed.dim != dim:
         runs = [Run(reshard(run.source, placed, operation), run.start, run.count, run.step) for run in runs]
@@ -111,7 +111,7 @@ def intervals(runs: Sequence[Run], dim: int, wanted: Sequence[Interval], operati
                 if tensor is not None:
                     kept[number][begin] = tensor
             else:
-                size = (*shape[:dim], end - begin, *shape[dim + 1 :])
+                size = resized(shape, dim, end - begin)
                 pieces.append(Move(place, target, (number, begin), size, dtype, tensor))
         at += run.count
     for (number, begin), tensor in exchange(space, pieces, operation).items():  # type: ignore[misc]
@@ -120,8 +120,7 @@ def intervals(runs: Sequence[Run], dim: int, wanted: Sequence[Interval], operati
     for number, each in kept.items():
         found = [each[begin] for begin in sorted(each)]
         if not found:
-            size = (*shape[:dim], 0, *shape[dim + 1 :])
-            found = [torch.empty(size, dtype=dtype, device=space.devices[wanted[number][0]])]
+            found = [torch.empty(resized(shape, dim, 0), dtype=dtype, device=space.devices[wanted[number][0]])]
         parts.append(_joined(found, dim))
     return parts
 
@@ -170,7 +169,7 @@ def _entries(part: Tensor, dim: int, start: int, count: int, step: int) -> Tenso
     """Return `count` entries along `dim` of one part of an array, from index `start` of the part on, in steps of
     `step`. Step 0 repeats one entry."""
     if step == 0:
-        return part.narrow(dim, start, 1).expand(*part.shape[:dim], count, *part.shape[dim + 1 :])
+        return part.narrow(dim, start, 1).expand(resized(part.shape, dim, count))
     if step == 1 or count <= 1:
         return part.narrow(dim, start if count else 0, count)
     last = start + step * (count - 1)

@@ -19,7 +19,7 @@ from torch import Tensor
 from meshwise.arrays.array import Array
 from meshwise.arrays.indexing import counted
 from meshwise.arrays.moves import Move, exchange, reshard
-from meshwise.arrays.reductions import as_array
+from meshwise.arrays.reductions import as_array, as_arrays
 from meshwise.arrays.reshaping import reshape
 from meshwise.arrays.rules import by_name, named
 from meshwise.arrays.selection import sort_values
@@ -184,9 +184,8 @@ def _of_two(name: str, says: str, rule: Callable[[Any, Array, Array], Array]) ->
     """Make a set function of two arrays, such as their union."""
 
     def of_two(x1: Any, x2: Any, /) -> Array:
-        x1 = as_array(name, x1)
-        xp = x1.__array_namespace__()
-        return rule(xp, unique_values(x1), unique_values(xp.asarray(x2)))
+        x1, x2 = as_arrays(name, x1, x2)
+        return rule(x1.__array_namespace__(), unique_values(x1), unique_values(x2))
 
     return named(of_two, name, f"Return the distinct elements of {says}, in ascending order.")
 

@@ -16,6 +16,11 @@ Shape = tuple[int, ...]
 Slices = tuple[slice, ...]
 
 
+def resized(shape: Shape, dim: int, length: int) -> Shape:
+    """Return a shape with another length along `dim`."""
+    return (*shape[:dim], length, *shape[dim + 1 :])
+
+
 @dataclass(frozen=True)
 class Sharding:
     """How an array lies on devices. A place is the number of a device in the list of devices of the array's
@@ -55,7 +60,7 @@ class Sharding:
         """Return the shape of part number `part` for an array of shape `shape`."""
         if self.dim is None:
             return shape
-        return (*shape[: self.dim], self.sizes[part], *shape[self.dim + 1 :])
+        return resized(shape, self.dim, self.sizes[part])
 
     def interval(self, shape: Shape, part: int) -> Slices:
         """Return the slices that select part number `part` from the whole array, one slice per dim."""
@@ -65,9 +70,19 @@ class Sharding:
             whole[self.dim] = slice(begin, begin + self.sizes[part])
         return tuple(whole)
 
+    def spans(self, dim: int, length: int) -> list[tuple[int, int]]:
+        """Return (first entry, number of entries) of each part along any dim, which has this length in the array."""
+        if dim != self.dim:
+            return [(0, length)] * len(self.places)
+        return list(zip(self.offsets, self.sizes, strict=True))
+
     def along(self, dim: int | None) -> Sharding:
         """Return a sharding with the same places and sizes along another dim."""
         return self if dim == self.dim else sharding(self.places, dim, self.sizes)
+
+    def shifted(self, by: int) -> Sharding:
+        """Return the sharding of an array with `by` more dims in front, or fewer if `by` is negative."""
+        return self if self.dim is None else self.along(self.dim + by)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from meshwise.arrays.aliases import in_order_of
-from meshwise.arrays.array import Array
+from meshwise.arrays.array import Array, like
 from meshwise.arrays.lanes import freed
 from meshwise.arrays.moves import Move, exchange, reshard
 from meshwise.arrays.reductions import as_array
@@ -55,7 +55,7 @@ def _along(x: Array, axis: int | None, descending: bool, wanted: int, name: str)
         parts = tuple(sort_values(part, descending) for part in x.parts)
     else:
         parts = tuple(order(part, axis, descending)[wanted] for part in x.parts)
-    found = reshard(Array(parts, x.sharding, x.shape, dtype, x.space), held, name)
+    found = reshard(like(x, parts, dtype), held, name)
     return found if wanted else in_order_of(found, [given])
 
 
@@ -66,8 +66,8 @@ def _vector(x: Array, axis: int, descending: bool, wanted: int, name: str) -> Ar
     done = sort_parts(line, name, descending=descending, where=bool(wanted))
     parts = indices(line, done, name) if wanted else done.values
     here = x.space.local(x.sharding)
-    shaped = (part.reshape(x.sharding.part_shape(x.shape, k)) for part, (k, _) in zip(parts, here, strict=True))
-    return Array(tuple(shaped), x.sharding, x.shape, torch.int64 if wanted else x.dtype, x.space)
+    shaped = [part.reshape(x.sharding.part_shape(x.shape, k)) for part, (k, _) in zip(parts, here, strict=True)]
+    return like(x, shaped, torch.int64 if wanted else None)
 
 
 @dataclass(frozen=True)
@@ -83,14 +83,14 @@ class SortedParts:
 
 def sort_parts(x: Array, name: str, *, descending: bool = False, where: bool = False) -> SortedParts:
     """Sort a split vector. where: whether to also keep what `indices` needs."""
-    space, held = x.space, x.sharding
+    held = x.sharding
     local: list[Tensor] = []
     if where:
         alone = [order(part, 0, descending) for part in x.parts]
         own, local = [values for values, _ in alone], [at for _, at in alone]
     else:
         own = [sort_values(part, descending) for part in x.parts]
-    found = cuts(Array(tuple(own), held, x.shape, x.dtype, space), held.offsets[1:], descending=descending)
+    found = cuts(like(x, own), held.offsets[1:], descending=descending)
     ends = zip(*found, held.sizes, strict=True)
     sent = [[b - a for a, b in pairwise((0, *each))] for each in ends]
     came = swapped(x, sent, own, x.dtype, name)

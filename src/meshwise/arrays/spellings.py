@@ -21,7 +21,8 @@ from meshwise.arrays.creation import asarray
 from meshwise.arrays.dtypes import WHOLE, promoted
 from meshwise.arrays.norms import diagonal, trace
 from meshwise.arrays.reading import number
-from meshwise.arrays.reductions import as_array
+from meshwise.arrays.reductions import as_array, as_arrays
+from meshwise.arrays.reshaping import along_dim
 from meshwise.arrays.rules import by_name
 from meshwise.arrays.space import Space
 from meshwise.spec.errors import UsageError
@@ -94,14 +95,12 @@ def _names_of(x: Any) -> Any:
 
 def dot(x1: Any, x2: Any, /) -> Any:
     """Multiply as NumPy's `dot`: vectors and matrices as by `@`, numbers elementwise."""
-    x1 = as_array("dot", x1)
-    xp = _names_of(x1)
-    x2 = xp.asarray(x2)
+    x1, x2 = as_arrays("dot", x1, x2)
     if not x1.shape or not x2.shape:
         return x1 * x2
     if len(x2.shape) <= 2:
         return x1 @ x2
-    return xp.tensordot(x1, x2, axes=((-1,), (-2,)))
+    return _names_of(x1).tensordot(x1, x2, axes=((-1,), (-2,)))
 
 
 def transpose(x: Any, /, axes: Any = None) -> Any:
@@ -150,9 +149,8 @@ def _stacked(arrays: Any, grown: Callable[[Any, Array], Array], axis: int) -> Ar
 
 def isclose(x1: Any, x2: Any, /, rtol: float = 1e-5, atol: float = 1e-8, *, equal_nan: bool = False) -> Any:
     """Return whether elements differ by at most `atol` plus `rtol` times the absolute value in `x2`."""
-    x1 = as_array("isclose", x1)
+    x1, x2 = as_arrays("isclose", x1, x2)
     xp = _names_of(x1)
-    x2 = xp.asarray(x2)
     bound = xp.abs(x2) * rtol + atol
     near: Array = (x1 == x2) | ((xp.abs(x1 - x2) <= bound) & xp.isfinite(x1) & xp.isfinite(x2))
     return near | (xp.isnan(x1) & xp.isnan(x2)) if equal_nan else near
@@ -165,8 +163,7 @@ def allclose(x1: Any, x2: Any, /, rtol: float = 1e-5, atol: float = 1e-8, *, equ
 
 def array_equal(x1: Any, x2: Any, /) -> Any:
     """Return whether two arrays have the same shape and equal elements. Waits for the result."""
-    x1 = as_array("array_equal", x1)
-    x2 = _names_of(x1).asarray(x2)
+    x1, x2 = as_arrays("array_equal", x1, x2)
     return x1.shape == x2.shape and bool((x1 == x2).all())
 
 
@@ -183,7 +180,7 @@ def average(x: Any, /, axis: Any = None, weights: Any = None) -> Any:
         return x.mean(axis)
     w = _names_of(x).asarray(weights)
     if w.shape != x.shape and isinstance(axis, int):
-        w = w.reshape(tuple(-1 if dim == axis % len(x.shape) else 1 for dim in range(len(x.shape))))
+        w = along_dim(w, axis % len(x.shape), len(x.shape))
     return (x * w).sum(axis) / (w + x * 0).sum(axis)
 
 

@@ -119,7 +119,7 @@ def one_matrix(x: Array) -> Array:
     """Remove the leading dims of `x`, a stack that consists of one matrix."""
     held, more = x.sharding, len(x.shape) - 2
     parts = tuple(part.reshape(part.shape[-2:]) for part in x.parts)
-    return Array(parts, held.along(held.dim - more) if held.dim is not None else held, x.shape[-2:], x.dtype, x.space)
+    return Array(parts, held.shifted(-more), x.shape[-2:], x.dtype, x.space)
 
 
 def with_stack(found: Array, x: Array) -> Array:
@@ -127,7 +127,5 @@ def with_stack(found: Array, x: Array) -> Array:
     more = x.shape[:-2]
     if not more:
         return found
-    held = found.sharding
     parts = tuple(part.reshape(more + tuple(part.shape)) for part in found.parts)
-    lies = held if held.dim is None else held.along(held.dim + len(more))
-    return Array(parts, lies, more + found.shape, found.dtype, found.space)
+    return Array(parts, found.sharding.shifted(len(more)), more + found.shape, found.dtype, found.space)

@@ -15,22 +15,19 @@ import torch
 from torch import Tensor
 
 from meshwise.arrays.aliases import in_order_left, in_order_of
-from meshwise.arrays.array import Array, like
+from meshwise.arrays.array import Array, cast, like, mapped
 from meshwise.arrays.casting import astype
 from meshwise.arrays.dtypes import BOOL, COMPLEXES, FLOATS, UNSIGNED, comparable, real_of
 from meshwise.arrays.moves import combined, reshard, stacked
 from meshwise.arrays.reductions import as_array, as_axes, left, reduced_shape, refuse_none, together, total
 from meshwise.arrays.rules import named
-from meshwise.arrays.sharding import Shape, sharding
+from meshwise.arrays.sharding import Shape
 
 
 def as_floats(name: str, x: Any) -> Array:
     """Return `x` with integers converted to the default float. Float and complex arrays are returned unchanged."""
     found = as_array(name, x)
-    if found.dtype in FLOATS:
-        return found
-    kind = found.space.default_float
-    return Array(tuple(part.to(kind) for part in found.parts), found.sharding, found.shape, kind, found.space)
+    return found if found.dtype in FLOATS else cast(found, found.space.default_float)
 
 
 def mean(x: Any, /, axis: Any = None, dtype: Any = None, *, keepdims: bool = False) -> Array:
@@ -42,7 +39,7 @@ def mean(x: Any, /, axis: Any = None, dtype: Any = None, *, keepdims: bool = Fal
     axes = as_axes("mean", axis, len(x.shape))
     count = math.prod(x.shape[each] for each in axes)
     added = total(x, axis=axis, keepdims=keepdims)
-    return in_order_of(like(added, [part / count for part in added.parts]), [added])
+    return in_order_of(mapped(added, lambda part: part / count), [added])
 
 
 def var(x: Any, /, axis: Any = None, *, correction: float = 0.0, ddof: float = 0.0, keepdims: bool = False) -> Array:
@@ -54,13 +51,12 @@ def var(x: Any, /, axis: Any = None, *, correction: float = 0.0, ddof: float = 0
     over = max(count - (correction or ddof), 0)
     if dim not in axes or x.sharding.single:
         parts = tuple(_spread(part, axes, keepdims)[1] / over for part in x.parts)
-        placed = sharding(x.sharding.places) if dim in axes else left(x.sharding, axes, keepdims)
-        return in_order_left(Array(parts, placed, shape, kind, x.space), x, axes, keepdims)
+        alone = Array(parts, left(x.sharding, axes, keepdims), shape, kind, x.space)
+        return in_order_left(alone, x, axes, keepdims)
     assert dim is not None
     rows = {place: size for place, size in zip(x.sharding.places, x.sharding.sizes, strict=True) if size and count}
     if not rows:
-        nothing = mean(x, axis=axes, keepdims=keepdims)
-        return Array(tuple(map(real_of_nan, nothing.parts)), nothing.sharding, shape, kind, x.space)
+        return mapped(mean(x, axis=axes, keepdims=keepdims), real_of_nan, kind)
     found = [torch.stack(_spread(part, axes, keepdims), -1) for part in x.parts if part.shape[dim]]
     counts = [size * (count // x.shape[dim]) for size in rows.values()]
 
@@ -98,7 +94,7 @@ def _spread(part: Tensor, axes: tuple[int, ...], keepdims: bool) -> tuple[Tensor
 def std(x: Any, /, axis: Any = None, *, correction: float = 0.0, ddof: float = 0.0, keepdims: bool = False) -> Array:
     """Return the standard deviation over the given axes, by default of all elements. It is the square root of `var`."""
     spread = var(x, axis=axis, correction=correction or ddof, keepdims=keepdims)
-    return in_order_of(like(spread, list(map(torch.sqrt, spread.parts))), [spread])
+    return in_order_of(mapped(spread, torch.sqrt), [spread])
 
 
 def _argument(name: str, pick: Callable[..., Tensor], best: Callable[..., Tensor]) -> Callable[..., Array]:
@@ -113,19 +109,19 @@ def _argument(name: str, pick: Callable[..., Tensor], best: Callable[..., Tensor
         if x.dtype in COMPLEXES:
             raise TypeError(f"{name} cannot compare complex numbers ({x.dtype}). Write abs(x) or xp.real(x).")
         if x.dtype in UNSIGNED:  # torch has no argmax for wide unsigned types
-            keys = tuple(comparable(part, x.dtype) for part in x.parts)
-            x = Array(keys, x.sharding, x.shape, comparable(torch.zeros(0), x.dtype).dtype, x.space)
+            keys = [comparable(part, x.dtype) for part in x.parts]
+            x = like(x, keys, comparable(torch.zeros(0), x.dtype).dtype)
         shape, dim = reduced_shape(x.shape, axes, keepdims), x.sharding.dim
         found = [_first(pick, part, None if axis is None else axes[0], keepdims) for part in x.parts]
         if dim not in axes or x.sharding.single:
-            placed = sharding(x.sharding.places) if dim in axes else left(x.sharding, axes, keepdims)
+            placed = left(x.sharding, axes, keepdims)
             return Array(tuple(index for _, index in found), placed, shape, torch.int64, x.space)
         here = [(part, pair) for (part, _), pair in zip(x.space.local(x.sharding), found, strict=True)]
         here = [(part, pair) for part, pair in here if x.sharding.sizes[part]]
         indices = [_global(index, part, x, axis is None) for part, (_, index) in here]
         holders = [place for place, size in zip(x.sharding.places, x.sharding.sizes, strict=True) if size]
         wanted = together(x, shape)
-        above = sharding(wanted.places, None if wanted.dim is None else wanted.dim + 1, wanted.sizes)
+        above = wanted.shifted(1)
         values = reshard(stacked(x, holders, [value for _, (value, _) in here], shape, x.dtype), above, name)
         where = reshard(stacked(x, holders, indices, shape, torch.int64), above, name)
         parts = tuple(_choose(best, *pair) for pair in zip(values.parts, where.parts, strict=True))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from meshwise.arrays.aliases import in_order_of
-from meshwise.arrays.array import Array, like
+from meshwise.arrays.array import Array, mapped
 from meshwise.arrays.complex_parts import imag, real
 from meshwise.arrays.dtypes import INTEGERS
 from meshwise.arrays.elementwise import FUNCTIONS as ELEMENTWISE
@@ -44,7 +44,7 @@ def _of_floats(name: str, op: Callable[..., Any]) -> Callable[..., Array]:
         if x.dtype.is_complex:
             raise TypeError(f"{name} is not defined for complex numbers. Pass real numbers: xp.abs(x) or xp.real(x).")
         x = x if x.dtype.is_floating_point else x.astype(x.space.default_float)
-        return in_order_of(like(x, [op(part) for part in x.parts]), [x])
+        return in_order_of(mapped(x, op), [x])
 
     rule.__name__ = name
     return rule

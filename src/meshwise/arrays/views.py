@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwise.arrays.array import Array
+from meshwise.arrays.array import Array, mapped
 from meshwise.arrays.sharding import Shape, Sharding, evenly, sharding
 
 
@@ -35,14 +35,12 @@ SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: to
 def as_bits(x: Array) -> Array:
     """View an array in a signed type of the same size if torch cannot move elements of its dtype."""
     kind = SIGNED.get(x.dtype)
-    return x if kind is None else Array(tuple(part.view(kind) for part in x.parts), x.sharding, x.shape, kind, x.space)
+    return x if kind is None else as_before(x, kind)
 
 
 def as_before(x: Array, dtype: torch.dtype) -> Array:
     """View an array that `as_bits` returned, or that was computed from it, in the original dtype again."""
-    if x.dtype is dtype:
-        return x
-    return Array(tuple(part.view(dtype) for part in x.parts), x.sharding, x.shape, dtype, x.space)
+    return x if x.dtype is dtype else mapped(x, lambda part: part.view(dtype), dtype)
 
 
 def by_bits(rule: Callable[..., Any]) -> Callable[..., Any]:
