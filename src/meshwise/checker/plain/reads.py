@@ -52,6 +52,8 @@ class Reads:
         self.now: Pass | None = None
         self.has_cut = False
         """Whether some loop may have got fewer batches than its loader has."""
+        self.is_last = False
+        """Whether the newest batch is the last one of its loop."""
         self.size = 0
         """The number of samples in the newest batch, 0 if unknown."""
         self.at: tuple[int, int, int] | None = None
@@ -104,6 +106,7 @@ class Reads:
             now.over, self.has_cut = True, self.has_cut or self._follow is not None
             raise StopIteration
         loop.at = chosen + 1
+        self.is_last = loop.at == len(loop.batches)
         now.given.append(chosen)
         self._batches_since += 1
         self._see_accelerate()

@@ -132,7 +132,7 @@ class _Watcher:
             *watch_ticks(self.record),
             put([builtins], "print", self._print),
             *(put([dist, dist.distributed_c10d], name, self._exchange) for name in EXCHANGES),
-            *on_workers(self._ranks, self.record),
+            *on_workers(self._ranks, self.record, self.reads),
             subscribe(Order.GUARD, self._before_step, self._after_step).remove,
             register_optimizer_step_pre_hook(self._before_closure).remove,
             register_module_forward_pre_hook(self._forward).remove,
@@ -256,6 +256,8 @@ class _Watcher:
                 if not self.record.steps:
                     _ = [self._name(leaf) for leaf in parameters_in(losses[0])]
             self._backward_at, self._next.by_trainer = user_place(), frame_in(TRAINER) is not None
+            if self._backward_at == self._forward_at and any(self._next.of_loss):  # both are the call of a Trainer
+                self._forward_at = self._next.of_loss[-1][-1][0]
             self._next.draws |= self.reads.backward()
             no_sync = any(not each.require_backward_grad_sync for each in self._parallel)
             self._next.unreduced = "its backward is inside no_sync()" if no_sync else ""
