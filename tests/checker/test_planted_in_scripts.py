@@ -1,4 +1,4 @@
-"""What somebody planted in right scripts of DDP, FSDP2, accelerate and collectives by hand, and the right scripts.
+"""What somebody planted in right scripts of DDP, FSDP2, accelerate, Lightning and by hand, and the right scripts.
 
 Tests checker/plain/judge.py and checker/plain/rules.py. The programs, with causes that were written before they ran,
 are tests/programs/planted.

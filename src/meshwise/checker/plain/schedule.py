@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import Any
 
@@ -18,6 +18,7 @@ from meshwise.training.slips.user_source import given, inside, sources_in
 
 HORIZONS = ("T_max", "total_steps", "total_iters", "step_size", "num_training_steps")
 TRAINER = "transformers/trainer.py"
+Loop = ast.For | ast.While
 
 
 def watch_ticks(record: Record) -> list[Callable[[], None]]:
@@ -59,32 +60,32 @@ def steps_of_trainer() -> int:
 def steps_of_loop() -> int:
     """Return the number of steps at which the program's loop around its present line ends, or 0 if it ends by epochs.
 
-    Such a loop is `for step in range(N)`, or has a counter that it compares with N: `if step >= N: break`.
+    Such a loop asks for `next` batches in `range(N)`, or compares a counter with N: `if step >= N: break`.
     """
     for frame in user_frames():
+        at = frame.f_lineno
         for source in sources_in(frame.f_code.co_filename):
-            nodes = [node for node in inside(source.scope) if isinstance(node, ast.stmt)]
-            loops = [
-                n for n in nodes if isinstance(n, ast.For | ast.While) and n.lineno <= frame.f_lineno <= n.end_lineno
-            ]
-            ends = [n.test for n in loops if isinstance(n, ast.While)]
-            ends += [n.test for n in nodes if isinstance(n, ast.If) and isinstance(n.body[-1], ast.Break | ast.Return)]
-            reset = {name for loop in loops for n in inside(loop) if isinstance(n, ast.Assign) for name, _ in given(n)}
-            counters = {n.target.id for n in nodes if isinstance(n, ast.AugAssign) and isinstance(n.target, ast.Name)}
-            for test in (each for end in ends if loops for each in ast.walk(end) if isinstance(each, ast.Compare)):
-                sides = {ast.unparse(side): side for side in (test.left, *test.comparators)}
-                if sides.keys() & (counters - reset):
-                    found = [_number(side, frame) for name, side in sides.items() if name not in counters]
-                    if any(found):
-                        return max(found)
-            last = loops[-1:] and getattr(max(loops, key=lambda loop: loop.lineno), "iter", None)
-            if (
-                isinstance(last, ast.Call)
-                and ast.unparse(last.func) == "range"
-                and (most := _number(last.args[-1], frame))
-            ):
-                return most
+            nodes = list(inside(source.scope))
+            loops = [n for n in nodes if isinstance(n, Loop) and n.lineno <= at <= (n.end_lineno or 0)]
+            if bound := max(_bounds(nodes, loops, frame), default=0):
+                return bound
     return 0
+
+
+def _bounds(nodes: Sequence[ast.AST], loops: Sequence[Loop], frame: FrameType) -> Iterator[int]:
+    """Yield the numbers of steps at which nested loops may end."""
+    for loop in loops:
+        called = {ast.unparse(node.func) for node in inside(loop) if isinstance(node, ast.Call)}
+        if isinstance(loop, ast.For) and isinstance(loop.iter, ast.Call) and ast.unparse(loop.iter.func) == "range":
+            yield _number(loop.iter.args[-1], frame) if "next" in called else 0
+    ends = [n.test for n in nodes if isinstance(n, ast.If) and isinstance(n.body[-1], ast.Break | ast.Return)]
+    ends += [loop.test for loop in loops if isinstance(loop, ast.While)]
+    reset = {name for loop in loops for n in inside(loop) if isinstance(n, ast.Assign) for name, _ in given(n)}
+    counters = {ast.unparse(n.target) for n in nodes if isinstance(n, ast.AugAssign)} - reset if loops else set()
+    for test in (each for end in ends for each in ast.walk(end) if isinstance(each, ast.Compare)):
+        sides = {ast.unparse(side): side for side in (test.left, *test.comparators)}
+        if sides.keys() & counters:
+            yield from (_number(side, frame) for name, side in sides.items() if name not in counters)
 
 
 def _number(node: ast.expr, frame: FrameType) -> int:

@@ -129,7 +129,7 @@ def _plain_lines(proof: PlainProof, screen: Screen) -> list[Text]:
     elif proof.not_judged:
         last = Text(f"not judged in all: nothing wrong is found, {run}", "bold yellow")
     else:
-        last = Text(f"equal: {run}; no value differs by more than {proof.largest:.1g}", "bold green")
+        last = Text(f"equal: {run}; no value differs by more than {max(proof.largest, LIMIT):.0e}", "bold green")
     return spaced([*blocks, screen.wrap(last)], None)
 
 

@@ -70,7 +70,7 @@ def sources_in(file: str, names: dict[str, Any] | None = None) -> list[Source]:
     return [Source(file, tree, scope) for scope in ast.walk(tree) if isinstance(scope, Scope)]
 
 
-def inside(scope: Scope | ast.For) -> Iterator[ast.AST]:
+def inside(scope: Scope | ast.For | ast.While) -> Iterator[ast.AST]:
     """Yield all nodes in a function or a loop, but not the contents of nested functions and classes."""
     waiting: list[ast.AST] = list(ast.iter_child_nodes(scope))
     while waiting:
