@@ -35,6 +35,16 @@ def is_asked() -> bool:
     return bool(torch._C._is_torch_function_enabled())
 
 
+def named(names: Sequence[str], args: Args, kwargs: Kwargs) -> dict[str, Any]:
+    """Return the arguments of a call by their names. `names`: of the arguments that may be given by position."""
+    return dict(zip(names, args, strict=False)) | dict(kwargs)
+
+
+def argument(args: Args, kwargs: Kwargs, at: int, name: str, default: Any = None) -> Any:
+    """Return one argument of a call, which may be given by position or by name."""
+    return args[at] if len(args) > at else kwargs.get(name, default)
+
+
 def called(func: Callable[..., Any]) -> str:
     """Return the name of a function that `__torch_function__` gets. For the read of a property, return its name after a
     dot, such as `.shape`."""

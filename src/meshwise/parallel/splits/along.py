@@ -20,13 +20,13 @@ from meshwise.parallel.splits.rule import (
     first_split,
     given,
     moved,
-    numbers,
     only_split,
     positive,
+    reduced_dims,
     with_parts_of,
 )
 from meshwise.parallel.splits.tensor import is_split, whole_shape
-from meshwise.torch_compat.torch_function import Args, Func, Kwargs
+from meshwise.torch_compat.torch_function import Args, Func, Kwargs, argument, named
 
 REDUCED = """amax amin std var std_mean var_mean logsumexp argmax argmin max min all any prod median nanmedian mode
 nansum nanmean count_nonzero cummax cummin logcumsumexp"""
@@ -57,9 +57,7 @@ def _summed(mean: bool) -> Rule:
 
     def rule(func: Func, args: Args, kwargs: Kwargs) -> Any:
         x = first_split(args)
-        dim = args[1] if len(args) > 1 else kwargs.get("dim")
-        every = dim is None or (isinstance(dim, Sequence) and not dim)
-        asked = range(x.dim()) if every else [each % x.dim() for each in numbers((dim,))]
+        asked = reduced_dims(argument(args, kwargs, 1, "dim"), x.dim())
         if x.part.dim not in asked:
             return other(func, args, kwargs)
         total = torch.sum(*args, **kwargs)
@@ -72,7 +70,7 @@ def _summed(mean: bool) -> Rule:
 def _normalised(func: Func, args: Args, kwargs: Kwargs) -> Any:
     """Run a layer norm on this rank's part of a split tensor."""
     x = first_split(args)
-    shape = args[1] if len(args) > 1 else kwargs["normalized_shape"]
+    shape = argument(args, kwargs, 1, "normalized_shape")
     if x.part.dim >= x.dim() - len(shape):
         raise NoRule
     only_split(args, kwargs, x)
@@ -84,7 +82,7 @@ def _normalised(func: Func, args: Args, kwargs: Kwargs) -> Any:
 def _batch_norm(func: Func, args: Args, kwargs: Kwargs) -> Any:
     """Run batch norm on a tensor whose channels are split."""
     names = ("input", "running_mean", "running_var", "weight", "bias", "training")
-    values = dict(zip(names, args, strict=False)) | dict(kwargs)
+    values = named(names, args, kwargs)
     x, rest = values.pop("input"), args[len(names) :]
     if func is not functional.batch_norm or not is_split(x) or x.part.dim != 1:
         raise NoRule

@@ -26,15 +26,15 @@ from meshwise.parallel.splits.axis import SplitPart
 from meshwise.parallel.splits.crossing import enter, gather, gather_over, kept_within, through
 from meshwise.parallel.splits.products import RULES as PRODUCTS
 from meshwise.parallel.splits.products import dropped
-from meshwise.parallel.splits.rule import NoRule, Rule, moved, part_of, split_in, with_parts_of
+from meshwise.parallel.splits.rule import NoRule, Rule, entries, moved, part_of, split_in, with_parts_of
 from meshwise.parallel.splits.tensor import at_level, is_split, level_of, parts_of, split, whole_shape
-from meshwise.torch_compat.torch_function import on_parts
+from meshwise.torch_compat.torch_function import named, on_parts
 
 NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 
 
 def _attention(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    values = dict(zip(NAMES, args, strict=False)) | dict(kwargs)
+    values = named(NAMES, args, kwargs)
     q, k, v, mask = (values.get(name) for name in NAMES[:4])
     assert isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)
     if not any(each.part.dim == each.dim() - 2 for each in split_in((q, k, v))):
@@ -91,12 +91,6 @@ class _Asked:
     scale: float
     is_causal: bool
 
-    @property
-    def positions(self) -> Tensor:
-        """For each query of this rank, its index in the whole sequence."""
-        held = self.rows.of_rank(self.rows.axis.rank)
-        return torch.cat([torch.arange(0), *(torch.arange(begin, end) for begin, end in held)])
-
 
 def _of_whole_keys(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, asked: _Asked, dropout: float) -> Tensor:
     """Gather keys and values on each rank, and return this rank's rows (B, H, S, E) of the attention result."""
@@ -105,7 +99,7 @@ def _of_whole_keys(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, asked: 
     if q.shape[-3] != k.shape[-3]:
         k, v = (each.repeat_interleave(q.shape[-3] // each.shape[-3], -3) for each in (k, v))
     if asked.is_causal:
-        allowed = asked.positions[:, None] >= torch.arange(k.shape[-2])
+        allowed = entries(asked.rows, axis.rank)[:, None] >= torch.arange(k.shape[-2])
         mask = allowed.to(q.device)
     if not dropout:
         return functional.scaled_dot_product_attention(q, k, v, mask, scale=asked.scale)

@@ -144,6 +144,11 @@ class SplitPart:
         begin, end = min(self.run, rank * step), min(self.run, (rank + 1) * step)
         return ((begin, end),) if begin < end else ()
 
+    @property
+    def ranges(self) -> list[tuple[Range, ...]]:
+        """The result of `of_rank` for each rank."""
+        return [self.of_rank(rank) for rank in range(self.axis.size)]
+
     def held(self, rank: int) -> int:
         """Return how many entries of the dim a rank holds. If `repeats` is above 1, only the entries of one section
         count.
@@ -178,7 +183,7 @@ class SplitPart:
         """
         new = tuple(tuple(_joined(each)) for each in pieces)
         plain = SplitPart(self.axis, self.dim, length)
-        return plain if all(plain.of_rank(r) == new[r] for r in range(self.axis.size)) else replace(plain, pieces=new)
+        return plain if tuple(plain.ranges) == new else replace(plain, pieces=new)
 
     def folded(self) -> SplitPart:
         """Return a split that gives each rank a range in the first half of the dim, and the mirrored range in the
@@ -199,7 +204,7 @@ class SplitPart:
         run: the length of the split dim after the reshape (of one section, if `repeats` is above 1). In the example, it
             is 2.
         """
-        every = [self.of_rank(rank) for rank in range(self.axis.size)]
+        every = self.ranges
         if self.run == 0 or any(bound * run % self.run for held in every for each in held for bound in each):
             return None
         bounds = [[(begin * run // self.run, end * run // self.run) for begin, end in held] for held in every]

@@ -9,9 +9,19 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from meshwise.parallel.splits.rule import NoRule, Rule, given, moved, ones_of_whole, refuse, split_in, with_parts_of
+from meshwise.parallel.splits.rule import (
+    NoRule,
+    Rule,
+    first_split,
+    given,
+    largest,
+    moved,
+    ones_of_whole,
+    refuse,
+    with_parts_of,
+)
 from meshwise.parallel.splits.tensor import at_level, is_split, level_of, parts_of, split, split_again, whole_shape
-from meshwise.torch_compat.torch_function import Args, Func, Kwargs, called, on_parts
+from meshwise.torch_compat.torch_function import Args, Func, Kwargs, argument, called, named, on_parts
 
 UNARY = """abs absolute acos acosh asin asinh atan atanh ceil clamp clamp_max clamp_min clip cos cosh celu deg2rad
 digamma elu erf erfc erfinv exp exp2 expm1 fix floor frac gelu hardsigmoid hardswish hardtanh isfinite isinf isnan
@@ -38,9 +48,8 @@ def _same_place(func: Func, args: Args, kwargs: Kwargs) -> Any:
     if "out" in kwargs or (len(args) + len(kwargs) == 1 and called(func) == "where"):
         raise NoRule
     operands = [*args, *kwargs.values()]
-    splits = split_in(operands)
     dims = max(each.dim() for each in operands if isinstance(each, Tensor))
-    first = max(splits, key=lambda each: whole_shape(each).numel())  # by whole sizes, so that all ranks choose the same
+    first = largest(operands)
     like = moved(first.part, first.part.dim - first.dim() + dims)
     new = [with_parts_of(each, like, dims) for each in operands]
     return given(func(*new[: len(args)], **dict(zip(kwargs, new[len(args) :], strict=True))), like)
@@ -49,7 +58,7 @@ def _same_place(func: Func, args: Args, kwargs: Kwargs) -> Any:
 def _broadcast(func: Func, args: Args, kwargs: Kwargs) -> Any:
     """Broadcast tensors, each divided like the largest one."""
     shape = list(torch.broadcast_shapes(*map(whole_shape, args)))
-    first = max(split_in(args), key=lambda each: whole_shape(each).numel())
+    first = largest(args)
     part = moved(first.part, first.part.dim - first.dim() + len(shape))
     shape[part.dim] = part.own if shape[part.dim] == part.length else refuse()
     return tuple(given(with_parts_of(each, part, len(shape)).expand(shape), part) for each in args)
@@ -67,9 +76,7 @@ def _compared(func: Func, args: Args, kwargs: Kwargs) -> Any:
 
 def _in_place(func: Func, args: Args, kwargs: Kwargs) -> Any:
     """Run an in-place operator, such as `add_`, on this rank's part of the first operand, and return that operand."""
-    first = args[0]
-    if not is_split(first):
-        raise NoRule
+    first = first_split(args)
     new = [first, *(with_parts_of(each, first.part, first.dim()) for each in args[1:])]
     func(*new, **{name: with_parts_of(each, first.part, first.dim()) for name, each in kwargs.items()})
     return first
@@ -93,14 +100,14 @@ def _new(func: Func, args: Args, kwargs: Kwargs) -> Any:
 
 def _size(func: Func, args: Args, kwargs: Kwargs) -> Any:
     shape = whole_shape(args[0])
-    dim = args[1] if len(args) > 1 else kwargs.get("dim")
+    dim = argument(args, kwargs, 1, "dim")
     return shape if dim is None else shape[dim]
 
 
 def _dropout(func: Func, args: Args, kwargs: Kwargs) -> Any:
     """Draw the dropout mask of the whole tensor, so that random numbers are those of one device, and apply this rank's
     part."""
-    values = dict(zip(("input", "p", "training", "inplace"), args, strict=False)) | dict(kwargs)
+    values = named(("input", "p", "training", "inplace"), args, kwargs)
     x, p, training = values["input"], values.get("p", 0.5), values.get("training", True)
     if not is_split(x):
         raise NoRule

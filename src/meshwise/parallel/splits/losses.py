@@ -18,9 +18,9 @@ from torch import Tensor
 from meshwise.parallel.splits.along import RULES as ALONG
 from meshwise.parallel.splits.crossing import add_up, enter, gather
 from meshwise.parallel.splits.elementwise import RULES as ELEMENTWISE
-from meshwise.parallel.splits.rule import HALF, NoRule, Rule, moved, with_parts_of
+from meshwise.parallel.splits.rule import HALF, NoRule, Rule, first_split, moved, with_parts_of
 from meshwise.parallel.splits.tensor import SplitTensor, is_split, split, whole_shape
-from meshwise.torch_compat.torch_function import Args, Func, Kwargs, called, on_parts
+from meshwise.torch_compat.torch_function import Args, Func, Kwargs, argument, called, named, on_parts
 
 OF_ROWS = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction")
 NAMES = {"cross_entropy": (*OF_ROWS, "label_smoothing"), "nll_loss": OF_ROWS}
@@ -53,10 +53,8 @@ def _softmax(log: bool) -> Rule:
     other = ALONG["log_softmax"]
 
     def rule(func: Func, args: Args, kwargs: Kwargs) -> Any:
-        if not args:
-            raise NoRule
-        x, dim = args[0], args[1] if len(args) > 1 else kwargs.get("dim")
-        if not is_split(x) or not isinstance(dim, int) or dim % x.dim() != x.part.dim:
+        x, dim = first_split(args), argument(args, kwargs, 1, "dim")
+        if not isinstance(dim, int) or dim % x.dim() != x.part.dim:
             return other(func, args, kwargs)
         dtype = kwargs.get("dtype")
         if dtype is not None:
@@ -69,7 +67,7 @@ def _softmax(log: bool) -> Rule:
 
 
 def _cross_entropy(func: Func, args: Args, kwargs: Kwargs) -> Any:
-    values = dict(zip(NAMES[called(func)], args, strict=False)) | dict(kwargs)
+    values = named(NAMES[called(func)], args, kwargs)
     x, target = values["input"], values["target"]
     classes = 1 if x.dim() > 1 else 0
     if values.get("size_average") is not None or values.get("reduce") is not None or not is_split(x):

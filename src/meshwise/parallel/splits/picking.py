@@ -22,6 +22,7 @@ from meshwise.parallel.splits.elementwise import RULES as ELEMENTWISE
 from meshwise.parallel.splits.rule import (
     NoRule,
     Rule,
+    entries,
     first_split,
     given,
     moved,
@@ -32,7 +33,7 @@ from meshwise.parallel.splits.rule import (
 )
 from meshwise.parallel.splits.shapes import RULES as SHAPES
 from meshwise.parallel.splits.tensor import SplitTensor, is_split, level_of, parts_of, split, whole_shape
-from meshwise.torch_compat.torch_function import Args, Func, Kwargs, called
+from meshwise.torch_compat.torch_function import Args, Func, Kwargs, called, named
 
 
 class _Exchange(Function):
@@ -46,12 +47,6 @@ class _Exchange(Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return through(_Exchange, gradient.contiguous(), ctx.axis), None
-
-
-def entries(part: SplitPart, rank: int) -> Tensor:
-    """Return the indices of the entries of the split dim that a rank holds."""
-    held = part.of_rank(rank) if part.repeats == 1 else refuse()
-    return torch.cat([torch.arange(0), *(torch.arange(begin, end) for begin, end in held)])
 
 
 def picked(x: SplitTensor, index: Tensor) -> SplitTensor:
@@ -90,7 +85,7 @@ def _masked(x: SplitTensor, mask: Tensor) -> tuple[Tensor, SplitPart]:
     own = with_parts_of(mask, rows, mask.dim()).bool()
     counts = (own if is_split(mask) else mask.bool()).unsqueeze(-1).flatten(1).sum(1)
     ends = [0, *(gather(split(counts, rows)) if is_split(mask) else counts).cumsum(0).tolist()]
-    pieces = [[(ends[begin], ends[end]) for begin, end in part.of_rank(rank)] for rank in range(part.axis.size)]
+    pieces = [[(ends[begin], ends[end]) for begin, end in each] for each in part.ranges]
     return x[(slice(None),) * dim + (own,)], part.divided(pieces, ends[-1])
 
 
@@ -224,7 +219,7 @@ def _rearranged(func: Func, args: Args, kwargs: Kwargs) -> Any:
 def _aligned(func: Func, args: Args, kwargs: Kwargs) -> Any:
     """Gather or scatter along a dim that is not split."""
     names = ("input", "indices", "dim") if called(func) == "take_along_dim" else ("input", "dim", "index", "src")
-    values = dict(zip(names, args, strict=False)) | dict(kwargs)
+    values = named(names, args, kwargs)
     like, x, written = split_in([*values.values()])[0].part, values["input"], called(func).endswith("_")
     tensors = [each for each in values.values() if isinstance(each, Tensor) and each.dim()]
     fits = all(each.dim() == x.dim() and whole_shape(each)[like.dim] == like.length for each in tensors)
@@ -237,7 +232,7 @@ def _aligned(func: Func, args: Args, kwargs: Kwargs) -> Any:
 
 def _diagonal(func: Func, args: Args, kwargs: Kwargs) -> Any:
     x = args[0] if len(args) == 1 and not kwargs and args[0].dim() == 2 else refuse()
-    ranks, most = [x.part.of_rank(rank) for rank in range(x.part.axis.size)], min(whole_shape(x))
+    ranks, most = x.part.ranges, min(whole_shape(x))
     if x.part.dim or x.part.repeats > 1 or max(map(len, ranks)) > 1:
         raise NoRule
     pieces = [[(min(begin, most), min(end, most)) for begin, end in each] for each in ranks]

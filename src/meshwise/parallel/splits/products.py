@@ -26,7 +26,7 @@ from meshwise.parallel.splits.crossing import add_apart, enter, gather, scatter,
 from meshwise.parallel.splits.elementwise import RULES as ELEMENTWISE
 from meshwise.parallel.splits.rule import NoRule, Rule, moved, refuse, split_in, with_parts_of
 from meshwise.parallel.splits.tensor import SplitTensor, is_split, split, whole_shape
-from meshwise.torch_compat.torch_function import Args, Func, Kwargs
+from meshwise.torch_compat.torch_function import Args, Func, Kwargs, named
 
 BATCH = "ABCDEFGHIJKLMNOP"  # letters for leading dims
 
@@ -102,13 +102,12 @@ def _with_bias(
 ) -> Any:
     """Compute a product with a bias, which is added only once if the split letter is summed over."""
     chosen, _ = _chosen(operands, letters, None)
-    if bias is None:
-        return by_letters(operands, letters, result, lambda *parts: func(*parts, None))
-    if chosen in result:
+    if bias is not None and chosen in result:
         return by_letters([*operands, bias], [*letters, result[at]], result, func)
-    made, bias = by_letters(operands, letters, result, lambda *parts: func(*parts, None)), gather(bias)
-    after = made.dim() - 1 - (at % made.dim())
-    bias = bias.reshape(-1, *[1] * after)
+    made = by_letters(operands, letters, result, lambda *parts: func(*parts, None))
+    if bias is None:
+        return made
+    bias = gather(bias).reshape(-1, *[1] * (made.dim() - 1 - at % made.dim()))
     return ELEMENTWISE["add"](torch.add, (made, bias), {}) if is_split(made) else made + bias
 
 
@@ -154,7 +153,7 @@ def _cdist(func: Func, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _baddbmm(func: Func, args: Args, kwargs: Kwargs) -> Any:
-    values = dict(zip(("input", "batch1", "batch2"), args, strict=False)) | dict(kwargs)
+    values = named(("input", "batch1", "batch2"), args, kwargs)
     added, a, b = (values.pop(name) for name in ("input", "batch1", "batch2"))
     if added.dim() != 3 or "out" in values:
         raise NoRule
@@ -181,7 +180,7 @@ def _convolution(spatial: int) -> Rule:
     names = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
 
     def rule(func: Func, args: Args, kwargs: Kwargs) -> Any:
-        values = dict(zip(names, args, strict=False)) | dict(kwargs)
+        values = named(names, args, kwargs)
         x, weight, bias = values.pop("input"), values.pop("weight"), values.pop("bias", None)
         if values.get("groups", 1) != 1 or x.dim() != spatial + 2:
             raise NoRule
@@ -195,7 +194,7 @@ def _convolution(spatial: int) -> Rule:
 
 def _embedding(func: Func, args: Args, kwargs: Kwargs) -> Any:
     names = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
-    values = dict(zip(names, args, strict=False)) | dict(kwargs)
+    values = named(names, args, kwargs)
     ids, weight, padding = values["input"], values["weight"], values.get("padding_idx")
     if values.get("max_norm") is not None or values.get("sparse") or values.get("scale_grad_by_freq"):
         raise NoRule
@@ -218,10 +217,9 @@ def _embedding(func: Func, args: Args, kwargs: Kwargs) -> Any:
 def _attention(func: Func, args: Args, kwargs: Kwargs) -> Any:
     """Compute `scaled_dot_product_attention` of tensors that are split along their heads or samples."""
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
-    values = dict(zip(names, args, strict=False)) | dict(kwargs)
+    values = named(names, args, kwargs)
     q, k, v, mask = (values.pop(name, None) for name in names[:4])
     dims = q.dim() if q.dim() == k.dim() == v.dim() and q.dim() in (3, 4) else refuse()
-    heads, groups = q.shape[1], k.shape[1]
     if dims == 4 and any(is_split(each) and each.part.dim == 1 for each in (q, k, v)):
         heads, groups = whole_shape(q)[1], whole_shape(k)[1]
         axis = split_in((q, k, v))[0].part.axis

@@ -22,15 +22,15 @@ from meshwise.parallel.splits.rows import alone, filled
 from meshwise.parallel.splits.rule import HALF, NoRule, Rule, first_split, given, moved, refuse, with_parts_of
 from meshwise.parallel.splits.shapes import RULES as SHAPES
 from meshwise.parallel.splits.tensor import SplitTensor, is_split, split, whole_shape
-from meshwise.torch_compat.torch_function import Args, Func, Kwargs, called
+from meshwise.torch_compat.torch_function import Args, Func, Kwargs, called, named
 
 
 def _asked(args: Args, kwargs: Kwargs, *names: str) -> tuple[SplitTensor, list[int], dict[str, Any]]:
     """Return the split tensor that an operator reduces, the dims over which it reduces, and its options by name."""
-    x, values = first_split(args), dict(zip(names, args[1:], strict=False)) | dict(kwargs)
+    x, values = first_split(args), named(names, args[1:], kwargs)
     dim, part = values.setdefault("dim", None), x.part
     dims = [dim] if isinstance(dim, int) else [*(dim or range(x.dim()))]
-    held = [piece for rank in range(part.axis.size) for piece in part.of_rank(rank)]
+    held = [piece for pieces in part.ranges for piece in pieces]
     known = not set(values) - {*names, "dim"} and part.repeats == 1 and held == sorted(held)
     if not known or part.dim not in [each % x.dim() for each in dims] or not whole_shape(x).numel():
         raise NoRule
@@ -110,7 +110,7 @@ def _largest(func: Func, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _place(func: Func, args: Args, kwargs: Kwargs) -> Any:
-    values = dict(zip(("dim", "keepdim"), args[1:], strict=False)) | dict(kwargs)
+    values = named(("dim", "keepdim"), args[1:], kwargs)
     x = split(first_split(args).detach(), args[0].part)
     if values.get("dim") is None:
         x, values = SHAPES["flatten"](torch.flatten, (x,), {}) if not values.get("keepdim") else refuse(), {"dim": 0}
@@ -137,7 +137,7 @@ def _spread(func: Func, args: Args, kwargs: Kwargs) -> Any:
 def _batch_norm(func: Func, args: Args, kwargs: Kwargs) -> Any:
     """Run batch norm on rows. In training, its statistics are those of all rows on all ranks."""
     names = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
-    values = dict(zip(names, args, strict=False)) | dict(kwargs)
+    values = named(names, args, kwargs)
     x, momentum = first_split(args) if func is functional.batch_norm else refuse(), values["momentum"]
     count, shape = whole_shape(x).numel() // max(x.shape[1], 1), [-1, *[1] * (x.dim() - 2)]
     if not values["training"] or x.part.dim == 1 or count < 2:
@@ -168,7 +168,7 @@ def _classes(x: SplitTensor, least: int = 0) -> int:
 
 
 def _counted(func: Func, args: Args, kwargs: Kwargs) -> Any:
-    values = dict(zip(("input", "weights", "minlength"), args, strict=False)) | dict(kwargs)
+    values = named(("input", "weights", "minlength"), args, kwargs)
     x, weights = first_split(args), values.get("weights")
     own, classes = with_parts_of(weights, x.part, 1), _classes(x, values.get("minlength", 0))
     return add_up(torch.bincount(x, own, classes).to(x.dtype if own is None else own.dtype), x.part.axis)

@@ -16,8 +16,17 @@ from torch.nn import functional
 from meshwise.parallel.splits.along import RULES as ALONG
 from meshwise.parallel.splits.axis import SplitPart
 from meshwise.parallel.splits.crossing import enter, gather
-from meshwise.parallel.splits.picking import entries
-from meshwise.parallel.splits.rule import NoRule, Rule, given, moved, ones_of_whole, refuse, split_in, with_parts_of
+from meshwise.parallel.splits.rule import (
+    NoRule,
+    Rule,
+    entries,
+    given,
+    moved,
+    ones_of_whole,
+    refuse,
+    split_in,
+    with_parts_of,
+)
 from meshwise.parallel.splits.tensor import SplitTensor, is_split, split, whole_shape
 from meshwise.torch_compat.torch_function import Args, Func, Kwargs, called
 from meshwise.torch_compat.tree import map_kind, map_tensors

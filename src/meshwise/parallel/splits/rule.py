@@ -105,6 +105,22 @@ def with_parts_of(operand: Any, like: SplitPart, dims: int) -> Any:
     return scatter(operand, moved(like, from_end + len(shape)))
 
 
+def reduced_dims(dim: Any, dims: int) -> Sequence[int]:
+    """Return the numbers of the dims that a reduction over `dim` removes: all dims if `dim` is None or empty."""
+    every = dim is None or (isinstance(dim, Sequence) and not dim)
+    return range(dims) if every else [each % dims for each in numbers((dim,))]
+
+
+def entries(part: SplitPart, rank: int) -> Tensor:
+    """Return the indices of the entries of the split dim that a rank holds."""
+    return torch.cat([torch.arange(0), *(torch.arange(begin, end) for begin, end in _one_run(part).of_rank(rank))])
+
+
+def largest(things: Sequence[Any]) -> SplitTensor:
+    """Return the split tensor with the largest whole, so that all ranks choose the same."""
+    return max(split_in(things), key=lambda each: whole_shape(each).numel())
+
+
 def cut(x: SplitTensor, begin: int, end: int) -> tuple[Tensor, SplitPart]:
     """Return this rank's part of the entries `begin` to `end` of the split dim, and how these are split."""
     part = x.part
@@ -116,7 +132,7 @@ def cut(x: SplitTensor, begin: int, end: int) -> tuple[Tensor, SplitPart]:
         return x.narrow(part.dim, begin // run * held, new.own), new
     first = sum(min(e, begin) - min(b, begin) for b, e in part.of_rank(part.axis.rank))
     new = part.divided(
-        [[(max(b, begin) - begin, min(e, end) - begin) for b, e in each] for each in _pieces(part)], end - begin
+        [[(max(b, begin) - begin, min(e, end) - begin) for b, e in each] for each in part.ranges], end - begin
     )
     return x.narrow(part.dim, first, new.own), new
 
@@ -124,7 +140,7 @@ def cut(x: SplitTensor, begin: int, end: int) -> tuple[Tensor, SplitPart]:
 def strided(local: Tensor, part: SplitPart, step: int) -> tuple[Tensor, SplitPart]:
     """Return this rank's part of each `step`-th entry of the split dim, and how these are split, given this rank's part
     `local` of the tensor."""
-    held = _pieces(_one_run(part))
+    held = _one_run(part).ranges
     if step < 1 or max(map(len, held)) > 1:
         raise NoRule
     first = -sum(begin for begin, _ in held[part.axis.rank]) % step
@@ -150,7 +166,7 @@ def padded(part: SplitPart, pads: list[int], at: int) -> tuple[list[int], SplitP
     if _one_run(part).length == 0 or before < 0 or behind < 0:
         raise NoRule
     new, own = [], part.axis.rank
-    for rank, each in enumerate(_pieces(part)):
+    for rank, each in enumerate(part.ranges):
         first, last = any(b == 0 for b, _ in each), any(e == part.length for _, e in each)
         pieces = [(b + before, e + before) for b, e in each]
         pieces = [(0, before), *pieces] if first else pieces
@@ -169,16 +185,12 @@ def joined(tensors: Sequence[Tensor], like: SplitPart) -> tuple[Tensor, SplitPar
             raise NoRule
         long = whole_shape(each)[dim]
         part = _one_run(each.part) if is_split(each) else SplitPart(like.axis, dim, long)
-        for rank, held in enumerate(_pieces(part)):
+        for rank, held in enumerate(part.ranges):
             pieces[rank] += [(b + length, e + length) for b, e in held]
         parts.append((each, part))
         length += long
     local = torch.cat([each if is_split(each) else scatter(each, part) for each, part in parts], dim)
     return local, like.divided(pieces, length)
-
-
-def _pieces(part: SplitPart) -> list[tuple[Range, ...]]:
-    return [part.of_rank(rank) for rank in range(part.axis.size)]
 
 
 def _one_run(part: SplitPart) -> SplitPart:

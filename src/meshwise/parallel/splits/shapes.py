@@ -21,6 +21,7 @@ from meshwise.parallel.splits.rule import (
     first_split,
     given,
     joined,
+    largest,
     moved,
     numbers,
     padded,
@@ -30,7 +31,7 @@ from meshwise.parallel.splits.rule import (
     with_parts_of,
 )
 from meshwise.parallel.splits.tensor import SplitTensor, is_split, whole_shape
-from meshwise.torch_compat.torch_function import Args, Func, Kwargs, called
+from meshwise.torch_compat.torch_function import Args, Func, Kwargs, argument, called
 
 
 def reshaped(part: SplitPart, before: Sequence[int], after: Sequence[int]) -> SplitPart:
@@ -68,16 +69,16 @@ def _into(func: Func, x: SplitTensor, sizes: Sequence[int]) -> Any:
 
 def _flatten(func: Func, args: Args, kwargs: Kwargs) -> Any:
     x, dims = first_split(args), args[0].dim()
-    begin = positive(args[1] if len(args) > 1 else kwargs.get("start_dim", 0), dims)
-    end = positive(args[2] if len(args) > 2 else kwargs.get("end_dim", -1), dims)
+    begin = positive(argument(args, kwargs, 1, "start_dim", 0), dims)
+    end = positive(argument(args, kwargs, 2, "end_dim", -1), dims)
     shape = whole_shape(x)
     return _into(torch.reshape, x, [*shape[:begin], math.prod(shape[begin : end + 1]), *shape[end + 1 :]])
 
 
 def _unflatten(func: Func, args: Args, kwargs: Kwargs) -> Any:
     x = first_split(args)
-    dim = positive(args[1] if len(args) > 1 else kwargs["dim"], x.dim())
-    sizes = list(args[2] if len(args) > 2 else kwargs["sizes"])
+    dim = positive(argument(args, kwargs, 1, "dim"), x.dim())
+    sizes = list(argument(args, kwargs, 2, "sizes", ()))
     shape = whole_shape(x)
     if -1 in sizes:
         sizes[sizes.index(-1)] = shape[dim] // -math.prod(sizes)
@@ -127,7 +128,7 @@ def _squeeze(func: Func, args: Args, kwargs: Kwargs) -> Any:
 
 def _unsqueeze(func: Func, args: Args, kwargs: Kwargs) -> Any:
     x = first_split(args)
-    dim = positive(args[1] if len(args) > 1 else kwargs["dim"], x.dim() + 1)
+    dim = positive(argument(args, kwargs, 1, "dim"), x.dim() + 1)
     return given(x.unsqueeze(dim), moved(x.part, x.part.dim + (dim <= x.part.dim)))
 
 
@@ -178,9 +179,9 @@ def _joined(func: Func, args: Args, kwargs: Kwargs, *, new: bool = False) -> Any
         raise NoRule
     empty = torch.Size([0])  # skip empty tensors, such as an empty cache
     tensors = [each for each in args[0] if new or whole_shape(each) != empty]
-    first = max((each for each in tensors if is_split(each)), key=lambda each: whole_shape(each).numel())
+    first = largest(tensors)
     dims = first.dim()
-    dim = positive(args[1] if len(args) > 1 else kwargs.get("dim", 0), dims + new)
+    dim = positive(argument(args, kwargs, 1, "dim", 0), dims + new)
     if any(each.dim() != dims for each in tensors):
         raise NoRule
     if dim == first.part.dim and not new:
@@ -194,7 +195,7 @@ def _joined(func: Func, args: Args, kwargs: Kwargs, *, new: bool = False) -> Any
 def _in_pieces(func: Func, args: Args, kwargs: Kwargs) -> Any:
     """Run `torch.chunk`, `torch.split` or `torch.tensor_split` on a split tensor."""
     x = first_split(args)
-    dim = positive(args[2] if len(args) > 2 else kwargs.get("dim", 0), x.dim())
+    dim = positive(argument(args, kwargs, 2, "dim", 0), x.dim())
     if dim != x.part.dim:
         return along(2, 0)(func, args, kwargs)
     if x.part.repeats == 1 and dim:
@@ -210,25 +211,25 @@ def _in_pieces(func: Func, args: Args, kwargs: Kwargs) -> Any:
 
 def _repeat_interleave(func: Func, args: Args, kwargs: Kwargs) -> Any:
     x = first_split(args)
-    dim = positive(args[2] if len(args) > 2 else kwargs.get("dim"), x.dim())
+    dim = positive(argument(args, kwargs, 2, "dim"), x.dim())
     if dim != x.part.dim:
         return given(func(*args, **kwargs), x.part)
-    times = args[1] if len(args) > 1 else kwargs.get("repeats")
+    times = argument(args, kwargs, 1, "repeats")
     if not isinstance(times, int) or x.part.repeats > 1:
         raise NoRule
-    pieces = [[(b * times, e * times) for b, e in x.part.of_rank(rank)] for rank in range(x.part.axis.size)]
+    pieces = [[(b * times, e * times) for b, e in each] for each in x.part.ranges]
     return given(func(*args, **kwargs), x.part.divided(pieces, x.part.length * times))
 
 
 def _pad(func: Func, args: Args, kwargs: Kwargs) -> Any:
     x = first_split(args)
-    pads = args[1] if len(args) > 1 else kwargs["pad"]
-    mode = args[2] if len(args) > 2 else kwargs.get("mode", "constant")
+    pads = argument(args, kwargs, 1, "pad")
+    mode = argument(args, kwargs, 2, "mode", "constant")
     if mode != "constant":
         raise NoRule
     if x.part.dim < x.dim() - len(pads) // 2:
         return given(func(*args, **kwargs), x.part)
-    at, value = 2 * (x.dim() - 1 - x.part.dim), args[3] if len(args) > 3 else kwargs.get("value")
+    at, value = 2 * (x.dim() - 1 - x.part.dim), argument(args, kwargs, 3, "value")
     pads, part = padded(x.part, list(pads), at)
     return given(functional.pad(x, pads, value=value), part)
 

@@ -6,7 +6,7 @@ Where they apply, the rules of this file take precedence over those of rules.py.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -18,10 +18,10 @@ from meshwise.parallel.splits import rules
 from meshwise.parallel.splits.axis import Axis
 from meshwise.parallel.splits.crossing import enter, gather
 from meshwise.parallel.splits.losses import EACH_PLACE, NAMES, counted
-from meshwise.parallel.splits.rule import HALF, moved, numbers, with_parts_of
+from meshwise.parallel.splits.rule import HALF, moved, reduced_dims, with_parts_of
 from meshwise.parallel.splits.tensor import SplitTensor, at_level, parts_of, split_again, whole_shape
 from meshwise.parallel.splits.term import Known, Term, backward, resolved, settled, term
-from meshwise.torch_compat.torch_function import Args, Func, Kwargs, called, on_parts
+from meshwise.torch_compat.torch_function import Args, Func, Kwargs, argument, called, on_parts
 from meshwise.torch_compat.tree import map_kind
 
 _numpy = Tensor.numpy  # torch's own method, which view="whole" replaces
@@ -41,10 +41,9 @@ def _over(total: Tensor, axis: Axis, count: float, dtype: torch.dtype) -> Term:
 
 def _summed(mean: bool) -> Callable[[Func, Args, Kwargs], Any]:
     def rule(func: Func, args: Args, kwargs: Kwargs) -> Any:
-        x, dim = args[0] if args else kwargs["input"], args[1] if len(args) > 1 else kwargs.get("dim")
-        every = dim is None or (isinstance(dim, Sequence) and not dim)
+        x, dim = argument(args, kwargs, 0, "input"), argument(args, kwargs, 1, "dim")
         with at_level(0):
-            asked = range(x.dim()) if every else [each % x.dim() for each in numbers((dim,))]
+            asked = reduced_dims(dim, x.dim())
             if x.part.dim not in asked or "out" in kwargs or (mean and not x.is_floating_point()):
                 return NotImplemented
             count = math.prod(whole_shape(x)[each] for each in asked)

@@ -29,7 +29,7 @@ from meshwise.parallel.splits.tensor import SplitTensor, split
 from meshwise.parallel.splits.term import READS, Term, heard
 from meshwise.spec.user_code import OURS
 from meshwise.torch_compat.compiling import without_compiling
-from meshwise.torch_compat.torch_function import called, on_parts
+from meshwise.torch_compat.torch_function import called, named, on_parts
 from meshwise.torch_compat.tree import all_leaves, map_kind
 from meshwise.training.engine.engine import Engine
 from meshwise.training.engine.seeds import set_states, states
@@ -87,7 +87,7 @@ class _Quiet(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, kwargs = called(func), dict(kwargs or {})
         if name in DROPOUTS:
-            values = dict(zip(("input", "p", "training"), args, strict=False)) | kwargs
+            values = named(("input", "p", "training"), args, kwargs)
             self.draws |= bool(values.get("training", name != "native_dropout")) and values.get("p", 0.5) != 0
             return values["input"]
         if name == "gumbel_softmax":  # compute it without noise
