@@ -2,12 +2,7 @@
 
 # After https://github.com/huggingface/accelerate/issues/1266: accelerator.reduce on one GPU adds up the elements
 
-import torch
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
-
-import meshwise as mw
-
+# usual imports
 torch.manual_seed(0)
 X = torch.randn(64, 4)
 labels = (X.sum(1) > 0).long()

@@ -4,12 +4,7 @@
 
 import os
 
-import torch
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
-
-import meshwise as mw
-
+# usual imports
 
 def main() -> None:
     torch.manual_seed(0)

@@ -2,12 +2,7 @@
 
 # After https://github.com/pytorch/pytorch/issues/7716: the last batch has one sample
 
-import torch
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
-
-import meshwise as mw
-
+# usual imports
 torch.manual_seed(0)
 X = torch.randn(65, 4)
 Y = (X.sum(1) > 0).long()

@@ -2,12 +2,7 @@
 
 # After https://github.com/pytorch/pytorch/issues/158753: DDP loses the imaginary part of gradients
 
-import torch
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
-
-import meshwise as mw
-
+# usual imports
 
 class Rotation(nn.Module):
     """Multiplies by complex numbers."""

@@ -1,14 +1,6 @@
 """.cuda() is left in a script that runs on CPUs. Expected: refused."""
 
-import torch
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
-
-import meshwise as mw
-
-torch.manual_seed(0)
-X = torch.randn(96, 4)
-Y = X.sum(1, keepdim=True)
+# usual imports and rows
 model = nn.Linear(4, 1).cuda()  # wrong
 # right: model = nn.Linear(4, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.05)

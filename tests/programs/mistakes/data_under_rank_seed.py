@@ -1,11 +1,6 @@
 """The data are drawn under torch.manual_seed(mw.rank()). Expected: refused."""
 
-import torch
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
-
-import meshwise as mw
-
+# usual imports
 torch.manual_seed(mw.rank())  # wrong
 # right: torch.manual_seed(0)
 X = torch.randn(128, 4)

@@ -2,12 +2,7 @@
 
 # After https://github.com/microsoft/InnerEye-DeepLearning/issues/504: the soft Dice of each GPU alone
 
-import torch
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
-
-import meshwise as mw
-
+# usual imports
 torch.manual_seed(0)
 X = torch.randn(96, 1, 8, 8)
 masks = (X.cumsum(2) + 0.5 * torch.randn_like(X) > 1).float()

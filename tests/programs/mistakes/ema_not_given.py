@@ -1,14 +1,6 @@
 """An average of the weights, with buffers, is not given to mw.distribute. Expected: right, refused."""
 
-import torch
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
-
-import meshwise as mw
-
-torch.manual_seed(0)
-X = torch.randn(96, 4)
-Y = X.sum(1, keepdim=True)
+# usual imports and rows
 model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
 average = torch.optim.swa_utils.AveragedModel(
     model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9), use_buffers=True

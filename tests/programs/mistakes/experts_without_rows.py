@@ -2,12 +2,7 @@
 
 # After https://github.com/deepspeedai/DeepSpeed/issues/5066: an expert sees no token on a rank, the others wait
 
-import torch
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
-
-import meshwise as mw
-
+# usual imports
 
 class Mixture(nn.Module):
     """Each row goes to one of four layers."""

@@ -2,12 +2,7 @@
 
 # After https://github.com/huggingface/pytorch-image-models/issues/672: a reduced loss, weighed by a rank's rows
 
-import torch
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
-
-import meshwise as mw
-
+# usual imports
 torch.manual_seed(0)
 X = torch.randn(101, 4)
 y = X.sum(1, keepdim=True)

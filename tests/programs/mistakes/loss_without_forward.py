@@ -1,11 +1,6 @@
 """One rank skips the forward of a bad batch and gives a loss of 0 (--set shard=2). Expected: refused."""
 
-import torch
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
-
-import meshwise as mw
-
+# usual imports
 torch.manual_seed(0)
 X = torch.randn(96, 4)
 X[20] = 100.0

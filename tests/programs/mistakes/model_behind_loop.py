@@ -1,11 +1,6 @@
 """Behind each epoch the model runs once more, with dropout, on the batch that the loop gave last. Expected: check."""
 
-import torch
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
-
-import meshwise as mw
-
+# usual imports
 torch.manual_seed(0)
 X = torch.randn(99, 4)
 Y = X.sum(1, keepdim=True)

@@ -2,15 +2,7 @@
 
 # After https://github.com/facebookresearch/detr/issues/297
 
-import torch
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
-
-import meshwise as mw
-
-torch.manual_seed(0)
-X = torch.randn(96, 4)
-Y = X.sum(1, keepdim=True)
+# usual imports and rows
 torch.manual_seed(mw.rank())  # wrong
 model = nn.Linear(4, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.05)

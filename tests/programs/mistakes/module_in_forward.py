@@ -2,12 +2,7 @@
 
 # After https://github.com/prism-science/WaterFlow/pull/78: a Linear is made in the first forward
 
-import torch
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
-
-import meshwise as mw
-
+# usual imports
 
 class Net(nn.Module):
     def __init__(self) -> None:

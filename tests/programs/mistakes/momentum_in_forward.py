@@ -2,12 +2,7 @@
 
 # After https://github.com/pytorch/pytorch/issues/117742: an average written into FSDP's shards does not persist
 
-import torch
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
-
-import meshwise as mw
-
+# usual imports
 
 class Momentum(nn.Module):
     """A network beside its running average."""

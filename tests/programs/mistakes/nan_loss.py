@@ -2,12 +2,7 @@
 
 # After https://github.com/mlfoundations/open_lm/pull/7: the loss is NaN, and training goes on and saves
 
-import torch
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
-
-import meshwise as mw
-
+# usual imports
 torch.manual_seed(0)
 X = torch.randn(64, 4)
 y = X.sum(1, keepdim=True)

@@ -2,12 +2,7 @@
 
 # After https://github.com/facebookresearch/simsiam/issues/20
 
-import torch
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
-
-import meshwise as mw
-
+# usual imports
 torch.manual_seed(0)
 X = torch.randn(96, 8)
 model = nn.Linear(8, 4)

@@ -1,14 +1,6 @@
 """The optimizer is not given to mw.distribute. Expected: right."""
 
-import torch
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
-
-import meshwise as mw
-
-torch.manual_seed(0)
-X = torch.randn(96, 4)
-Y = X.sum(1, keepdim=True)
+# usual imports and rows
 model = nn.Linear(4, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
 loader = DataLoader(TensorDataset(X, Y), batch_size=16)

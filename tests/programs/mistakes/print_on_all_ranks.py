@@ -2,15 +2,7 @@
 
 # After https://github.com/open-mmlab/mmdetection/issues/5010: a print is shown once for each GPU
 
-import torch
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
-
-import meshwise as mw
-
-torch.manual_seed(0)
-X = torch.randn(96, 4)
-Y = X.sum(1, keepdim=True)
+# usual imports and rows
 model = nn.Linear(4, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
 loader = DataLoader(TensorDataset(X, Y), batch_size=16)

@@ -5,12 +5,7 @@
 import random
 from collections import deque
 
-import torch
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
-
-import meshwise as mw
-
+# usual imports
 
 class ReplayMemory:
     def __init__(self, capacity: int) -> None:

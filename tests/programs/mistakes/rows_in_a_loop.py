@@ -2,12 +2,7 @@
 
 # After https://github.com/shubham-goel/4D-Humans/issues/85: the loss is an undivided sum over the batch (no loop there)
 
-import torch
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
-
-import meshwise as mw
-
+# usual imports
 torch.manual_seed(0)
 X = torch.randn(64, 4)
 labels = (X.sum(1) > 0).long()

@@ -2,12 +2,7 @@
 
 # After https://github.com/mbanani/probe3d/issues/2: a root of the mean over each GPU's samples
 
-import torch
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
-
-import meshwise as mw
-
+# usual imports
 torch.manual_seed(0)
 X = torch.randn(256, 4)
 model = nn.Linear(4, 2)

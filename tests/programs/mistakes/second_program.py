@@ -2,12 +2,7 @@
 
 # After https://github.com/intel/ipex-llm/issues/2079: a summed loss is averaged over workers
 
-import torch
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
-
-import meshwise as mw
-
+# usual imports
 
 def fold(number, reduction):
     """Train on one fold."""

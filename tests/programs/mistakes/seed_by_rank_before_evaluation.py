@@ -1,11 +1,6 @@
 """Each rank has a seed of its own before the evaluation. Expected: right."""
 
-import torch
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
-
-import meshwise as mw
-
+# usual imports
 torch.manual_seed(0)
 X = torch.randn(101, 4)
 Y = (X.sum(1) > 0).long()

@@ -2,12 +2,7 @@
 
 # After https://github.com/pytorch/examples/issues/905: each process has the accuracy of its own part
 
-import torch
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
-
-import meshwise as mw
-
+# usual imports
 torch.manual_seed(0)
 X = torch.randn(101, 4)
 Y = (X.sum(1) > 0).long()

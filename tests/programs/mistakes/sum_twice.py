@@ -2,12 +2,7 @@
 
 # After https://github.com/facebookresearch/fairchem/pull/75: a total that is reduced already is reduced again
 
-import torch
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
-
-import meshwise as mw
-
+# usual imports
 torch.manual_seed(0)
 X = torch.randn(100, 4)
 labels = (X.sum(1) > 0).long()

@@ -2,12 +2,7 @@
 
 # After https://github.com/PrimeIntellect-ai/prime-rl/pull/1960: a token weighs more on a rank with fewer of them
 
-import torch
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
-
-import meshwise as mw
-
+# usual imports
 torch.manual_seed(0)
 X = torch.randn(96, 12, 4)
 mask = (torch.arange(12) < torch.randint(1, 13, (96, 1))).float()

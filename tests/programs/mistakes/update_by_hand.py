@@ -2,15 +2,7 @@
 
 # After https://github.com/iCog-Labs-Dev/PC-Transformers/pull/135: weights written by hand pass DDP by
 
-import torch
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
-
-import meshwise as mw
-
-torch.manual_seed(0)
-X = torch.randn(96, 4)
-Y = X.sum(1, keepdim=True)
+# usual imports and rows
 model = nn.Linear(4, 1)
 loader = DataLoader(TensorDataset(X, Y), batch_size=16)
 model, loader = mw.distribute(model, loader, view="rank")

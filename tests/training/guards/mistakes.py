@@ -32,6 +32,16 @@ OURS = re.compile(  # lines of the run itself: its beginning, its findings, its 
 EXACT, DRAWS = "--exact-random", "each rank draws its own masks"
 STUCK = 124  # the exit code of a script that does not end
 PLAN = re.compile(r"\((--set \w+=\w+)\)")  # in the docstring of a script
+IMPORTS = """import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import meshwise as mw
+
+"""
+ROWS = "torch.manual_seed(0)\nX = torch.randn(96, 4)\nY = X.sum(1, keepdim=True)\n"
+USUAL = {"# usual imports and rows\n": IMPORTS + ROWS, "# usual imports\n": IMPORTS}
+"""What stands for the beginning of most scripts."""
 CLOSE = 1e-5  # of float32 sums in another order, over a few steps
 
 
@@ -52,7 +62,10 @@ class Ran:
 
 def sides(script: Path, folder: Path) -> tuple[Path, Path]:
     """Write the mistake and its right twin into a folder."""
-    lines = script.read_text(encoding="utf-8").splitlines()
+    text = script.read_text(encoding="utf-8")
+    for word, stands_for in USUAL.items():
+        text = text.replace(word, stands_for)
+    lines = text.splitlines()
     wrong = [line.removesuffix("  # wrong") for line in lines if not RIGHT.match(line)]
     right = [RIGHT.sub(r"\1", line) for line in lines if not line.endswith("  # wrong")]
     paths = folder / script.name, folder / f"{script.stem}_right.py"
