@@ -14,7 +14,7 @@ JOURNEY := $(VENV)/installed-journey
 CUDA := .venv-cuda
 CUDA_TORCH := 2.13.0
 
-.PHONY: help demo journey quick test check suite cuda evidence lint format types api site bench release matrix browser clean
+.PHONY: help demo journey quick test check suite cuda fake evidence lint format types api site bench release matrix browser clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-7s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -44,6 +44,8 @@ cuda: $(CUDA)/built  ## every test that needs a GPU, on a fake one: torch's CUDA
 	MESHWISE_FAKE_CUDA=$(CURDIR)/$(CUDA)/fake LD_LIBRARY_PATH=$(CURDIR)/$(CUDA)/fake PYTHONPATH=$(CURDIR)/$(CUDA)/fake/site \
 		FAKE_CUDA_DEVICES=2 $(CUDA)/bin/python -m pytest -q -n 2 -p no:cacheprovider -m "gpu or cuda" \
 		tests/cuda tests/transfer tests/training/recovery
+
+fake: $(CUDA)/built  ## the fake GPU of make cuda, to run a script of one's own on it: docs/internals/fake-gpu.md
 
 evidence: export MESHWISE_KEEP_EVIDENCE := $(CURDIR)/bench/results/evidence.json
 evidence: cuda  ## make cuda, and write docs/internals/evidence.md of what passed

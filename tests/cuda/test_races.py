@@ -15,13 +15,17 @@ Run = Callable[..., Any]
 
 EACH = """
 import json, sys, threading, torch
+from concurrent.futures import ThreadPoolExecutor
+from safetensors.torch import save_file
 from meshwise.checker.races.watch import find_races
 
+pool = ThreadPoolExecutor(1)
+pool.submit(int).result()
 for file in sys.argv[1:]:
     main, side = torch.cuda.current_stream(), torch.cuda.Stream()
     names = {"torch": torch, "threading": threading, "main": main, "side": side, "event": torch.cuda.Event()}
     names |= {"x": torch.zeros(4096, device="cuda"), "host": torch.zeros(4096, pin_memory=True)}
-    names |= {"on_side": lambda: torch.cuda.stream(side)}
+    names |= {"on_side": lambda: torch.cuda.stream(side), "pool": pool, "save_file": save_file}
     torch.cuda.synchronize()
     with find_races(lambda finding: None) as found:
         exec(compile(open(file).read(), file, "exec"), names)
@@ -77,6 +81,40 @@ y.numpy()  # here
 x.copy_(host, non_blocking=True)  # here
 host.fill_(1)  # here
 """,
+    "a NumPy view is read": """
+view = host.numpy()
+host.copy_(x, non_blocking=True)  # here
+print(view[1:].mean())  # here
+""",
+    "a NumPy view is written": """
+view = host.numpy()
+x.copy_(host, non_blocking=True)  # here
+view[:] = 1  # here
+""",
+    "a file is read into pinned memory": """
+buffer = memoryview(host.numpy())
+x.copy_(host, non_blocking=True)  # here
+open("/dev/zero", "rb").readinto(buffer)  # here
+""",
+    "copies under way are saved": """
+y = x.to("cpu", non_blocking=True)  # here
+save_file({"y": y}, "y.safetensors")  # here
+""",
+    "a pool of threads that was made before": """
+def work():
+    with on_side():
+        x.add_(1)  # here
+x.mul_(2)  # here
+pool.submit(work).result()
+""",
+    "an event that comes before the copy, and another stream, are asked": """
+event = torch.Event("cuda")
+event.record()
+host.copy_(x, non_blocking=True)  # here
+while not (event.query() and torch.Stream("cuda").query()):
+    pass
+host.tolist()  # here
+""",
     "memory is freed while another stream uses it": """
 y = torch.ones(1 << 20, device="cuda")
 side.wait_stream(main)
@@ -95,11 +133,12 @@ with on_side():
 y.backward()  # here
 """,
     "in a thread": """
-def work():
-    with on_side():
-        x.add_(1)  # here
+class Work(threading.Thread):
+    def run(self):
+        with on_side():
+            x.add_(1)  # here
 x.mul_(2)  # here
-thread = threading.Thread(target=work)
+thread = Work()
 thread.start()
 thread.join()
 """,
@@ -167,12 +206,27 @@ with on_side():
     m[:, :32].add_(1)
 m[:, 32:].add_(1)
 """,
-    "an event that is asked": """
+    "an event or a stream that is asked": """
+for asked in (event, torch.Event("cuda"), main, torch.accelerator.current_stream()):
+    host.copy_(x, non_blocking=True)
+    if hasattr(asked, "record"):
+        asked.record()
+    while not asked.query():
+        pass
+    host.tolist()
+""",
+    "NumPy, a file, safetensors and a pool of threads, each behind a wait": """
+view = host.numpy()
 host.copy_(x, non_blocking=True)
+view.shape, view[1:].T, memoryview(view)
 event.record()
-while not event.query():
-    pass
-host.tolist()
+pool.submit(event.synchronize).result()
+view += view.mean()
+x.copy_(host, non_blocking=True)
+y = x.to("cpu", non_blocking=True)
+main.synchronize()
+open("/dev/zero", "rb").readinto(memoryview(view))
+save_file({"y": y}, "y.safetensors")
 """,
     "a copy between devices, both ways": """
 y = x.to("cuda:1")
@@ -288,14 +342,14 @@ side = torch.cuda.Stream()
 model = torch.nn.Linear(8, 1).cuda()
 data = torch.utils.data.TensorDataset(torch.ones(16, 8), torch.ones(16, 1))
 model, optimizer, loader = mw.distribute(
-    model, torch.optim.SGD(model.parameters(), 0.1), torch.utils.data.DataLoader(data, batch_size=4), view="rank")
+    model, torch.optim.SGD(model.parameters(), 0.1), torch.utils.data.DataLoader(data, batch_size=4))
 for x, y in loader:
     x = x.cuda() * 2
     WAIT
     with torch.cuda.stream(side):
         x = x + 1
     torch.cuda.current_stream().wait_stream(side)
-    mw.backward((model(x) - y.cuda()).square().mean())
+    (model(x) - y.cuda()).square().mean().backward()
     optimizer.step()
     optimizer.zero_grad()
 """

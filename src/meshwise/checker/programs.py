@@ -20,7 +20,7 @@ import torch.distributed as dist
 from meshwise.checker.across_ranks import slices_of_ranks
 from meshwise.checker.contents import reading_of
 from meshwise.checker.engine_watcher import EngineWatcher
-from meshwise.checker.races.watch import find_races
+from meshwise.checker.races.watch import watch
 from meshwise.checker.short_loops import ScriptEnds
 from meshwise.checker.trace import Batches, CheckSpec, Draws, ProgramTrace, test_samples
 from meshwise.checker.unsummed import UnsummedLoops
@@ -92,7 +92,7 @@ def _disturbed(spec: CheckSpec, seed: int) -> Iterator[list[str]]:
     if not spec.perturb:
         yield found
         return
-    with find_races(lambda finding: None) as of_streams:
+    with watch(lambda finding: None) as of_streams:
         if world_size(everyone()) == 1 or not (spec.in_float64 or spec.plan.precision == "fp64"):
             yield found
         else:  # in the float64 pass only, as the waits that perturbed() adds can hide stream races

@@ -40,13 +40,11 @@ def is_capturing() -> bool:
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
-def hold_stream(seconds: float) -> bool:
+def hold_stream(seconds: float) -> None:
     """Keep the current CUDA stream busy for about `seconds`, so that the host can enqueue work before the stream runs
-    it. Return False, and do nothing, if this process has not used CUDA."""
-    if not torch.cuda.is_initialized():
-        return False
-    torch.cuda._sleep(int(seconds * CYCLES_A_SECOND))
-    return True
+    it. Do nothing if this process has not used CUDA."""
+    if torch.cuda.is_initialized():
+        torch.cuda._sleep(int(seconds * CYCLES_A_SECOND))
 
 
 def trim_heap() -> None:

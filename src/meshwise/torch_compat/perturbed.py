@@ -26,17 +26,10 @@ from meshwise.spec.user_code import user_place
 from meshwise.torch_compat.collectives import as_bytes
 from meshwise.torch_compat.driver import hold_stream
 
+PARTS = "all_gather all_gather_into_tensor all_gather_single reduce_scatter reduce_scatter_tensor reduce_scatter_single"
 WRITES_AND_READS: dict[str, tuple[int | None, int | None]] = {
-    "all_reduce": (0, 0),
-    "broadcast": (0, 0),
-    "all_gather": (0, 1),
-    "all_gather_into_tensor": (0, 1),
-    "all_gather_single": (0, 1),
-    "reduce_scatter": (0, 1),
-    "reduce_scatter_tensor": (0, 1),
-    "reduce_scatter_single": (0, 1),
-    "all_to_all": (0, 1),
-    "all_to_all_single": (0, 1),
+    **dict.fromkeys(("all_reduce", "broadcast"), (0, 0)),
+    **dict.fromkeys((*PARTS.split(), "all_to_all", "all_to_all_single"), (0, 1)),
     "isend": (None, 0),
     "irecv": (0, None),
     "barrier": (None, None),

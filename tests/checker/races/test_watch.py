@@ -8,13 +8,14 @@ import pytest
 import torch
 
 from meshwise.checker.races.watch import find_races
-from meshwise.torch_compat import gpu_trace
 
 
-@pytest.mark.skipif(gpu_trace.can_listen(), reason="torch has CUDA here")
-def test_without_cuda_there_is_nothing_to_see_and_nothing_is_changed() -> None:
-    run, query = threading.Thread.run, torch.cuda.Event.query
+@pytest.mark.skipif(torch.backends.cuda.is_built(), reason="torch has CUDA here")
+def test_without_cuda_nothing_is_changed_and_it_is_said_that_nothing_was_watched(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    start, query = threading.Thread.start, torch.cuda.Event.query
     with find_races() as found:
         torch.ones(3).add_(1)
-        assert (threading.Thread.run, torch.cuda.Event.query) == (run, query)
-    assert found == []
+        assert (threading.Thread.start, torch.cuda.Event.query) == (start, query)
+    assert found == [] and "watched nothing: the program has used no CUDA device" in capsys.readouterr().err

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, NamedTuple
 
 from meshwise.checker.races.memory import Access, Region, ShadowMemory
-from meshwise.checker.races.order import HOST, Lane, Order, Recorded
+from meshwise.checker.races.order import Order, Recorded
+from meshwise.torch_compat.gpu_trace import HOST, Lane
 
 ALL = 1 << 64
 """A number greater than every address."""
@@ -40,7 +40,7 @@ class Touch(NamedTuple):
     size: int
     region: Region
     writes: bool
-    what: Any
+    what: str
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class Checker:
         self._blocks.pop(block, None)
         self._memory.forget(block, block + size, lambda each: True)
 
-    def forget_freed(self) -> None:
+    def release(self) -> None:
         """Forget all accesses of freed memory."""
         self._memory.forget(0, ALL, lambda each: each.block.freed is not None)
 
@@ -94,28 +94,25 @@ class Checker:
         if found is not None:
             found.recorded.add(lane)
 
-    def synchronize(self, *lanes: Lane) -> None:
-        """Record that the host waited for all work of these streams."""
-        for lane in lanes:
-            self.order.host_waits(self.order.seen_by(lane))
-
     def touch(self, lane: Lane, touches: Iterable[Touch], where: Any) -> None:
         """Record that an operator on a stream reads and writes memory, and report the races that this causes."""
         number = self.order.begin(lane) if lane != HOST else 0
+
+        def is_before(earlier: Access) -> bool:
+            return self.order.is_before(earlier.lane, earlier.number, lane)
+
         for start, size, region, writes, what in sorted(touches, key=lambda each: each.writes):
-            access = Access(lane, number, writes, region, (self._block(start, size), what, where))
-            for earlier in self._memory.add(access, partial(self._is_before, lane)):
+            access = Access(lane, number, writes, region, self._block(start, size), what, where)
+            for earlier in self._memory.add(access, is_before):
                 self._found(Race(earlier, access, self.order.event_waited_for(lane, earlier.lane)))
                 if self._forgive:  # report a missing wait only once
                     self.order.let_wait(lane, earlier.lane)
-
-    def _is_before(self, lane: Lane, earlier: Access) -> bool:
-        return self.order.is_before(earlier.lane, earlier.number, lane)
 
     def _block(self, start: int, size: int) -> Block:
         block = self._blocks.setdefault(start, Block(start))
         if size > block.size:
             first, block.size = not block.size, size
+            self._memory.split(start, start + size)
             # torch gives memory to another stream only once the device is idle, so earlier accesses cannot race.
             if first and block.lane is not None:
                 self._memory.forget(start, start + size, lambda each: each.block.lane not in (None, block.lane))

@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import sys
 import threading
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -16,14 +15,13 @@ from typing import NamedTuple
 
 from meshwise.checker.races.checker import Race
 from meshwise.checker.races.memory import Access
-from meshwise.checker.races.order import HOST, Lane
 from meshwise.spec.user_code import OURS, is_users, place
+from meshwise.torch_compat.gpu_trace import HOST, Lane
 
-MOST_FRAMES = 100
-LEFT_OUT = (f"{OURS}checker/races", f"{OURS}torch_compat", f"{OURS}checker")
+MOST_LINES = 100
+LEFT_OUT = (f"{OURS}checker", f"{OURS}torch_compat")
 MODES = {"__torch_function__", "_handled"}
 """Functions through which meshwise runs each operator. A `Stack` leaves out the lines of meshwise inside them."""
-LIBRARIES = ("/site-packages/", "/dist-packages/")
 UNSEEN = "code that no line of Python is running"
 
 
@@ -64,13 +62,11 @@ def stack(of: str = "") -> Stack:
 
 def _lines(frame: FrameType | None) -> tuple[Line, ...]:
     found = list[Line]()
-    for _ in range(MOST_FRAMES):
-        if frame is None:
-            break
+    while frame is not None and len(found) < MOST_LINES:
         file = frame.f_code.co_filename
-        if frame.f_code.co_name in MODES and not file.startswith(LEFT_OUT[0]):
+        if frame.f_code.co_name in MODES and _is_ours(file) and not file.startswith(LEFT_OUT[0]):
             found = [line for line in found if not _is_ours(line.file)]
-        if is_shown(file):
+        elif is_shown(file):
             found.append(Line(file, frame.f_lineno, frame.f_code.co_qualname))
         frame = frame.f_back
     return tuple(found)
@@ -83,24 +79,9 @@ def _is_ours(file: str) -> bool:
 @functools.cache
 def is_shown(file: str) -> bool:
     """Return whether lines of this file are shown: all except those of torch, of Python and of the race detector."""
-    library = next((name for name in LIBRARIES if name in file), None)
-    if library is not None:
-        return not file.partition(library)[2].startswith("torch/")
+    if "-packages/" in file:
+        return "-packages/torch/" not in file
     return is_users(file) or (_is_ours(file) and not file.startswith(LEFT_OUT))
-
-
-INDENT = "\n    "
-
-
-class Tensor(NamedTuple):
-    """A tensor that is read or written by an operator."""
-
-    dtype: str
-    shape: Sequence[int]
-    operator: str
-
-    def __str__(self) -> str:
-        return f"{self.dtype} {list(self.shape)}, by {self.operator}"
 
 
 @dataclass(frozen=True)
@@ -112,12 +93,12 @@ class Finding:
     details: tuple[str, ...]
 
     def __str__(self) -> str:
-        return f"{self.sentence}. {self.advice}."
+        return f"{self.sentence}. {self.advice}"
 
     @property
     def text(self) -> str:
         """The finding as text of several lines: what happens, what to write in the program, and the details."""
-        return INDENT.join((f"{self.sentence}.", f"{self.advice}.", *self.details))
+        return "\n    ".join((f"{self.sentence}.", f"{self.advice}.", *self.details))
 
 
 class LaneNames:
@@ -130,21 +111,17 @@ class LaneNames:
         """Give a stream the name "NCCL's stream", because a process group uses it."""
         self._names[lane] = "NCCL's stream"
 
-    def name(self, lane: Lane, other: Lane | None = None) -> str:
-        """Return the name of a stream."""
+    def name(self, lane: Lane, other: Lane = HOST) -> str:
+        """Return the name of a stream. The name of its device is left out if the stream `other` has the same device."""
+        device, handle = lane
         if lane not in self._names:
-            number = 1 + sum(known.device == lane.device and "stream " in name for known, name in self._names.items())
-            self._names[lane] = f"stream {number}" if lane.stream else "the default stream"
-        named = self._names[lane]
-        alike = lane == HOST or (other is not None and other.device == lane.device)
-        return named if alike else f"{named} of {lane.device}"
+            number = 1 + sum(known[0] == device and "stream " in name for known, name in self._names.items())
+            self._names[lane] = f"stream {number}" if handle else "the default stream"
+        return self._names[lane] + (f" of cuda:{device}" if device not in (HOST[0], other[0]) else "")
 
 
-def find(race: Race, names: LaneNames, name: str = "") -> Finding:
-    """Describe a race in words.
-
-    name: the name of the tensor in the program, or "" if it is unknown.
-    """
+def find(race: Race, names: LaneNames) -> Finding:
+    """Describe a race in words."""
     earlier, later = race.earlier, race.later
     here, there = names.name(later.lane), names.name(earlier.lane, later.lane)
     before, after = _place(earlier), _place(later)
@@ -158,22 +135,11 @@ def find(race: Race, names: LaneNames, name: str = "") -> Finding:
         advice = f"Record an event after {before}, and write event.synchronize() before {after}"
     else:
         sentence = f"{after}: {here} {act} what {there} {did} at {before}, without waiting for it"
-        advice = _wait(race, here, there, before)
-    details = (
-        f"{name + ': ' if name else ''}{later.what}",
-        _line_text(f"{act} at", later.where),
-        _line_text(f"{did} at", earlier.where, f" ({earlier.what.operator})"),
-    )
-    return Finding(sentence, advice, details)
-
-
-def _wait(race: Race, here: str, there: str, before: str) -> str:
-    if race.recorded is None:
-        return f"Call stream.wait_stream(other) before it, where stream is {here} and other is {there}"
-    return (
-        f"The last event of {there} that {here} waits for was recorded too early, at {race.recorded.where.place}. "
-        f"Record an event after {before}, and wait for it"
-    )
+        advice = f"Call stream.wait_stream(other) before it, where stream is {here} and other is {there}"
+        if race.recorded is not None:
+            early = f"The last event of {there} that {here} waits for was recorded too early, at"
+            advice = f"{early} {race.recorded.where.place}. Record an event after {before}, and wait for it"
+    return Finding(sentence, advice, (_line_text(act, later), _line_text(did, earlier)))
 
 
 def _place(access: Access) -> str:
@@ -181,6 +147,6 @@ def _place(access: Access) -> str:
     return stack.place + (f" ({stack.of})" if stack.of else "")
 
 
-def _line_text(verb: str, stack: Stack, more: str = "") -> str:
-    shown = " < ".join(f"{line} {line.function}" for line in stack.lines) or stack.place
-    return f"{verb} {shown}{more}"
+def _line_text(verb: str, access: Access) -> str:
+    shown = " < ".join(f"{line} {line.function}" for line in access.where.lines) or access.where.place
+    return f"{verb} at {shown} ({access.what})"

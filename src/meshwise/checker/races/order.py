@@ -11,17 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
+from meshwise.torch_compat.gpu_trace import HOST, Lane
 
-class Lane(NamedTuple):
-    """A stream of a device, or the host."""
-
-    device: str
-    stream: int
-
-
-HOST = Lane("host", 0)
 Clock = dict[Lane, int]
 """Maps a lane (a stream, or the host) to a number. All work of the lane up to this number is known to be done."""
 
@@ -73,20 +66,14 @@ class Order:
             self._waited[lane, recorded.lane] = recorded
             _join(self._clock(lane), recorded.seen)
 
-    def host_waits(self, seen: Clock) -> None:
-        """Record that the host has waited for work of the streams.
+    def await_stream(self, lane: Lane) -> None:
+        """Record that the host has waited for all work of this stream."""
+        _join(self._host, self._clock(lane))
 
-        seen: for each stream, the number of its last work that is done.
-        """
-        _join(self._host, seen)
-
-    def seen_by(self, lane: Lane) -> Clock:
-        """Return a copy of the `Clock` of the stream `lane`."""
-        return dict(self._clock(lane))
-
-    def lanes(self, device: str) -> list[Lane]:
-        """Return the streams of a device on which the program has launched work or recorded or awaited an event."""
-        return [lane for lane in self._seen if lane.device == device]
+    def await_device(self, device: int) -> None:
+        """Record that the host has waited for all work of all streams of a device."""
+        for lane in [lane for lane in self._seen if lane[0] == device]:
+            self.await_stream(lane)
 
     def let_wait(self, lane: Lane, other: Lane) -> None:
         """Pretend that the stream `lane` now waits for all work of the stream `other` so far."""

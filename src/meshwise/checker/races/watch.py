@@ -5,25 +5,33 @@ The watcher sees every operator, and every call that orders streams.
 An operator belongs to the current stream of its device. If a stream waits for an event during the operator, as NCCL's
 stream or the stream of a copy between two devices does, the operator belongs to that stream. Compiled functions run
 uncompiled. Not seen: kernels that no operator of torch launches (Triton, other libraries), replays of a CUDA graph,
-`torch.Event.query`, and what NumPy does with pinned memory after `.numpy()`, which counts as a read where it is called.
+threads of a program's own that began before, and what `host.py` leaves out.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from multiprocessing.pool import ThreadPool
+from typing import Any
 
+import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 
+from meshwise.checker.races import host
 from meshwise.checker.races.checker import Checker, Race, Touch
-from meshwise.checker.races.finding import Finding, LaneNames, Tensor, find, is_shown, stack
+from meshwise.checker.races.finding import Finding, LaneNames, find, stack
+from meshwise.checker.races.host import PinnedArray
 from meshwise.checker.races.memory import region_of
-from meshwise.checker.races.order import HOST, Lane
+from meshwise.checker.races.order import Order
 from meshwise.torch_compat import gpu_trace
+from meshwise.torch_compat.c_methods import replaced
 from meshwise.torch_compat.compiling import without_compiling
 from meshwise.torch_compat.dispatch import (
     StorageMap,
@@ -35,18 +43,22 @@ from meshwise.torch_compat.dispatch import (
     without_interception,
 )
 from meshwise.torch_compat.driver import is_capturing
+from meshwise.torch_compat.gpu_trace import HOST, Lane
 from meshwise.torch_compat.torch_function import called
 
 READ_BY_HOST = {"numpy", "__array__", "tolist", "__reduce_ex__"}
+SAVES = "safetensors.torch"
+"""A library that reads what lies at the address of a tensor."""
+POOLS: dict[type, str] = {
+    ThreadPoolExecutor: "submit",
+    ThreadPool: "apply_async map map_async starmap starmap_async imap imap_unordered",
+}
+"""Functions that give work to threads that may have been started before."""
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
-class _Event(NamedTuple):
-    """A call that synchronizes streams, made inside an operator."""
-
-    apply: Callable[[], None]
-    waits: Lane | None = None
-    records: Lane | None = None
+_Event = tuple[Any, ...]
+"""A call of `Order` or `Checker` that is made inside an operator: its name and its arguments."""
 
 
 def _print(finding: Finding) -> None:
@@ -55,22 +67,33 @@ def _print(finding: Finding) -> None:
 
 @contextlib.contextmanager
 def find_races(notify: Callable[[Finding], None] = _print) -> Iterator[list[Finding]]:
-    """Find races between CUDA streams in the with-body, and in threads that start there. The body runs much slower.
+    """Find races between CUDA streams in the with-body. Threads that start there, and what is given to a pool of
+    threads there, are watched too. The body runs much slower.
 
     A race is two accesses of the same memory without synchronization between them, at least one of them a write.
 
-    Yields the list of findings, which stays empty without CUDA. Each finding has a sentence, advice, and the source
-    lines of both accesses. A nested call yields the list of the outer call.
+    Yields the list of findings. Each has a sentence, advice, and the source lines of both accesses. A nested call
+    yields the list of the outer call. If the program has not used a CUDA device, this is printed at the end.
 
     notify: a function that is called with each finding as soon as it is found. By default, the finding is printed.
     """
+    with watch(notify) as found:
+        yield found
+    if not torch.cuda.is_initialized():
+        print("mw.find_races watched nothing: the program has used no CUDA device", file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def watch(notify: Callable[[Finding], None]) -> Iterator[list[Finding]]:
+    """Find races in the with-body, as `find_races`, but print nothing at the end."""
     global _open
-    if _open is not None or not gpu_trace.can_listen():
+    if _open is not None or not torch.backends.cuda.is_built():
         yield [] if _open is None else _open.found
         return
     _open = watcher = _Watcher(notify)
+    threads, files = _in_threads(watcher.inside), host.listen(watcher.used_by_host)
     try:
-        with without_compiling(), gpu_trace.listen(watcher), _in_new_threads(watcher.inside), watcher.inside():
+        with without_compiling(), gpu_trace.listen(watcher.happens), threads, files, watcher.inside():
             yield watcher.found
     finally:
         _open = None
@@ -94,7 +117,12 @@ class _Watcher:
     @contextlib.contextmanager
     def inside(self) -> Iterator[None]:
         """Look for races between the operators of this thread, until the `with` block ends."""
-        with intercept_operators(self._operator), _HostReads(self._read_by_host):
+        with contextlib.ExitStack() as stack:
+            if not getattr(self._own, "inside", False):
+                self._own.inside = True
+                stack.callback(setattr, self._own, "inside", False)
+                stack.enter_context(intercept_operators(self._operator))
+                stack.enter_context(_HostReads(self.used_by_host))
             yield
 
     def _operator(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -111,40 +139,39 @@ class _Watcher:
             return result
         finally:
             self._own.events = None
+            if touches:
+                self._insert(lane, touches, events, is_collective(operator))
+            if waited:
+                events.append(("await_stream", lane))
             with self._lock:
-                self._settle(lane, touches, events, is_collective(operator))
-                if waited:
-                    self._checker.synchronize(lane)
+                for event in events:
+                    self._tell(*event)
 
-    def _settle(self, lane: Lane, touches: Sequence[Touch], events: Sequence[_Event], collective: bool) -> None:
-        """Report an operator to the checker, in the order of events: the synchronization calls before it
-        touches memory, then its accesses of memory, then the calls after them."""
+    def _insert(self, lane: Lane, touches: Sequence[Touch], events: list[_Event], collective: bool) -> None:
+        """Insert an operator's accesses of memory between the calls that it makes to wait for streams, and those after
+        it."""
         at = 0
-        waits = next((number for number, event in enumerate(events) if event.waits is not None), None)
-        if waits is not None and touches:
-            lane = events[waits].waits or lane
-            later = range(waits, len(events))
-            at = next((number for number in later if events[number].records == lane), len(events))
+        waits = [number for number, (name, *of) in enumerate(events) if name == "wait" and of[1] != HOST]
+        if waits:
+            lane = events[waits[0]][2]
+            later = range(waits[0], len(events))
+            at = next((n for n in later if events[n][0] == "record" and events[n][2] == lane), len(events))
             if collective:
                 self._names.is_nccls(lane)
-        for event in events[:at]:
-            event.apply()
-        if touches:
-            self._checker.touch(lane, touches, stack(gpu_trace.node_of_backward()))
-        for event in events[at:]:
-            event.apply()
+        events.insert(at, ("touch", lane, touches, stack(gpu_trace.node_of_backward())))
 
-    def _touches(
-        self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
-    ) -> tuple[Lane, list[Touch], bool]:
+    def _tell(self, name: str, *of: Any) -> None:
+        getattr(self._checker.order if hasattr(Order, name) else self._checker, name)(*of)
+
+    def _touches(self, operator: Any, args: Any, *of: Any) -> tuple[Lane, list[Touch], bool]:
         """Return the stream on which an operator runs, the memory that it reads and writes, and whether the host waits
         until the operator is done."""
         name, found, lane, waited = operator_name(operator), list[Touch](), HOST, False
         if name == "record_stream":
-            self._checker.record_stream(args[0].untyped_storage().data_ptr(), _lane_of(args[1]))
-        for tensor, writes in touched(operator, args, kwargs, result):
+            self._checker.record_stream(args[0].untyped_storage().data_ptr(), gpu_trace.lane_of(args[1]))
+        for tensor, writes in touched(operator, args, *of):
             if tensor.device.type == "cuda" and (lane == HOST or writes):
-                lane = _lane(gpu_trace.current_stream(tensor.device.index))
+                lane = gpu_trace.current_stream(tensor.device.index)
             touch = self._touch(tensor, writes, name)
             found += [] if touch is None else [touch]
             waited |= touch is None and writes and tensor.device.type == "cpu"
@@ -158,10 +185,8 @@ class _Watcher:
             return None
         start, item = storage.data_ptr(), tensor.element_size()
         region = region_of(start + int(tensor.storage_offset()) * item, item, tensor.shape, tensor.stride())
-        if region is None:
-            return None
-        what = Tensor(str(tensor.dtype).removeprefix("torch."), tensor.shape, operator)
-        return Touch(start, storage.nbytes(), region, writes, what)
+        what = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}, by {operator}"
+        return None if region is None else Touch(start, storage.nbytes(), region, writes, what)
 
     def _is_pinned(self, tensor: torch.Tensor) -> bool:
         if tensor.device.type != "cpu" or not torch.cuda.is_initialized() or tensor.layout != torch.strided:
@@ -178,112 +203,78 @@ class _Watcher:
             self._pinned.set(tensor, (lo, hi))
         return pinned
 
-    def _read_by_host(self, tensor: torch.Tensor, by: str) -> None:
-        with self._lock:
-            touch = self._touch(tensor, False, by)
+    def used_by_host(self, used: Any, writes: bool, by: str) -> bool:
+        """Report that the host reads or writes a tensor or a buffer. Return whether its memory is pinned."""
+        with self._lock, without_interception():
+            tensor = used if isinstance(used, torch.Tensor) else _tensor_over(np.asarray(memoryview(used)))
+            touch = self._touch(tensor, writes, by)
             if touch is not None:
                 self._checker.touch(HOST, [touch], stack())
+        return touch is not None
 
     def _report(self, race: Race) -> None:
         lines = (race.earlier.where.place, race.later.where.place)
         if lines not in self._lines:
             self._lines.add(lines)
-            self.found.append(find(race, self._names, _name_of(race.later.block.lo)))
+            self.found.append(find(race, self._names))
             self._notify(self.found[-1])
 
-    def _happens(self, event: _Event) -> None:
+    def happens(self, name: str, *of: Any) -> None:
+        """Report a call to the checker: at once, or if it orders streams inside an operator, with the operator."""
+        event = (name, *of, stack()) if name in ("record", "free") else (name, *of)
         events = getattr(self._own, "events", None)
-        if events is not None:
+        if hasattr(Order, name) and events is not None:
             events.append(event)
-            return
-        with self._lock:
-            event.apply()
-
-    def record(self, event: int, stream: gpu_trace.Place) -> None:
-        lane, where = _lane(stream), stack()
-        self._happens(_Event(lambda: self._checker.order.record(event, lane, where), records=lane))
-
-    def wait(self, event: int, stream: gpu_trace.Place) -> None:
-        lane = _lane(stream)
-        self._happens(_Event(lambda: self._checker.order.wait(event, lane), waits=lane))
-
-    def delete(self, event: int) -> None:
-        self._happens(_Event(lambda: self._checker.order.delete(event)))
-
-    def await_event(self, event: int) -> None:
-        self._happens(_Event(lambda: self._checker.order.wait(event, HOST)))
-
-    def await_stream(self, stream: gpu_trace.Place) -> None:
-        self._happens(_Event(lambda: self._checker.synchronize(_lane(stream))))
-
-    def await_device(self, device: int) -> None:
-        self._happens(_Event(lambda: self._checker.synchronize(*self._checker.order.lanes(f"cuda:{device}"))))
-
-    def allocate(self, address: int, stream: gpu_trace.Place) -> None:
-        with self._lock:
-            self._checker.allocate(address, _lane(stream))
-
-    def free(self, address: int) -> None:
-        with self._lock:
-            self._checker.free(address, stack())
-
-    def release(self) -> None:
-        with self._lock:
-            self._checker.forget_freed()
+        else:
+            with self._lock:
+                self._tell(*event)
 
 
+def _tensor_over(array: np.ndarray[Any, Any]) -> torch.Tensor:
+    """Return the bytes of an array, which may be read-only, as a tensor over the same memory."""
+    lo, hi = _byte_bounds(array)
+    memory = torch.frombuffer((ctypes.c_byte * max(1, hi - lo)).from_address(lo), dtype=torch.uint8)
+    return memory.as_strided((*array.shape, array.itemsize), (*map(abs, array.strides), 1))
+
+
+_byte_bounds: Any = getattr(np.lib, "array_utils", np).byte_bounds  # NumPy 1 has it in another place
+
+
+@dataclass(eq=False)
 class _HostReads(TorchFunctionMode):
-    """Calls `read` when the host reads a tensor by a call that runs no operator, such as `.numpy()`."""
+    """Calls `used` when the host reads a tensor by a call that runs no operator, such as `.numpy()`."""
 
-    def __init__(self, read: Callable[[torch.Tensor, str], None]) -> None:
-        super().__init__()
-        self._read = read
+    used: Callable[[Any, bool, str], bool]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = called(func)
-        if name in READ_BY_HOST and type(args[0]) in PLAIN and args[0].device.type == "cpu":
-            self._read(args[0], name)
-        return func(*args, **(kwargs or {}))
+        name, result = called(func), func(*args, **(kwargs or {}))
+        reads = name in READ_BY_HOST or (name == "data_ptr" and sys._getframe(1).f_globals.get("__name__") == SAVES)
+        reads = reads and type(args[0]) in PLAIN and args[0].device.type == "cpu"
+        pinned = reads and self.used(args[0], False, name)
+        return result.view(PinnedArray) if pinned and isinstance(result, np.ndarray) else result
 
 
 @contextlib.contextmanager
-def _in_new_threads(inside: Callable[[], contextlib.AbstractContextManager[None]]) -> Iterator[None]:
-    """Run each thread that is started in the body inside a context that `inside()` makes."""
-    real = threading.Thread.run
+def _in_threads(inside: Callable[[], contextlib.AbstractContextManager[None]]) -> Iterator[None]:
+    """Run each thread that starts in the body, and what is given to a pool of threads there, inside of `inside()`."""
 
-    def run(self: threading.Thread) -> None:
-        with inside():
-            real(self)
+    def watched(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with inside():
+                return function(*args, **kwargs)
 
-    threading.Thread.run = run  # type: ignore[method-assign]
-    try:
+        return call
+
+    def start(real: Callable[..., Any], self: Any) -> None:
+        self.run = watched(self.run)
+        real(self)
+
+    def given(real: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda self, function, *args, **kwargs: real(self, watched(function), *args, **kwargs)
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(replaced(threading.Thread, "start", lambda real: lambda self: start(real, self)))
+        for kind, names in POOLS.items():
+            for name in names.split():
+                stack.enter_context(replaced(kind, name, given))
         yield
-    finally:
-        threading.Thread.run = real  # type: ignore[method-assign]
-
-
-def _lane(stream: gpu_trace.Place) -> Lane:
-    return Lane(f"cuda:{stream[0]}", stream[1])
-
-
-def _lane_of(stream: torch.Stream) -> Lane:
-    known = torch.cuda.Stream(
-        stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type
-    )
-    return _lane((known.device.index, known.cuda_stream))
-
-
-def _name_of(address: int) -> str:
-    """Return the name of the variable that holds the tensor at `address`, such as `x` or `self.x`."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and not is_shown(frame.f_code.co_filename):
-        frame = frame.f_back
-    own = frame.f_locals.get("self")
-    names = {f"self.{name}": value for name, value in vars(own).items()} if hasattr(own, "__dict__") else {}
-    return next((name for name, value in {**names, **frame.f_locals}.items() if _lies_at(value, address)), "")
-
-
-def _lies_at(value: Any, address: int) -> bool:
-    if type(value) not in PLAIN or value.layout != torch.strided:
-        return False
-    return bool(value.untyped_storage().data_ptr() == address)
