@@ -5,7 +5,7 @@ Other files define what can be done with an array; `methods.py` gives the class 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -121,6 +121,19 @@ class Alias:
 def like(x: Array, parts: list[Tensor] | tuple[Tensor, ...], dtype: torch.dtype | None = None) -> Array:
     """Return an array of these parts with the shape and sharding of `x`, and with its dtype unless `dtype` is given."""
     return Array(tuple(parts), x.sharding, x.shape, dtype or x.dtype, x.space)
+
+
+def numbered(x: Array) -> Iterator[tuple[int, Tensor]]:
+    """Yield (number in `x.sharding`, tensor) of each part in this process."""
+    return zip((number for number, _ in x.space.local(x.sharding)), x.parts, strict=True)
+
+
+def empty_parts(x: Array, shape: Shape, placed: Sharding) -> list[Tensor]:
+    """Make uninitialized parts, with the dtype of `x`, for an array of another shape and sharding."""
+    return [
+        torch.empty(placed.part_shape(shape, part), dtype=x.dtype, device=x.space.devices[place])
+        for part, place in x.space.local(placed)
+    ]
 
 
 def mapped(x: Array, function: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None) -> Array:

@@ -8,7 +8,7 @@ import torch
 
 from meshwise.arrays.aliases import as_array_without_dims, copied, in_order_of, viewed
 from meshwise.arrays.align import aligned, broadcast_shape, common_space, lies_for
-from meshwise.arrays.array import Array
+from meshwise.arrays.array import Array, numbered
 from meshwise.arrays.dtypes import of_scalar, promoted
 from meshwise.arrays.elementwise import NoArrayGiven, is_python_number
 from meshwise.arrays.fetching import ask, fetch
@@ -109,7 +109,7 @@ def _triangle(name: str, x: Array, k: int) -> Array:
     if ndim < 2:
         raise ValueError(f"{name} needs an array of two dims or more, but this array has shape {x.shape}.")
     parts = []
-    for (number, _), part in zip(x.space.local(x.sharding), x.parts, strict=True):
+    for number, part in numbered(x):
         begin = 0 if x.sharding.dim is None else x.sharding.offsets[number]
         shift = begin if x.sharding.dim == ndim - 2 else -begin if x.sharding.dim == ndim - 1 else 0
         parts.append(getattr(torch, name)(part, diagonal=k + shift))

@@ -13,9 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
-from meshwise.arrays.array import Array
+from meshwise.arrays.array import Array, empty_parts
 from meshwise.arrays.gathering import guard
 from meshwise.arrays.moves import EXPLAINED
 from meshwise.arrays.reading import where
@@ -105,10 +103,7 @@ def _without_memory(arrays: Any) -> Iterator[Callable[[Array, Sharding], None]]:
 
     def lay(x: Array, placed: Sharding) -> None:
         x.sharding, x.alias = placed, None
-        x.parts = tuple(
-            torch.empty(placed.part_shape(x.shape, part), dtype=x.dtype, device=x.space.devices[place])
-            for part, place in x.space.local(placed)
-        )
+        x.parts = tuple(empty_parts(x, x.shape, placed))
 
     try:
         EXPLAINED.append(before)

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from meshwise.arrays.array import Array, like
+from meshwise.arrays.array import Array, like, numbered
 from meshwise.arrays.indexing import counted
 from meshwise.arrays.lanes import fullest
 from meshwise.arrays.moves import Move, exchange, reshard
@@ -37,7 +37,7 @@ class _Moves:
 
     def __init__(self, x: Array, name: str) -> None:
         self.x, self.held, self.name = x, x.sharding, name
-        self.here = [part for part, _ in x.space.local(x.sharding)]
+        self.here = [part for part, _ in numbered(x)]
         self.filled = [part for part, size in enumerate(x.sharding.sizes) if size]
 
     def send(
@@ -67,7 +67,7 @@ def cholesky(x: Array) -> Array:
     n = x.shape[0]
     x = x if x.sharding.dim == 0 else reshard(x, evenly(n, x.sharding.places), "cholesky")
     held, moves = x.sharding, _Moves(x, "cholesky")
-    rows = {k: part.clone() for k, part in zip(moves.here, x.parts, strict=True)}
+    rows = {k: part.clone() for k, part in numbered(x)}
     bad: Own = {}
     for k in moves.filled:
         begin, width = held.offsets[k], held.sizes[k]
@@ -97,12 +97,12 @@ class LU:
         """Factor `x`, and apply the same steps to the right-hand sides `right`."""
         x = x if x.sharding.dim == 1 else reshard(x, evenly(x.shape[0], x.sharding.places, 1), name)
         self.x, self.held, self.moves, self.n = x, x.sharding, _Moves(x, name), x.shape[0]
-        self.filled = self.moves.filled
-        self.own: Own = {k: part.clone() for k, part in zip(self.moves.here, x.parts, strict=True)}
+        self.filled, self.spans = self.moves.filled, self.held.spans(1, self.n)
+        self.own: Own = {k: part.clone() for k, part in numbered(x)}
         self.right: Own = {}
         self.wide: list[int] = []
         if right is not None:
-            self.right = {k: part.clone() for k, part in zip(self.moves.here, right.parts, strict=True)}
+            self.right = {k: part.clone() for k, part in numbered(right)}
             self.wide = [k for k, size in enumerate(right.sharding.sizes) if size]
         self.pivots: Own = {}
         self.bad: Own = {}
@@ -112,7 +112,7 @@ class LU:
     def _panel(self, k: int) -> None:
         """Do one step of the factorization: factor the columns of part k, and update all later columns and the
         right-hand sides."""
-        begin, width = self.held.offsets[k], self.held.sizes[k]
+        begin, width = self.spans[k]
         if k in self.own:
             factor, self.pivots[k], self.bad[k] = torch.linalg.lu_factor_ex(self.own[k][begin:])
             self.own[k][begin:] = factor
@@ -135,7 +135,7 @@ class LU:
         """Return the solutions for all right-hand sides, as the local parts of an array with the sharding of the
         right-hand sides."""
         for k in reversed(self.filled):
-            begin, width = self.held.offsets[k], self.held.sizes[k]
+            begin, width = self.spans[k]
             upper = self.own[k][: begin + width] if k in self.own else None
             for j, factor in self.moves.send(upper, (begin + width, width), k, self.wide).items():
                 solved = _upper(factor[begin:], self.right[j][begin : begin + width])
@@ -149,7 +149,7 @@ class LU:
         count, kept = right.shape[1], {}
         left = right.parts[0] if right.parts else None
         for k, after in zip_longest(self.filled, self.filled[1:]):
-            begin, width = self.held.offsets[k], self.held.sizes[k]
+            begin, width = self.spans[k]
             if k in self.own:
                 assert left is not None
                 done = _forward(left, self.own[k][begin:], _exchanged(self.pivots[k], self.n - begin))
@@ -158,21 +158,21 @@ class LU:
                 left = self.moves.send(left, (self.n - begin - width, count), k, [after]).get(after)
         taken: Tensor | None = None
         for k, after in zip_longest(self.filled[::-1], self.filled[-2::-1]):
-            begin, width = self.held.offsets[k], self.held.sizes[k]
+            begin, width = self.spans[k]
             if k in self.own:
                 found = kept[k] if taken is None else kept[k] - taken[begin:]
                 kept[k] = _upper(self.own[k][begin : begin + width], found)
                 taken = self.own[k][:begin] @ kept[k] + (0 if taken is None else taken[:begin])
             if after is not None:
                 taken = self.moves.send(taken, (begin, count), k, [after]).get(after)
-        return [kept.get(k, part.new_zeros(0, count)) for k, part in zip(self.moves.here, self.x.parts, strict=True)]
+        return [kept.get(k, part.new_zeros(0, count)) for k, part in numbered(self.x)]
 
     def signs_and_logs(self) -> tuple[list[Tensor], list[Tensor]]:
         """Return what the local parts contribute to the determinant of the matrix, as (signs, logarithms of absolute
         values)."""
         signs, logs = [], []
         for k in self.moves.here:
-            begin, width = self.held.offsets[k], self.held.sizes[k]
+            begin, width = self.spans[k]
             diagonal = self.own[k][begin : begin + width].diagonal()
             unmoved = torch.arange(1, width + 1, device=diagonal.device)
             odd = (self.pivots[k] != unmoved).sum() % 2 if width else torch.zeros((), device=diagonal.device)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from meshwise.arrays.align import broadcast_shape
-from meshwise.arrays.array import Array
+from meshwise.arrays.array import Array, numbered
 from meshwise.arrays.layout import spread
 from meshwise.arrays.moves import Move, agreed, exchange, replicate
 from meshwise.arrays.sharding import Shape, Sharding, evenly, sharding
@@ -191,7 +191,7 @@ def fetch(x: Array, asked: Asked) -> Array:
     routes = route(x, asked)
     rest, tail = others(x, asked.dims)
     rows = {}
-    for (s, _), part in zip(space.local(held), x.parts, strict=True):
+    for s, part in numbered(x):
         turned = part.permute(*asked.dims, *rest)
         for t in range(len(placed.places)):
             if routes.counts[t][s]:

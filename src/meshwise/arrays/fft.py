@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwise.arrays.array import Array
+from meshwise.arrays.array import Array, numbered
 from meshwise.arrays.creation import Placement, made
 from meshwise.arrays.dtypes import as_dtype, complex_of
 from meshwise.arrays.gathering import tell
@@ -207,7 +207,7 @@ def _in_parts(x: Array, name: str, axis: int, norm: str) -> Array:
     parts = tuple(part.reshape(-1, columns).to(dtype) for part in flat.parts)
     grid = reshard(Array(parts, by_rows, (rows, columns), dtype, space), by_columns, name)
     turned = []
-    for (k, _), part in zip(space.local(by_columns), grid.parts, strict=True):
+    for k, part in numbered(grid):
         found = function(part, dim=0, norm=norm)
         turned.append(found.mul_(_twiddles(rows, by_columns.offsets[k], part, length, -1 if name == "fft" else 1)))
     grid = reshard(Array(tuple(turned), by_columns, (rows, columns), dtype, space), by_rows, name)

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 
-from meshwise.arrays.array import Array
+from meshwise.arrays.array import Array, numbered
 from meshwise.arrays.creation import Placement, made
 from meshwise.arrays.dtypes import numpy_dtype
 from meshwise.arrays.moves import agreed
@@ -141,7 +141,7 @@ def _write(file: Path, begin: int, x: Array) -> None:
         return
     kind = _RAW.get(x.dtype) or numpy_dtype(x.dtype)
     into = np.memmap(file, dtype=kind, mode="r+", offset=begin, shape=x.shape)
-    for (part, _), tensor in zip(x.space.local(x.sharding), x.parts, strict=True):
+    for part, tensor in numbered(x):
         if part == 0 or x.sharding.dim is not None:
             values = tensor.cpu()
             into[x.sharding.interval(x.shape, part)] = (values.view(torch.int16) if x.dtype in _RAW else values).numpy()

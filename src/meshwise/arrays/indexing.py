@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from meshwise.arrays.aliases import strides_of, viewed
-from meshwise.arrays.array import Array, mapped
+from meshwise.arrays.array import Array, mapped, numbered
 from meshwise.arrays.fetching import OPERATION, ask, common_shape, everywhere, fetch, others
 from meshwise.arrays.keys import ADVANCED, Cut, Key, read_key
 from meshwise.arrays.layout import arranged, flipped
@@ -90,8 +90,8 @@ class Region:
 def region(x: Array, cuts: Sequence[Cut]) -> Region:
     """Return the region of `x` that one index or range per dim selects. Writing to its views writes to `x`."""
     keys, placed, shape, flipped = _plan(x.sharding, tuple(cuts))
-    here = zip(x.space.local(x.sharding), x.parts, strict=True)
-    return Region([part[keys[number]] for (number, _), part in here if number in keys], placed, shape, flipped)
+    views = [part[keys[number]] for number, part in numbered(x) if number in keys]
+    return Region(views, placed, shape, flipped)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from meshwise.arrays.aliases import strides_of, viewed
 from meshwise.arrays.align import lies_for
-from meshwise.arrays.array import Array
+from meshwise.arrays.array import Array, numbered
 from meshwise.arrays.moves import reshard
 from meshwise.arrays.sharding import Shape, Sharding, sharding
 from meshwise.arrays.strides import Strides, named, of, of_cut, of_order
@@ -122,7 +122,7 @@ def squeeze(x: Array, /, axis: int | Sequence[int] | None = None) -> Array:
         parts, placed = list(x.parts), x.sharding
         if placed.dim in gone:
             holder = placed.sizes.index(1)
-            parts = [part for part, (number, _) in zip(parts, x.space.local(placed), strict=True) if number == holder]
+            parts = [part for number, part in numbered(x) if number == holder]
             placed = sharding((placed.places[holder],))
         elif placed.dim is not None:
             placed = placed.along(placed.dim - sum(dim < placed.dim for dim in gone))

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from meshwise.arrays.array import Array, mapped
+from meshwise.arrays.array import Array, mapped, numbered
 from meshwise.arrays.sharding import Shape, Sharding, Slices, overlaps, sharding
 from meshwise.arrays.space import Space
 from meshwise.transfer import collectives
@@ -101,7 +101,7 @@ def reshard(x: Array, wanted: Sharding, operation: str = "reshard", *, own: bool
     steps, whole = _plan(shape, held, wanted, own)
     parts: Sequence[Tensor | None] = x.parts
     if space.over_ranks:
-        here = {part: tensor for (part, _), tensor in zip(space.local(held), x.parts, strict=True)}
+        here = dict(numbered(x))
         parts = [here.get(part) for part in range(len(held.places))]
     made: dict[int, Tensor] = {}
     for part, place in space.local(wanted):

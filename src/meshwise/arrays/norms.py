@@ -14,7 +14,7 @@ from torch import Tensor
 from meshwise.arrays import layout, reductions
 from meshwise.arrays.aliases import strides_of, viewed
 from meshwise.arrays.align import aligned
-from meshwise.arrays.array import Array, cast, mapped
+from meshwise.arrays.array import Array, cast, mapped, numbered
 from meshwise.arrays.dtypes import real_of, result_type
 from meshwise.arrays.lanes import freed
 from meshwise.arrays.moves import replicate
@@ -87,7 +87,7 @@ def diagonal_of(x: Array, offset: int, *, read_only: bool) -> Array:
 def _diagonal(x: Array, offset: int) -> Array:
     held, last = x.sharding, len(x.shape) - 1
     parts = []
-    for part, (k, _) in zip(x.parts, x.space.local(held), strict=True):
+    for k, part in numbered(x):
         begin = held.offsets[k] if held.dim is not None and held.dim >= last - 1 else 0
         own = offset + (begin if held.dim == last - 1 else -begin)
         parts.append(torch.diagonal(part, own, -2, -1))

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from meshwise.arrays.aliases import as_array_without_dims
 from meshwise.arrays.align import broadcast_shape, common_space
-from meshwise.arrays.array import Array
+from meshwise.arrays.array import Array, numbered
 from meshwise.arrays.dtypes import BOOL, promoted
 from meshwise.arrays.moves import Move, combined, elements_moved, exchange, reshard, stacked
 from meshwise.arrays.reductions import as_array
@@ -221,7 +221,7 @@ def _by_blocks(x: Array, y: Array, terms: Terms, compute: Local, how: Sharding, 
     label = terms.y[held.dim]
     inner = terms.x.index(label) if label in terms.x else None
     along = terms.out.index(label) if label in terms.out else None
-    own = {part: tensor for (part, _), tensor in zip(space.local(held), y.parts, strict=True)}
+    own = dict(numbered(y))
     sums: list[list[Tensor]] = [[] for _ in x.parts]
     for k, (begin, size) in enumerate(zip(held.offsets, held.sizes, strict=True)):
         if not size and any(sums):

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from meshwise.arrays.array import Array
+from meshwise.arrays.array import Array, numbered
 from meshwise.arrays.dtypes import FLOATS
 from meshwise.arrays.lanes import freed
 from meshwise.arrays.reductions import as_array, as_axes, left, reduced_shape
@@ -141,10 +141,9 @@ def topk(x: Array, k: int, /, *, axis: int = -1, largest: bool = True) -> TopK:
     where = [at.narrow(axis, 0, min(k, at.shape[axis])) for _, at in own]
     if held.dim != axis:
         return both(values, where, held, shape)
-    begins = [held.offsets[part] for part, _ in x.space.local(held)]
     sizes = tuple(min(k, size) for size in held.sizes)
     lies, candidates = sharding(held.places, axis, sizes), resized(shape, axis, sum(sizes))
-    places = [at + begin for at, begin in zip(where, begins, strict=True)]
+    places = [at + held.offsets[part] for at, (part, _) in zip(where, numbered(x), strict=True)]
     found, at = (freed(each, {axis}, "topk") for each in both(values, places, lies, candidates))
     best = [order(part, axis, largest)[1].narrow(axis, 0, k) for part in found.parts]
     values, places = (

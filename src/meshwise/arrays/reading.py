@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from meshwise.arrays.array import Array
+from meshwise.arrays.array import Array, numbered
 from meshwise.arrays.moves import EXPLAINED, replicate, to_single
 from meshwise.arrays.sharding import resized, sharding
 from meshwise.spec.errors import UsageError
@@ -150,12 +150,10 @@ def _ends_of(x: Array, dim: int) -> Array:
     shape = resized(x.shape, dim, 2 * EDGE)
     spans = placed.spans(dim, length)
     kept = [[at - begin for at in wanted if begin <= at < begin + size] for begin, size in spans]
-    parts = []
-    for (part, _), tensor in zip(x.space.local(placed), x.parts, strict=True):
-        parts.append(tensor[(slice(None),) * dim + (kept[part],)])
+    parts = tuple(tensor[(slice(None),) * dim + (kept[part],)] for part, tensor in numbered(x))
     if placed.dim == dim:
         placed = sharding(placed.places, dim, tuple(map(len, kept)))
-    return Array(tuple(parts), placed, shape, x.dtype, x.space)
+    return Array(parts, placed, shape, x.dtype, x.space)
 
 
 def _with_gaps(values: Tensor, gaps: tuple[int, ...], dim: int = 0) -> str:

@@ -17,11 +17,10 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from meshwise.arrays.aliases import is_number, shown, strides_of, viewed
-from meshwise.arrays.array import Array, like
+from meshwise.arrays.array import Array, empty_parts, like, numbered
 from meshwise.arrays.creation import as_shape
 from meshwise.arrays.moves import EXPLAINED, Move, exchange, reshard
 from meshwise.arrays.sharding import Shape, Sharding, evenly, sharding
@@ -78,11 +77,7 @@ def _reshaped(x: Array, wanted: Shape) -> tuple[Array, bool]:
     placed = x.sharding
     if not size_of(wanted):
         placed = evenly(wanted[0], placed.places)
-        none = [
-            torch.empty(placed.part_shape(wanted, k), dtype=x.dtype, device=x.space.devices[place])
-            for k, place in x.space.local(placed)
-        ]
-        return made(none, placed, x, wanted), True
+        return made(empty_parts(x, wanted, placed), placed, x, wanted), True
     if placed.dim is not None:
         old, new = _seen(x.shape, wanted, placed)
         if old.outer > 1 or new.outer > 1 or old.begins != new.begins:
@@ -176,13 +171,9 @@ def _moved(x: Array, wanted: Shape, old: Rows, new: Rows) -> Array:
         shape = (old.before, old.outer * old.length, old.after)
         between = _rows(shape, (1, 2), evenly(shape[1], old.placed.places, 1))
         return _moved(_moved(x, shape, old, between), wanted, between, new)
-    space = x.space
-    held = {k: old.seen(part, k) for part, (k, _) in zip(x.parts, space.local(old.placed), strict=True)}
-    parts = [
-        torch.empty(new.placed.part_shape(wanted, k), dtype=x.dtype, device=space.devices[place])
-        for k, place in space.local(new.placed)
-    ]
-    made_of = {k: new.seen(part, k) for part, (k, _) in zip(parts, space.local(new.placed), strict=True)}
+    held = {k: old.seen(part, k) for k, part in numbered(x)}
+    found = made(empty_parts(x, wanted, new.placed), new.placed, x, wanted)
+    made_of = {k: new.seen(part, k) for k, part in numbered(found)}
     line, rows = (old, new) if old.outer == 1 else (new, old)
     pieces = []
     for (i, source), (j, target) in itertools.product(enumerate(old.placed.places), enumerate(new.placed.places)):
@@ -194,8 +185,8 @@ def _moved(x: Array, wanted: Shape, old: Rows, new: Rows) -> Array:
                 views.append(see(tensors[number], box, each, number, rows.length) if number in tensors else None)
             shape4 = (old.before, box.count, box.high - box.low, old.after)
             pieces.append(Move(source, target, (i, j, box.row), shape4, x.dtype, views[0], views[1]))
-    exchange(space, pieces, "reshape")
-    return made(parts, new.placed, x, wanted)
+    exchange(x.space, pieces, "reshape")
+    return found
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from meshwise.arrays.array import Array
+from meshwise.arrays.array import Array, numbered
 from meshwise.arrays.reading import to_host
 from meshwise.arrays.sharding import sharding
 from meshwise.transfer.devices import OPEN_DEVICES
@@ -131,8 +131,7 @@ def cuts(x: Array, ranks: Sequence[int], *, descending: bool = False) -> list[li
 
 def picked(x: Array, asked: Sequence[Sequence[int]]) -> tuple[Tensor, ...]:
     """Return the elements at the given positions of each part, in host memory, on every rank."""
-    here = zip(x.parts, x.space.local(x.sharding), strict=True)
-    chosen = tuple(part[torch.tensor(asked[k], dtype=torch.int64)] for part, (k, _) in here)
+    chosen = tuple(part[torch.tensor(asked[k], dtype=torch.int64)] for k, part in numbered(x))
     counts = tuple(map(len, asked))
     lies = sharding(x.sharding.places, 0, counts)
     values: tuple[Tensor, ...] = to_host(Array(chosen, lies, (sum(counts),), x.dtype, x.space), "samples").split(counts)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from meshwise.arrays import elementwise, factors, layout, products
 from meshwise.arrays.align import broadcast_shape
-from meshwise.arrays.array import Array, like
+from meshwise.arrays.array import Array, like, numbered
 from meshwise.arrays.casting import astype
 from meshwise.arrays.dtypes import real_of, result_type
 from meshwise.arrays.gathering import placed_as
@@ -164,7 +164,7 @@ def matrix_power(x: Array, n: int, /) -> Array:
 
 def _identity(x: Array) -> Array:
     parts = []
-    for part, (k, _) in zip(x.parts, x.space.local(x.sharding), strict=True):
+    for k, part in numbered(x):
         rows, columns = x.sharding.interval(x.shape, k)[-2:]
         own = torch.arange(rows.start, rows.stop, device=part.device)[:, None]
         ones = own == torch.arange(columns.start, columns.stop, device=part.device)
