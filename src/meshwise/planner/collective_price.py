@@ -114,12 +114,10 @@ def _send(collective: CollectiveOperation, machine: Machine, backend: str) -> Pr
     table = link.timings.get(backend) or link.timings.get("peer")
     if table is not None:
         return _of_table(table, collective.size, network=source.host != target.host)
-    return _modelled_send(collective, machine, link, share, backend)
+    return _modelled_send(collective, link, share, backend)
 
 
-def _modelled_send(
-    collective: CollectiveOperation, machine: Machine, link: Link, share: float, backend: str
-) -> Priced | None:
+def _modelled_send(collective: CollectiveOperation, link: Link, share: float, backend: str) -> Priced | None:
     nominal = link.bandwidth if link.kind == "network" else nominal_of(link)[0]
     if nominal is None:
         return None
@@ -133,8 +131,7 @@ def _modelled_send(
         part_of = known or FIGURES["nccl.network" if hardware == "network" else "nccl.unknown"].value
         origin = CATALOG if known else MODEL
     moving = collective.size / (nominal * share * part_of)
-    spread = _mixed(latency, FIGURES["nccl.small"].spread, moving, FIGURES["nccl.network"].spread)
-    return priced(latency + moving, spread, origin, COMMUNICATION)
+    return _sent(latency, moving, FIGURES["nccl.network"].spread, origin)
 
 
 # NCCL.
@@ -160,8 +157,7 @@ def _nccl(collective: CollectiveOperation, machine: Machine, group: Group) -> Pr
             bus = rate * factor * PROTOCOL[protocol]
             costs.append((latency, collective.size * bus_factor(collective.kind, group.ranks) / bus))
     latency, moving = min(costs, key=sum)  # `costs` is never empty: a ring can always use the simple protocol
-    both = _mixed(latency, FIGURES["nccl.small"].spread, moving, spread)
-    return priced(latency + moving, both, origin, COMMUNICATION)
+    return _sent(latency, moving, spread, origin)
 
 
 Rate = tuple[float, float, str, str]
@@ -241,8 +237,7 @@ def _all_to_all(collective: CollectiveOperation, group: Group, inside: Rate | No
     moving, spread, origin = max(legs)
     hop = HOP["network", "ring"][LL] if group.hosts > 1 else HOP[inside[3] if inside else "nvlink", "ring"][LL]
     latency = (BASE["ring"][SIMPLE] + (group.ranks - 1) * hop) * 1e-6
-    both = _mixed(latency, FIGURES["nccl.small"].spread, moving, spread)
-    return priced(latency + moving, both, origin, COMMUNICATION)
+    return _sent(latency, moving, spread, origin)
 
 
 def _hardware(kind: str) -> str:
@@ -302,10 +297,11 @@ def _gloo_across(machine: Machine, group: Group, steps: float, message: float) -
     latency = steps * (link.latency if link.latency is not None else step.value)
     figure = FIGURES["gloo.network"]
     moving = steps * message * concurrent / (link.bandwidth * figure.value)
-    return priced(latency + moving, _mixed(latency, step.spread, moving, figure.spread), CATALOG, COMMUNICATION)
+    return _sent(latency, moving, figure.spread, CATALOG, step.spread)
 
 
-def _mixed(one: float, one_spread: float, other: float, other_spread: float) -> float:
-    """Return the relative error (spread) of the sum of two times."""
-    total = one + other
-    return (one * one_spread + other * other_spread) / total if total > 0 else 1.0
+def _sent(latency: float, moving: float, spread: float, origin: str, of_latency: float | None = None) -> Priced:
+    """Estimate the time of a message from its latency and the time to move its bytes, each with a relative error."""
+    small = FIGURES["nccl.small"].spread if of_latency is None else of_latency
+    total = latency + moving
+    return priced(total, (latency * small + moving * spread) / total if total > 0 else 1.0, origin, COMMUNICATION)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from meshwise.hardware.catalog import CatalogPart, achievable, nominal_of, part, reached
-from meshwise.planner.constants import FIGURES, TILES
+from meshwise.planner.constants import FIGURES, TILES, Figure
 from meshwise.planner.operators import Product, product_of, sort_of
 from meshwise.planner.work import Copy, Operation
 from meshwise.spec.machine import HOST, Device, Machine, Matmul, link_between
@@ -27,6 +27,7 @@ MEASURED, CATALOG, MODEL = "measured", "catalog", "model"
 COMPUTE, MEMORY, COMMUNICATION, LAUNCH = "compute", "memory", "communication", "launch"
 FACTORS = (COMPUTE, MEMORY, COMMUNICATION, LAUNCH)
 """Kinds of estimated times. If one time of a kind is too long, the others tend to be too long as well."""
+EXACT = Figure(1.0, 1.0, "")
 FUSED = ("elementwise", "reduction", "batch-norm", "dropout")
 """Kinds of operators (see `sort_of`) that compilation fuses."""
 Known = Callable[[Operation], float | None]
@@ -92,7 +93,7 @@ def launch_seconds(device: Device, phase: str = "") -> Priced:
     if not phase:
         return priced(seconds, figure.spread, origin, LAUNCH)
     program = FIGURES[f"program.{phase}"]
-    return priced(seconds * program.value, _joint(figure.spread, program.spread), MODEL, LAUNCH)
+    return priced(seconds * program.value, joint(figure, program).spread, MODEL, LAUNCH)
 
 
 def copy_seconds(copy: Copy, device: Device, machine: Machine) -> Priced | None:
@@ -122,7 +123,7 @@ def _bytes_seconds(operation: Operation, device: Device, sort: str) -> Priced | 
         rate, spread, origin = device.memory_rate, share.spread, MEASURED
     elif device.memory_bandwidth is not None:
         copy = FIGURES["memory.copy"]
-        rate, spread, origin = device.memory_bandwidth * copy.value, _joint(share.spread, copy.spread), CATALOG
+        rate, spread, origin = device.memory_bandwidth * copy.value, joint(share, copy).spread, CATALOG
     else:
         return None
     seconds = moved / (rate * share.value)
@@ -147,42 +148,41 @@ def _flops_seconds(operation: Operation, device: Device, sort: str) -> Priced | 
     name = sort if sort in ("convolution", "recurrent") else "matmul"
     if name == "convolution" and f"convolution.{dtype}" in FIGURES:
         name = f"convolution.{dtype}"
-    share, spread = (1.0, 1.0) if name == "matmul" else (FIGURES[name].value, FIGURES[name].spread)
+    share = EXACT if name == "matmul" else FIGURES[name]
     if product is None:
-        shape = FIGURES["matmul.shape-unknown"]
-        share, spread = share * shape.value, _joint(spread, shape.spread)
+        share = joint(share, FIGURES["matmul.shape-unknown"])
     elif product.misaligned:
-        off = FIGURES["matmul.misaligned"]
-        share, spread = share * off.value, _joint(spread, off.spread)
+        share = joint(share, FIGURES["matmul.misaligned"])
     multiprocessors = known.multiprocessors if known else None
     filled = tile_share(product, multiprocessors) if product else 1.0
     products = tuple(one for one in device.matmuls if one.dtype == dtype)
     if products:
         rate = _measured_rate(products, flops, multiprocessors) * filled
-        return priced(flops / (rate * share), _joint(spread, FIGURES["measured.matmul"].spread), MEASURED, COMPUTE)
+        spread = joint(share, FIGURES["measured.matmul"]).spread
+        return priced(flops / (rate * share.value), spread, MEASURED, COMPUTE)
     best = _best_rate(device, dtype, known)
     if best is None:
         return None
-    rate, best_spread, origin = best
-    return priced(flops / (rate * share * filled), _joint(spread, best_spread), origin, COMPUTE)
+    both = joint(best, share)
+    return priced(flops / (both.value * filled), both.spread, both.source, COMPUTE)
 
 
-def _best_rate(device: Device, dtype: str, known: CatalogPart | None) -> tuple[float, float, str] | None:
-    """Return (FLOP/s of a large matmul in `dtype`, relative error of this rate, source such as `catalog`)."""
+def _best_rate(device: Device, dtype: str, known: CatalogPart | None) -> Figure | None:
+    """Return the FLOP/s of a large matmul in `dtype`. Its source is `catalog` or `model`."""
     peak = device.peak.get(dtype)
     if peak is None:
         return None
     line = known.architecture if known else ""
     typical = FIGURES.get(f"matmul.{line}") or FIGURES["matmul"]
     if other := FIGURES.get(f"matmul.{dtype}"):
-        typical = replace(typical, value=typical.value * other.value, spread=_joint(typical.spread, other.spread))
+        typical = joint(typical, other)
     found = device.achievable.get(dtype)
     if found is None and known is not None and (share := achievable(known, dtype) or achievable(known, "bf16")):
         found = share
     if found is not None:
-        return peak * found * typical.value, typical.spread, CATALOG
+        return Figure(peak * found * typical.value, typical.spread, CATALOG)
     unknown = FIGURES["matmul.unknown-share"]
-    return peak * unknown.value * typical.value, _joint(unknown.spread, typical.spread), MODEL
+    return Figure(peak * unknown.value * typical.value, joint(unknown, typical).spread, MODEL)
 
 
 def _transposing(operation: Operation, device: Device) -> float:
@@ -203,15 +203,14 @@ def _attention(operation: Operation, device: Device, dtype: str, known: CatalogP
     line = {"ada": "ampere"}.get(line, line)
     way = "backward" if "backward" in operation.name else "forward"
     share = FIGURES.get(f"attention.{line}.{way}") or FIGURES[f"attention.other.{way}"]
-    value, spread = share.value, share.spread
     for kind in ("cudnn", "efficient", "flash1"):
         if kind in operation.name:
-            other = FIGURES[f"attention.{kind}"]
-            value, spread = value * other.value, _joint(spread, other.spread)
+            share = joint(share, FIGURES[f"attention.{kind}"])
+    value = share.value
     query = next((shape for shape in operation.shapes if len(shape) == 4), None)
     if query is not None and known is not None and known.multiprocessors:
         value *= _filled(math.prod(query[:2]) * math.ceil(query[2] / 128), known.multiprocessors)
-    return priced(operation.flops / (peak * value), spread, MODEL, COMPUTE)
+    return priced(operation.flops / (peak * value), share.spread, MODEL, COMPUTE)
 
 
 def _filled(blocks: int, multiprocessors: int) -> float:
@@ -277,6 +276,7 @@ def _on_processor(operation: Operation, device: Device, sort: str) -> Priced | N
     return Priced(longest.seconds + call, longest.low + call, longest.high + call, longest.origin, longest.factor)
 
 
-def _joint(one: float, other: float) -> float:
-    """Return the relative error (spread) of the product of two figures with independent errors."""
-    return math.exp(math.hypot(math.log(one), math.log(other)))
+def joint(one: Figure, other: Figure) -> Figure:
+    """Return the product of two figures with independent errors."""
+    spread = math.exp(math.hypot(math.log(one.spread), math.log(other.spread)))
+    return Figure(one.value * other.value, spread, one.source)
