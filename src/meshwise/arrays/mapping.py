@@ -103,7 +103,7 @@ def _joined(x: Array, results: Sequence[list[Tensor] | None], placed: Sharding) 
     forms = None if found is None else [(tuple(one.shape), one.dtype) for one in found]
     if x.space.over_ranks:
         log_verb("map_shards")
-        known = [form for form in collectives.gather_objects(forms, collectives.everyone()) if form is not None]
+        known = [form for form in collectives.gather_from_all(forms) if form is not None]
         forms = known[0] if known else None
     if forms is None:
         forms = [(x.shape, x.dtype)]

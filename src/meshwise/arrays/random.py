@@ -44,7 +44,7 @@ class Generator:
             seed = secrets.randbits(63)
             if self._space.over_ranks:
                 log_verb("random.seed")
-                seed = int(collectives.broadcast_object(seed, collectives.everyone()))
+                seed = int(collectives.tell_all(seed))
         if not isinstance(seed, int) or not 0 <= seed < 2**64:
             raise UsageError(f"seed must be a whole number from 0 to 2**64 - 1, but it is {seed!r}.")
         self.key, self._streams = seed, itertools.count()

@@ -110,7 +110,7 @@ class Holding:
         lacking = stages.lacks(model)
         mine = self._reached_by_name(), set(self._live_modules), set(lacking)
         ranks: list[tuple[set[str], set[str], set[str]]] = [(set(), set(), set()) for _ in range(self._pipe.size)]
-        for rank, facts in collectives.gather_objects((own, mine), collectives.everyone()):
+        for rank, facts in collectives.gather_from_all((own, mine)):
             for known, more in zip(ranks[rank], facts, strict=True):
                 known |= more
         drop: set[str] = set()
@@ -131,8 +131,8 @@ class Holding:
             self._seen += [(module, name, held, shown) for module, name in places]
         _drop(model, same, own)
         stages.now_lacks(model, lacking | same | self._buffers_of_others([live for _, live, _ in ranks]))
-        every = collectives.gather_objects(sorted(groups), collectives.everyone())
-        pipes = sorted(set(collectives.gather_objects(collectives.ranks_of(self._pipe.group), collectives.everyone())))
+        every = collectives.gather_from_all(sorted(groups))
+        pipes = sorted(set(collectives.gather_from_all(collectives.ranks_of(self._pipe.group))))
         for holders in sorted({h for each in every for h in each}):
             for ranks_of_pipe in pipes:
                 group = collectives.group_of([ranks_of_pipe[rank] for rank in holders])

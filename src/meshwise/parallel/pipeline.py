@@ -253,7 +253,7 @@ def costs_of(blocks: Sequence[tuple[str, nn.Module]], cost: Cost | None) -> list
     for (name, _), value in zip(blocks, found, strict=True):
         if not isinstance(value, int | float) or not 0 <= value < math.inf:
             raise PlanError(f"stage_cost({name!r}, block) returned {value!r}. It must return a number of at least 0.")
-    costs: list[float] = collectives.broadcast_object(found, collectives.everyone())
+    costs: list[float] = collectives.tell_all(found)
     return costs
 
 

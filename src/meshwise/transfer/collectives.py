@@ -251,6 +251,16 @@ def broadcast_object(value: Any, group: Group = None) -> Any:
     return box[0]
 
 
+def gather_from_all(value: Any) -> list[Any]:
+    """Return the `value` of every rank of the run, however its ranks are divided."""
+    return gather_objects(value, everyone())
+
+
+def tell_all(value: Any) -> Any:
+    """Return the `value` of the run's rank 0 on every rank of the run."""
+    return broadcast_object(value, everyone())
+
+
 @contextmanager
 def recorded(
     kind: str, size: int, group: Group, lane: str | None = None, dtype: torch.dtype | None = None

@@ -36,7 +36,7 @@ class DataAxis(Axis):
 
     def __init__(self) -> None:
         own = collectives.ranks_of(None)
-        every = collectives.gather_objects(own, collectives.everyone())
+        every = collectives.gather_from_all(own)
         groups = {ranks: dist.new_group(list(ranks), group_desc=self.name) for ranks in sorted(set(every))}
         self.group, self.size, self.rank = groups[own], len(own), collectives.get_rank()
         self.gradient_scale = self.size

@@ -63,7 +63,7 @@ class NotFinite:
         self._first = collectives.get_rank(collectives.everyone()) == 0
         lines = read_lines(self._file) if self._file is not None and self._first else []
         own = [(line["epoch"], line["first"], line["stop"]) for line in lines]
-        self._every: list[Batch] = collectives.broadcast_object(own, collectives.everyone())
+        self._every: list[Batch] = collectives.tell_all(own)
         self.last: deque[Batch] = deque(maxlen=2)
         """The batches of the previous step and of the current one."""
 
@@ -105,7 +105,7 @@ class NotFinite:
         model = self._state.model
         lacking = stages.absent_parameters(model)  # parameters of other pipeline stages, which are NaN here
         trained = [local_of(p.detach()) for p in model.parameters() if p.requires_grad and p not in lacking]
-        flags = collectives.gather_objects(bool(_any_not_finite(trained)), collectives.everyone())
+        flags = collectives.gather_from_all(bool(_any_not_finite(trained)))
         if any(flags):
             ranks = [rank for rank, flag in enumerate(flags) if flag]
             self._tell(f"step {step}: {self._leave_out(step, list(self.last))}")

@@ -40,7 +40,7 @@ class ReplicaCheck:
         if self.every == math.inf or self._compared == state.step:
             return
         self._compared = state.step
-        ranks: list[dict[str, int]] = collectives.gather_objects(dict(self._hashes(state)), collectives.everyone())
+        ranks: list[dict[str, int]] = collectives.gather_from_all(dict(self._hashes(state)))
         groups = [range(first, len(ranks), self._apart) for first in range(self._apart)]
         differ = [
             (name, group[place])

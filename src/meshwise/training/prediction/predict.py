@@ -98,7 +98,7 @@ def run_predict(job: Job, options: PredictOptions) -> Predictions:
         if out is not None and first:
             stack.enter_context(locked_folder(out, _facts(job, data, plan, options), overwrite=options.overwrite))
             say(f"parts are written to {folder_of(out)}: after a stop, the same command continues")
-        left = collectives.broadcast_object(left_of(data.samples, out) if first else None, collectives.everyone())
+        left = collectives.tell_all(left_of(data.samples, out) if first else None)
         earlier = done = data.samples - len(left)
         # The ranks of a replica have the same rows, so only the first of them writes.
         writes = session.world.rank % (plan.within_samples // plan.pipeline) == 0

@@ -60,7 +60,7 @@ class SaveClock:
         """Ask the clock of rank 0 whether a save is due. Collective."""
         passed: float
         wait: float
-        passed, wait = collectives.broadcast_object((self._clock() - began, self._wait()), collectives.everyone())
+        passed, wait = collectives.tell_all((self._clock() - began, self._wait()))
         pace, due = max(passed / (step - first), 1e-9), passed >= wait
         if due:
             self._since = self._clock(), step
@@ -81,7 +81,7 @@ class SaveClock:
     def _begins(self, saver: Saver) -> bool:
         """Return whether states are saved in the background, and tell the user."""
         size = saver.size_of(self._make)
-        short: str = collectives.broadcast_object(self._short_of(size, saver.folder), collectives.everyone())
+        short: str = collectives.tell_all(self._short_of(size, saver.folder))
         if short:
             saver.tell(f"no state is saved in the background: {short}. Set {self._option} to save it all the same.")
         else:

@@ -32,7 +32,7 @@ def not_finite_in(
 ) -> tuple[str, str]:
     """Return the name of the first entry with NaN or infinity, and the ranks with such entries, or ("", ""). Entries
     in `known` do not count."""
-    every = collectives.gather_objects(not_finite_here(models, optimizers, known), collectives.everyone())
+    every = collectives.gather_from_all(not_finite_here(models, optimizers, known))
     ranks = [rank for rank, name in enumerate(every) if name]
     return (every[ranks[0]], ranks_text(ranks)) if ranks else ("", "")
 

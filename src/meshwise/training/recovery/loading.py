@@ -74,7 +74,7 @@ def whole(tree: Any) -> Any:
 
 def has_checkpoint(folder: Path) -> bool:
     """Return on all ranks whether rank 0 sees a checkpoint in `folder`. Collective."""
-    return bool(collectives.broadcast_object(bool(files.checkpoints_in(folder)), collectives.everyone()))
+    return bool(collectives.tell_all(bool(files.checkpoints_in(folder))))
 
 
 def load(
@@ -90,22 +90,22 @@ def load(
     say: called with a line of text about each damaged checkpoint.
     only: the name of the only checkpoint to consider.
     """
-    every, first, wrong = collectives.everyone(), world.rank == 0, list[str]()
+    first, wrong = world.rank == 0, list[str]()
     shared = seen_by_all(folder, world, "load")
     found = [saved for saved in files.checkpoints_in(folder)[::-1] if only in (None, saved.path.name)]
-    for saved in collectives.broadcast_object(found, every):
-        manifest, told = collectives.broadcast_object(_read_manifest(saved) if first else None, every)
+    for saved in collectives.tell_all(found):
+        manifest, told = collectives.tell_all(_read_manifest(saved) if first else None)
         if manifest is not None:
             own = manifest.files[world.rank :: world.size] if shared else manifest.files if first else ()
             told = next(filter(None, (files.wrong_with(saved.path, file) for file in own)), "")
-            told = next(filter(None, collectives.gather_objects(told, every)), "")
+            told = next(filter(None, collectives.gather_from_all(told)), "")
         if manifest is not None and not told:
             if wrong and first:
                 say(f"the checkpoint of {saved} is used instead.")
             tensors = {name: Stored(saved.path, tensor) for name, tensor in manifest.tensors.items()}
             tree = decoded(manifest.values, tensors.__getitem__)
             if not shared:
-                tree = collectives.broadcast_object(whole(tree) if first else None, every)
+                tree = collectives.tell_all(whole(tree) if first else None)
             return Loaded(saved, tree)
         wrong.append(f"{saved.path}: {told}")
         if first:

@@ -89,7 +89,7 @@ class Saver:
         """Return how many bytes the tensors of a state take, over all ranks. make: as in `save`. Collective."""
         self._begin()
         shapes = {name: held(tensor) for name, tensor in self._encoded(make())[1].items()}
-        ranks = collectives.gather_objects(shapes, collectives.everyone())
+        ranks = collectives.gather_from_all(shapes)
         return sum(each.size for each in {name: each for rank in ranks for name, each in rank.items()}.values())
 
     def save(
@@ -106,7 +106,7 @@ class Saver:
             # `hash` differs between processes, so each rank's hash is only compared with its own earlier hashes.
             digests = (hash(tuple(shapes.items())), hashlib.blake2b(repr(values).encode()).digest())
             over = self._world.rank == 0 and newest(files.claims_folder(self.folder)) > number
-            ranks = collectives.gather_objects((self._writing is not None, digests, over), collectives.everyone())
+            ranks = collectives.gather_from_all((self._writing is not None, digests, over))
             if ranks[0][2]:
                 raise SaveError(OVER)
             if any(busy for busy, _, _ in ranks):
@@ -128,7 +128,7 @@ class Saver:
                     make_folder(self.folder)
                     files.remove_leftovers(self.folder, self._numbered())
             number = self._numbered()
-            key, number = collectives.broadcast_object((key, number), collectives.everyone())
+            key, number = collectives.tell_all((key, number))
             self._begun = key, number, seen_by_all(self.folder, self._world, key)
             if not self._begun[2]:
                 self.tell(f"not every machine sees {self.folder}: rank 0 writes the whole state.")
@@ -153,14 +153,14 @@ class Saver:
 
     def _agreed(self, values: Any, shapes: Mapping[str, Held], digests: Sequence[tuple[int, str]]) -> Any:
         """Return all ranks' plain values, merged into one tree. Update `_deal` if it is outdated."""
-        everyone, own = collectives.everyone(), tuple(each for each, _ in digests)
+        own = tuple(each for each, _ in digests)
         if self._deal is None or self._deal.digests != own:
-            ranks = collectives.gather_objects(shapes, everyone)
+            ranks = collectives.gather_from_all(shapes)
             every = {name: each for rank in reversed(ranks) for name, each in rank.items()}
             self._deal = Deal(own, every, deal(ranks))
         if len({each for _, each in digests}) == 1:
             return values
-        return merged(collectives.gather_objects(values, everyone))
+        return merged(collectives.gather_from_all(values))
 
     def _start(self, key: str, facts: Mapping[str, Any], values: Any, tensors: Mapping[str, Tensor]) -> None:
         """Copy what this rank writes, and start a thread that writes the copy."""
@@ -292,7 +292,7 @@ def seen_by_all(folder: Path, world: World, key: str) -> bool:
         with contextlib.suppress(OSError):
             sign.write_text(key)
     collectives.barrier(everyone)
-    seen = collectives.gather_objects(sign.exists(), everyone)
+    seen = collectives.gather_from_all(sign.exists())
     if world.rank == 0:
         sign.unlink(missing_ok=True)
     return all(seen)

@@ -65,7 +65,7 @@ def hold(folder: Path) -> HeldFolder:
     """Lock the folder for this program. Collective. Raise UsageError if another program holds the lock."""
     once.free(folder)
     lock, number, refusal = _held(folder) if rank_context().world.rank == 0 else (None, None, "")
-    number, refusal = collectives.broadcast_object((number, refusal), collectives.everyone())
+    number, refusal = collectives.tell_all((number, refusal))
     if refusal:
         raise UsageError(f"mw.checkpoint: {refusal}")
     return HeldFolder(folder, number, lock)
