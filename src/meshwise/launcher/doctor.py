@@ -23,7 +23,7 @@ import psutil
 from meshwise import hardware
 from meshwise.hardware.allowance import bound_cores, cpu_quota
 from meshwise.hardware.discovery.limits import SHELL, Finding, limits_that_hurt, surroundings
-from meshwise.records.code_files import code_files
+from meshwise.launcher.code_files import code_files
 from meshwise.spec.machine import Machine
 from meshwise.spec.units import bytes_text
 from meshwise.workers.places.place import Place

@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from meshwise.hardware.find import find_devices
+from meshwise.launcher.code_files import refuse_changed_code
 from meshwise.launcher.restarts import refuse_without_progress
 from meshwise.records import folder as names
 from meshwise.records.checkpoints import run_and_checkpoint
-from meshwise.records.code_files import refuse_changed_code
 from meshwise.records.lock import refuse_held
 from meshwise.spec.devices import parse_devices
 from meshwise.spec.errors import MeshwiseError, UsageError

@@ -9,13 +9,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
+from meshwise.launcher.code_files import write_code
 from meshwise.launcher.engines import kubectl
 from meshwise.launcher.engines.batch_script import BatchJob, nodes_of
 from meshwise.launcher.engines.kubernetes import JOB, JOB_SET, TRAIN_JOB, PodJob, object_name
 from meshwise.launcher.engines.manifest import manifest
 from meshwise.launcher.engines.site import Site
 from meshwise.launcher.submit import SubmitOptions, new_run, note_sent
-from meshwise.records import checkpoints, code_files
+from meshwise.records import checkpoints
 from meshwise.records import folder as names
 from meshwise.records.files import write_text
 from meshwise.records.run_list import MANIFEST, jobs_of
@@ -79,7 +80,7 @@ def send(pods: PodJob, word: str, arguments: Sequence[str]) -> Sent:
     with new_run(run, word, arguments, folder=pods.folder, site=pods.site.file):
         write_text(run / MANIFEST, manifest(pods))
         if seen:
-            code_files.write_code(run, word)
+            write_code(run, word)
         return run / MANIFEST, _applied(run)
 
 
@@ -99,7 +100,7 @@ def send_again(run: Path, cluster: SubmitOptions, sbatch: Sequence[str]) -> Sent
         raise UsageError(f"{run} is finished, so nothing is left to do. Submit a new run.")
     (run / names.STOP).unlink(missing_ok=True)
     if facts["submission"]["folder"] == str(run.absolute()):
-        code_files.write_code(run, facts["submission"]["job"])
+        write_code(run, facts["submission"]["job"])
     if load is not None:  # what has ended is still there, and would be left as it is
         kubectl.delete(load, run / MANIFEST, kubectl.PATIENCE)
     if shutil.which("kubectl") is not None:

@@ -17,13 +17,13 @@ from typing import Any
 from rich.console import Console
 
 from meshwise.hardware.find import describe, find_devices
+from meshwise.launcher.code_files import code_files
 from meshwise.launcher.placing import ASKED
 from meshwise.launcher.restarts import Restarts
 from meshwise.launcher.supervise import LaunchedProgram, Started, supervise
 from meshwise.records import folder as names
 from meshwise.records.checkpoints import run_and_checkpoint
 from meshwise.records.claims import newest, write_of
-from meshwise.records.code_files import code_files
 from meshwise.records.files import stay_in, write_text
 from meshwise.records.lock import FolderLock
 from meshwise.spec.devices import WorkerSlot, parse_devices

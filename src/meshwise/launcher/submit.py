@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from meshwise.hardware.words import machine_from_words
+from meshwise.launcher.code_files import write_code
 from meshwise.launcher.engines import slurm
 from meshwise.launcher.engines.batch_script import BatchJob, batch_script, nodes_of, slurm_time
 from meshwise.launcher.engines.site import Site, find_site
-from meshwise.records import code_files
 from meshwise.records import folder as names
 from meshwise.records.files import write_text
 from meshwise.records.run_list import SCRIPT, array_of, jobs_of, tasks_of
@@ -106,7 +106,7 @@ def send(job: BatchJob, word: str, arguments: Sequence[str]) -> tuple[Path, str]
     _refuse_missing(job.site.secrets, job.site.file)
     with new_run(job.run, word, arguments, site=job.site.file, secrets=list(job.site.secrets)):
         write_text(job.run / SCRIPT, batch_script(job))
-        code_files.write_code(job.run, word)
+        write_code(job.run, word)
         return job.run / SCRIPT, _sent(job.run)
 
 
@@ -152,7 +152,7 @@ def send_again(run: Path, options: SubmitOptions, sbatch: Sequence[str]) -> tupl
             f"train this run longer: meshwise run --resume {run} --epochs N"
         )
     _refuse_missing(record.get("secrets", ()), record.get("site", ""))
-    code_files.write_code(sent, str(record.get("job", "")))
+    write_code(sent, str(record.get("job", "")))
     for each in (run, *(() if task else tasks_of(run))):
         (each / names.STOP).unlink(missing_ok=True)
     names.change_run(run, status=names.QUEUED)  # before the job is sent, which may begin at once

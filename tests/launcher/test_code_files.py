@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwise.records.code_files import changed_code, code_files, refuse_changed_code, write_code
+from meshwise.launcher.code_files import changed_code, code_files, refuse_changed_code, write_code
 from meshwise.spec.errors import UsageError
 
 
