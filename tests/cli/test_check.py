@@ -189,6 +189,7 @@ def test_what_is_not_judged_is_four_and_says_the_line(
     assert code == (4 if lines else 0), out + err
     assert said["equal"] and said["verdict"] == verdict
     assert [text.split(" shows ")[0] for text in said["not_judged"]] == lines
+    assert [*json.loads((tmp_path / "runs" / "checks.json").read_text()).values()] == [verdict]
 
 
 def test_ranks_that_wait_for_each_other_are_ended_with_their_lines(

@@ -33,6 +33,7 @@ from meshwise.checker.views.check_text import check_text
 from meshwise.hardware.allowance import allowed_cores
 from meshwise.hardware.find import find_devices
 from meshwise.parallel.fits import check_fits, check_for_scripts
+from meshwise.records.checked import RUNS, code_key, remember
 from meshwise.spec.devices import WorkerSlot, parse_devices
 from meshwise.spec.errors import MeshwiseError, UsageError, WorkerFailed
 from meshwise.spec.options import check_script, takes
@@ -128,6 +129,7 @@ def check_options(options: CheckOptions, forks: Forks | None = None) -> Proof | 
     if options.rounding and (plan is None or plan.precision != "fp64"):
         specs.append(replace(specs[0], in_float64=False))
     with scratch_folder("check") as folder, closing(forks or Forks(PRELOAD_OF_CHECK)) as forks:
+        key = code_key(Path(script)) if script else ""  # of the code that is checked, whatever is edited meanwhile
         program = _script(Path(script), options, plan, slots, folder) if script else _job(options, slots, folder)
         passes = Passes(_passes(specs, plan, devices), options.steps, options.notify, options.progress)
         traces = partial(_traces, program, forks)
@@ -146,7 +148,9 @@ def check_options(options: CheckOptions, forks: Forks | None = None) -> Proof | 
         def once_more(spec: CheckSpec) -> Trace:
             return trace_to_compare(_traces(program, forks, [(spec, None)], [slots[:1]], again)[0], program.name)
 
-        return prove(program.name, spec, devices, one, actual, rounded, once_more)
+        found = prove(program.name, spec, devices, one, actual, rounded, once_more)
+        remember(RUNS, key, found.verdict.value)
+        return found
 
 
 def _plain(

@@ -21,6 +21,7 @@ from meshwise.launcher.start import start, supervised
 from meshwise.launcher.supervise import LaunchedProgram
 from meshwise.parallel.fits import check_fits, check_for_scripts
 from meshwise.records import folder as names
+from meshwise.records.checked import unchecked
 from meshwise.reports.analyse import report_of
 from meshwise.reports.read import read_timeline
 from meshwise.spec.errors import UsageError
@@ -65,6 +66,8 @@ def start_script(
         return 0
     starts(options)
     started = start(program, options, began)
+    if started.world > 1 and started.first_rank == 0 and started.restarts.number == 1:
+        print(unchecked(started.folder.parent, script, arguments), end="", file=sys.stderr, flush=True)
     _, code = supervised(started, console, options.seconds_left(began))
     report = report_of(read_timeline(started.folder), str(started.folder))
     lines = [report.verdict] if report.steps else []

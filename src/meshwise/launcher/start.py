@@ -174,7 +174,7 @@ def supervised(
     program, slots = started.program, started.slots
     plan = "" if program.plan is None else f"{program.plan}  "
     meeting = started.meeting
-    told = place_in(os.environ).told(meeting.size if meeting else len(slots), meeting.nodes if meeting else 1)
+    told = place_in(os.environ).told(started.world, meeting.nodes if meeting else 1)
     if started.first_rank == 0 or not told:  # under a launcher, all nodes share one output
         line = f"{Path(program.name).name}  {plan}{describe(slots, started.first_rank)}"
         console.print(f"{told}\n{line}".lstrip(), soft_wrap=not console.is_terminal, markup=False, highlight=False)

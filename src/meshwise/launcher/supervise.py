@@ -79,6 +79,11 @@ class Started:
     lock: FolderLock | None = None
 
     @property
+    def world(self) -> int:
+        """The number of ranks on all machines."""
+        return self.meeting.size if self.meeting else len(self.slots)
+
+    @property
     def first_rank(self) -> int:
         """The lowest rank of this machine."""
         return self.meeting.first_rank if self.meeting else 0
