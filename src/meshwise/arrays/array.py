@@ -5,6 +5,7 @@ Other files define what can be done with an array; `methods.py` gives the class 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -59,6 +60,19 @@ class Array:
                 f"x.shape = {wanted} would have to copy this array of shape {self.shape}. Write x = x.reshape(shape)."
             )
         self._become(found)
+
+    @property
+    def ndim(self) -> int:
+        return len(self._shape)
+
+    @property
+    def size(self) -> int:
+        """The number of elements of the array."""
+        return math.prod(self._shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.size * self._dtype.itemsize
 
     def _become(self, other: Array) -> None:
         self.sharding, self._shape, self._dtype = other.sharding, other._shape, other._dtype

@@ -170,7 +170,7 @@ def _copy(target: Array, value: Array | Tensor) -> None:
 
 def _set_masked(target: Array, dim: int, mask: Array, value: Value, key: Key, flips: Sequence[int]) -> None:
     """Write the elements at which `mask` is true."""
-    depth, placed = len(mask.shape), target.sharding
+    depth, placed = mask.ndim, target.sharding
     inside, shown, order = under_mask(target, dim, mask)
     turned = [part.permute(order) for part in target.parts]
     if isinstance(value, Number):

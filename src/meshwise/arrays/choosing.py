@@ -52,16 +52,16 @@ def where(condition: Any, x1: Any = None, x2: Any = None, /) -> Any:
 def take(x: Array, indices: Any, /, axis: int | None = None) -> Array:
     """Take the entries at these indices along `axis`."""
     if axis is None:
-        if len(x.shape) != 1:
-            raise ValueError(f"take: an array of {len(x.shape)} dims needs axis=. Write axis=0, or flatten the array.")
+        if x.ndim != 1:
+            raise ValueError(f"take: an array of {x.ndim} dims needs axis=. Write axis=0, or flatten the array.")
         axis = 0
-    dim = axis_of(axis, len(x.shape), "take")
+    dim = axis_of(axis, x.ndim, "take")
     index = indices if isinstance(indices, Array) else torch.as_tensor(on_host(indices))
     if index.dtype.is_floating_point or index.dtype is torch.bool:
         raise IndexError(f"take needs integer indices, not indices of dtype {index.dtype}.")
     found = pick(x, (dim,), [index])
-    depth = len(index.shape)
-    order = [*range(depth, depth + dim), *range(depth), *range(depth + dim, len(found.shape))]
+    depth = index.ndim
+    order = [*range(depth, depth + dim), *range(depth), *range(depth + dim, found.ndim)]
     return found if order == sorted(order) else copied(arranged(found, order))
 
 
@@ -70,9 +70,9 @@ def take_along_axis(x: Array, indices: Array, /, axis: int = -1) -> Array:
     """For each row along `axis`, take the entries at the indices of that row, as NumPy's `take_along_axis` does."""
     if not isinstance(indices, Array):
         raise NoArrayGiven("take_along_axis: indices must be an array. Write xp.asarray(indices).")
-    dim, ndim = axis_of(axis, len(x.shape), "take_along_axis"), len(x.shape)
-    if len(indices.shape) != ndim:
-        raise ValueError(f"take_along_axis: indices need {ndim} dims like the array, but have {len(indices.shape)}.")
+    dim, ndim = axis_of(axis, x.ndim, "take_along_axis"), x.ndim
+    if indices.ndim != ndim:
+        raise ValueError(f"take_along_axis: indices need {ndim} dims like the array, but have {indices.ndim}.")
     one = [resized(each.shape, dim, 1) for each in (x, indices)]
     around = broadcast_shape("take_along_axis", one)
     shape = resized(around, dim, indices.shape[dim])
@@ -105,7 +105,7 @@ def triu(x: Array, /, k: int = 0) -> Array:
 
 
 def _triangle(name: str, x: Array, k: int) -> Array:
-    ndim = len(x.shape)
+    ndim = x.ndim
     if ndim < 2:
         raise ValueError(f"{name} needs an array of two dims or more, but this array has shape {x.shape}.")
     parts = []
@@ -138,7 +138,7 @@ def meshgrid(*arrays: Array, indexing: str = "xy") -> tuple[Array, ...]:
     given = list(arrays)
     if indexing not in ("xy", "ij"):
         raise ValueError(f"meshgrid: indexing must be 'xy' or 'ij', but it is {indexing!r}.")
-    if any(len(x.shape) > 1 for x in given):
+    if any(x.ndim > 1 for x in given):
         raise ValueError(f"meshgrid takes vectors, but the shapes are {', '.join(str(x.shape) for x in given)}.")
     if not given:
         return ()

@@ -39,10 +39,10 @@ def cumulative_prod(x: Array, /, *, axis: int | None = None, dtype: Any = None, 
 def _cumulative(x: Array, axis: int | None, dtype: Any, include_initial: bool, name: str) -> Array:
     x = as_array(name, x)
     if axis is None:
-        if len(x.shape) != 1:
+        if x.ndim != 1:
             raise ValueError(f"{name} of an array of shape {x.shape} needs an axis, for example axis=0.")
         axis = 0
-    axis = axis_of(axis, len(x.shape), name)
+    axis = axis_of(axis, x.ndim, name)
     kind = sum_dtype(x.dtype, dtype)
     inner = torch.int64 if kind in UNSIGNED or kind is BOOL else kind  # int64 gives the same bits as an unsigned dtype
     held, first = x.sharding, 1 if name == "cumulative_prod" else 0

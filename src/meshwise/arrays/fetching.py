@@ -43,7 +43,7 @@ class Asked:
 
 def others(x: Array, dims: Sequence[int]) -> tuple[list[int], Shape]:
     """Return the dims of `x` that are not in `dims`, and their lengths."""
-    rest = [dim for dim in range(len(x.shape)) if dim not in dims]
+    rest = [dim for dim in range(x.ndim) if dim not in dims]
     return rest, tuple(x.shape[dim] for dim in rest)
 
 
@@ -77,7 +77,7 @@ def ask(x: Array, dims: tuple[int, ...], indices: Sequence[Array | Tensor], *, i
         placed = ordered or (evenly(shape[0], places) if shape else sharding(places[:1]))
     else:
         largest = max(divided, key=lambda each: size_of(each.shape))
-        grown = len(shape) - len(largest.shape)
+        grown = len(shape) - largest.ndim
         placed = largest.sharding
         if placed.dim is not None:
             repeats = largest.shape[placed.dim] != shape[placed.dim + grown]

@@ -45,7 +45,7 @@ OF_REAL = {"rfft", "ihfft"}
 def _one(name: str) -> Callable[..., Array]:
     def rule(x: Array, /, n: int | None = None, axis: int = -1, norm: str = "backward") -> Array:
         x = _floats(x, name, norm)
-        return along(x, name, axis_of(axis, len(x.shape), name), n, norm)
+        return along(x, name, axis_of(axis, x.ndim, name), n, norm)
 
     doc = f"Apply `{name}` along `axis`, cut or padded with zeros to `n` entries. norm: {', '.join(NORMS)}."
     return named(rule, name, doc)
@@ -93,7 +93,7 @@ def _several(x: Array, name: str, s: Sequence[int] | None, axes: Sequence[int] |
 def _complex_ones(x: Array, name: str, lengths: list[int | None], dims: list[int], norm: str) -> Array:
     """Apply `fft` or `ifft` along several axes, one after another, in an order that moves little data."""
     order = sorted(range(len(dims)), key=lambda k: (dims[k] == x.sharding.dim, k))
-    others = [dim for dim in range(len(x.shape)) if dim not in dims]
+    others = [dim for dim in range(x.ndim) if dim not in dims]
     if others and max(x.shape[dim] for dim in others) >= len(x.sharding.places):
         order.reverse()
     for k in order:
@@ -105,10 +105,10 @@ def _lengths(
     x: Array, name: str, s: Sequence[int] | None, axes: Sequence[int] | None
 ) -> tuple[list[int | None], list[int]]:
     """Return the lengths and the axes of a transform over several axes."""
-    count = len(x.shape)
+    count = x.ndim
     if axes is None:
         axes = range(count) if s is None else range(count - len(s), count)
-    dims = [axis_of(axis, len(x.shape), name) for axis in axes]
+    dims = [axis_of(axis, x.ndim, name) for axis in axes]
     lengths: list[int | None] = [None] * len(dims)
     if s is not None:
         lengths = [None if length == -1 else int(length) for length in s]
@@ -265,7 +265,7 @@ def ifftshift(x: Array, /, axes: int | Sequence[int] | None = None) -> Array:
 
 
 def _shifted(x: Array, axes: int | Sequence[int] | None, sign: int) -> Array:
-    dims = list(range(len(x.shape))) if axes is None else [axes] if isinstance(axes, int) else list(axes)
+    dims = list(range(x.ndim)) if axes is None else [axes] if isinstance(axes, int) else list(axes)
     return roll(x, tuple(sign * (x.shape[dim] // 2) for dim in dims), axis=tuple(dims)) if dims else x
 
 

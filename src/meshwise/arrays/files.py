@@ -8,7 +8,6 @@ Over ranks, each rank reads or writes its own parts of one file, which must lie 
 from __future__ import annotations
 
 import json
-import math
 import struct
 from collections.abc import Mapping
 from pathlib import Path
@@ -93,7 +92,7 @@ def save(path: Any, given: Any) -> None:
     being = file.with_name(f".{file.name}.part")
     first = 0 in space.here
     header, begins = _npy_header(named[""]) if file.suffix == ".npy" else _safetensors_header(named)
-    total = len(header) + sum(math.prod(x.shape) * x.dtype.itemsize for x in named.values())
+    total = len(header) + sum(x.nbytes for x in named.values())
     if first:
         with being.open("wb") as opened:
             opened.write(header)
@@ -126,7 +125,7 @@ def _safetensors_header(named: Mapping[str, Array]) -> tuple[bytes, list[int]]:
         code = SAFETENSORS.get(str(x.dtype).removeprefix("torch."))
         if code is None:
             raise UsageError(f"save {name}: safetensors files cannot store {x.dtype}. Save the array to a .npy file.")
-        size = math.prod(x.shape) * x.dtype.itemsize
+        size = x.nbytes
         table[name] = {"dtype": code, "shape": list(x.shape), "data_offsets": [at, at + size]}
         begins.append(at)
         at += size
@@ -137,7 +136,7 @@ def _safetensors_header(named: Mapping[str, Array]) -> tuple[bytes, list[int]]:
 
 def _write(file: Path, begin: int, x: Array) -> None:
     """Write the local parts to the file, from byte `begin` on. For a replicated array, only the first device writes."""
-    if not math.prod(x.shape):
+    if not x.size:
         return
     kind = _RAW.get(x.dtype) or numpy_dtype(x.dtype)
     into = np.memmap(file, dtype=kind, mode="r+", offset=begin, shape=x.shape)

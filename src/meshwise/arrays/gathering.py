@@ -7,7 +7,6 @@ A warning is issued once per operation.
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -69,7 +68,7 @@ def tell_return(x: Array, operation: str) -> None:
     array."""
     if _mode.get() == "allow" or EXPLAINED:
         return
-    at, size = user_place(), bytes_text(math.prod(x.shape) * x.dtype.itemsize)
+    at, size = user_place(), bytes_text(x.nbytes)
     text = f"{at}: {operation} writes to a view that is not on its array's devices, so all {size} of the view move back"
     if _mode.get() == "error":
         raise UsageError(f"{text}, which mw.guard('error') forbids. Write to the original array.")

@@ -51,7 +51,7 @@ class Joined:
                 raise UsageError(f"r_ does not take strings, such as {each!r}. Write xp.concat(arrays, axis=...).")
             x = line_of(self._xp, each) if isinstance(each, slice) else self._xp.asarray(each)
             x = x.reshape(-1) if not x.shape else x
-            found.append(x[:, None] if self._columns and len(x.shape) == 1 else x)
+            found.append(x[:, None] if self._columns and x.ndim == 1 else x)
         joined: Array = self._xp.concat(found, axis=-1 if self._columns else 0)
         return joined
 
@@ -61,7 +61,7 @@ def ix_(space: Space, *vectors: Any) -> tuple[Array, ...]:
     found = []
     for at, each in enumerate(vectors):
         x = asarray(space, each)
-        if len(x.shape) != 1:
+        if x.ndim != 1:
             raise ValueError(f"ix_ takes vectors, but this array has shape {x.shape}. Write x.reshape(-1).")
         x = x.__array_namespace__().nonzero(x)[0] if x.dtype is BOOL else x
         found.append(along_dim(x, at, len(vectors)))

@@ -57,7 +57,7 @@ def _chosen(x: Array, key: Key) -> Array:
     else:
         dims, indices = as_indices(dims_before, [array for _, array in key.arrays])
         picked = pick(found, dims, indices)
-        depth = len(picked.shape) - (len(found.shape) - len(dims))
+        depth = picked.ndim - (found.ndim - len(dims))
     return _shown(picked, key, depth)
 
 
@@ -73,7 +73,7 @@ def _shown(found: Array, key: Key, depth: int) -> Array:
         else:
             order.append(dim)
             dim += 1
-    return found if order == list(range(len(found.shape))) else arranged(found, order)
+    return found if order == list(range(found.ndim)) else arranged(found, order)
 
 
 @dataclass(frozen=True)
@@ -177,7 +177,7 @@ def as_indices(dims: Sequence[int], arrays: Sequence[Array | Tensor]) -> tuple[t
             covered.append(dim)
             indices.append(array)
             continue
-        covered.extend(range(dim, dim + len(array.shape)))
+        covered.extend(range(dim, dim + array.ndim))
         if isinstance(array, Array):
             indices.extend(nonzero(array))
         else:
@@ -206,9 +206,9 @@ def pick(x: Array, dims: tuple[int, ...], indices: Sequence[Array | Tensor]) -> 
 
 def masked(x: Array, dim: int, mask: Array | Tensor) -> Array:
     """Select the entries of `x` at which a mask is true."""
-    depth = len(mask.shape)
+    depth = mask.ndim
     if not depth:
-        one = arranged(x, [None, *range(len(x.shape))])
+        one = arranged(x, [None, *range(x.ndim)])
         return mapped(one, torch.clone) if bool(mask) else cut(one, [range(0), *map(range, x.shape)])
     assert isinstance(mask, Array)  # a mask with dims is never a host tensor
     if x.sharding.dim in range(dim, dim + depth) and math.prod(x.shape[dim : x.sharding.dim]) != 1:
@@ -228,10 +228,10 @@ def masked(x: Array, dim: int, mask: Array | Tensor) -> Array:
 def under_mask(x: Array, dim: int, mask: Array) -> tuple[bool, tuple[Tensor, ...], list[int]]:
     """Lay out a mask that covers dims of `x` from `dim` on. Return whether they include the sharded dim, the parts of
     the mask, and an order of the dims of `x` in which the covered dims are first."""
-    depth, placed = len(mask.shape), x.sharding
+    depth, placed = mask.ndim, x.sharding
     inside = placed.dim in range(dim, dim + depth)
     lies = placed.shifted(-dim) if inside else sharding(placed.places)
-    order = [*range(dim, dim + depth), *range(dim), *range(dim + depth, len(x.shape))]
+    order = [*range(dim, dim + depth), *range(dim), *range(dim + depth, x.ndim)]
     return inside, reshard(mask, lies, OPERATION).parts, order
 
 
@@ -255,7 +255,7 @@ def nonzero(x: Array, /) -> tuple[Array, ...]:
     total = max(lengths) if placed.dim is None else sum(lengths)
     out = placed if placed.dim is None else sharding(placed.places, 0, tuple(lengths))
     columns = []
-    for dim in range(len(x.shape)):
+    for dim in range(x.ndim):
         parts = [each[dim] for each in found]
         if dim == placed.dim:
             parts = [part + placed.offsets[k] for part, (k, _) in zip(parts, x.space.local(placed), strict=True)]

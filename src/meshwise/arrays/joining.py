@@ -35,7 +35,7 @@ def concat(arrays: Sequence[Array], /, axis: int | None = 0) -> Array:
     ndim = len(given[0].shape)
     dim = axis_of(axis, ndim, "concat")
     shapes = {x.shape[:dim] + x.shape[dim + 1 :] for x in given}
-    if len(shapes) > 1 or any(len(x.shape) != ndim for x in given):
+    if len(shapes) > 1 or any(x.ndim != ndim for x in given):
         raise ValueError(
             f"concat(axis={axis}): shapes must be equal in other dims, not {', '.join(str(x.shape) for x in given)}."
         )
@@ -53,17 +53,17 @@ def stack(arrays: Sequence[Array], /, axis: int = 0) -> Array:
 
 def unstack(x: Array, /, axis: int = 0) -> tuple[Array, ...]:
     """Split an array into the entries of one dim."""
-    dim = axis_of(axis, len(x.shape), "unstack")
+    dim = axis_of(axis, x.ndim, "unstack")
     entries = tuple(cut_along(x, dim, at) for at in range(x.shape[dim]))
-    return entries if len(x.shape) > 1 else tuple(map(copied, entries))
+    return entries if x.ndim > 1 else tuple(map(copied, entries))
 
 
 def flip(x: Array, /, axis: int | Sequence[int] | None = None) -> Array:
     """Reverse the entries along the given dims, by default along all dims."""
-    given = range(len(x.shape)) if axis is None else [axis] if isinstance(axis, int) else axis
+    given = range(x.ndim) if axis is None else [axis] if isinstance(axis, int) else axis
     if not x.shape:
         return copied(x)
-    return flipped(x, sorted({axis_of(each, len(x.shape), "flip") for each in given}))
+    return flipped(x, sorted({axis_of(each, x.ndim, "flip") for each in given}))
 
 
 @by_bits
@@ -81,7 +81,7 @@ def roll(x: Array, /, shift: int | Sequence[int], axis: int | Sequence[int] | No
     if not axes:
         return copied(x)
     for each, by in zip(axes, shifts, strict=True):
-        dim = axis_of(each, len(x.shape), "roll")
+        dim = axis_of(each, x.ndim, "roll")
         length = x.shape[dim]
         begin = -by % length if length else 0
         x = joined([Run(x, begin, length - begin), Run(x, 0, begin)], dim, "roll", placed)
@@ -92,11 +92,11 @@ def roll(x: Array, /, shift: int | Sequence[int], axis: int | Sequence[int] | No
 def tile(x: Array, repetitions: Sequence[int] | int, /) -> Array:
     """Repeat the whole array along each dim, as often as `repetitions` says for that dim."""
     times = [repetitions] if isinstance(repetitions, int) else list(repetitions)
-    times = [1] * (len(x.shape) - len(times)) + times
+    times = [1] * (x.ndim - len(times)) + times
     if min(times, default=0) < 0:
         raise ValueError(f"tile: numbers of repetitions must be 0 or more, but are {tuple(times)}.")
-    if len(times) > len(x.shape):
-        x = expand_dims(x, axis=list(range(len(times) - len(x.shape))))
+    if len(times) > x.ndim:
+        x = expand_dims(x, axis=list(range(len(times) - x.ndim)))
     result = x
     for dim, count in enumerate(times):
         if count != 1:
@@ -109,7 +109,7 @@ def repeat(x: Array, repeats: Any, /, axis: int | None = None) -> Array:
     """Repeat each entry along `axis`."""
     x = flat(x) if axis is None else x
     repeats = asarray(x.space, repeats) if isinstance(repeats, list | tuple) else repeats
-    dim = axis_of(axis or 0, len(x.shape), "repeat")
+    dim = axis_of(axis or 0, x.ndim, "repeat")
     placed, length = x.sharding, x.shape[dim]
     if isinstance(repeats, Array) and repeats.shape not in ((), (1,)):
         if repeats.shape != (length,):
@@ -134,7 +134,7 @@ def diff(
     x: Array, /, n: int = 1, axis: int = -1, *, prepend: Array | None = None, append: Array | None = None
 ) -> Array:
     """Return the differences of neighboring entries along a dim, taken `n` times."""
-    dim = axis_of(axis, len(x.shape), "diff")
+    dim = axis_of(axis, x.ndim, "diff")
     if n < 0:
         raise ValueError(f"diff: n must be 0 or more, but it is {n}.")
     if not n:
@@ -154,7 +154,7 @@ def halo(
     x: Array, before: int, after: int, /, *, dim: int | None = None, wrap: bool = False
 ) -> tuple[torch.Tensor, ...]:
     """Return the local parts, each extended by entries of the neighboring parts on both sides."""
-    dim = x.sharding.dim if dim is None else axis_of(dim, len(x.shape), "halo")
+    dim = x.sharding.dim if dim is None else axis_of(dim, x.ndim, "halo")
     if min(before, after) < 0:
         raise ValueError(f"halo: before and after must be 0 or more, but are {before} and {after}.")
     lies, length = x.sharding, 0 if dim is None else x.shape[dim]
@@ -184,8 +184,8 @@ def pad(x: Array, pad_width: Any, mode: str = "constant", *, constant_values: An
     """Add entries before and after `x` along each dim, as NumPy's `pad`."""
     if mode not in ("constant", "edge", "wrap", "reflect", "symmetric"):
         raise ValueError(f"pad: mode must be constant, edge, wrap, reflect or symmetric, but is {mode!r}.")
-    widths = np.broadcast_to(np.asarray(pad_width), (len(x.shape), 2)).tolist()
-    values = np.broadcast_to(np.asarray(constant_values), (len(x.shape), 2)).tolist()
+    widths = np.broadcast_to(np.asarray(pad_width), (x.ndim, 2)).tolist()
+    values = np.broadcast_to(np.asarray(constant_values), (x.ndim, 2)).tolist()
     given = x
     for dim, (before, after) in enumerate(widths):
         if before < 0 or after < 0:

@@ -145,7 +145,7 @@ def _with_all_dims(items: list[Any], ndim: int) -> list[Any]:
 def _dims_of(item: Any) -> int:
     if item is None or item is Ellipsis:
         return 0
-    return len(item.shape) if _is_array(item) and item.dtype is torch.bool else 1
+    return item.ndim if _is_array(item) and item.dtype is torch.bool else 1
 
 
 def _entry(index: int, length: int, dim: int) -> int:
@@ -157,7 +157,7 @@ def _entry(index: int, length: int, dim: int) -> int:
 def _covered(item: Array | Tensor, shape: Shape, dim: int) -> Sequence[int]:
     if item.dtype is not torch.bool:
         return shape[dim : dim + 1]
-    covered = shape[dim : dim + len(item.shape)]
+    covered = shape[dim : dim + item.ndim]
     if any(own not in (0, length) for own, length in zip(item.shape, covered, strict=True)):
         raise IndexError(
             f"a mask of shape {tuple(item.shape)} cannot index dims of shape {tuple(covered)}: both must be equal."

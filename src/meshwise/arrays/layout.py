@@ -43,7 +43,7 @@ def flipped(x: Array, dims: Sequence[int]) -> Array:
         dims, x = sorted(x.alias.flips.symmetric_difference(dims)), x.alias.source
     dims = [dim for dim in dims if x.shape[dim] > 1]
     if not dims:
-        return arranged(x, range(len(x.shape)))
+        return arranged(x, range(x.ndim))
 
     def rule(x: Array) -> Array:
         return turned(x, dims)
@@ -67,15 +67,15 @@ def turned(x: Array, dims: Sequence[int]) -> Array:
 
 def permute_dims(x: Array, /, axes: Sequence[int]) -> Array:
     """Permute the dims. No data moves: the divided dim gets a new position."""
-    order = [axis_of(axis, len(x.shape), "permute_dims") for axis in axes]
-    if sorted(order) != list(range(len(x.shape))):
-        raise ValueError(f"permute_dims: axes must name each of {len(x.shape)} dims once, but is {tuple(axes)}.")
+    order = [axis_of(axis, x.ndim, "permute_dims") for axis in axes]
+    if sorted(order) != list(range(x.ndim)):
+        raise ValueError(f"permute_dims: axes must name each of {x.ndim} dims once, but is {tuple(axes)}.")
     return arranged(x, order)
 
 
 def matrix_transpose(x: Array, /) -> Array:
     """Swap the last two dims."""
-    ndim = len(x.shape)
+    ndim = x.ndim
     if ndim < 2:
         raise ValueError(f"matrix_transpose needs two dims or more, but this array has shape {x.shape}.")
     return arranged(x, [*range(ndim - 2), ndim - 1, ndim - 2])
@@ -83,7 +83,7 @@ def matrix_transpose(x: Array, /) -> Array:
 
 def moveaxis(x: Array, source: int | Sequence[int], destination: int | Sequence[int], /) -> Array:
     """Move the dims `source` to the positions `destination`. The other dims keep their order."""
-    ndim = len(x.shape)
+    ndim = x.ndim
     here = [axis_of(axis, ndim, "moveaxis") for axis in ([source] if isinstance(source, int) else source)]
     there = [
         axis_of(axis, ndim, "moveaxis") for axis in ([destination] if isinstance(destination, int) else destination)
@@ -99,11 +99,11 @@ def moveaxis(x: Array, source: int | Sequence[int], destination: int | Sequence[
 def expand_dims(x: Array, /, axis: int | Sequence[int] = 0) -> Array:
     """Add dims of length 1 at the given positions of the result."""
     given = [axis] if isinstance(axis, int) else list(axis)
-    ndim = len(x.shape) + len(given)
+    ndim = x.ndim + len(given)
     new = [axis_of(each, ndim, "expand_dims") for each in given]
     if len(set(new)) < len(new):
         raise ValueError(f"expand_dims(axis={axis}) names a position twice. Name each position once.")
-    old = iter(range(len(x.shape)))
+    old = iter(range(x.ndim))
     return arranged(x, [None if at in new else next(old) for at in range(ndim)])
 
 
@@ -134,7 +134,7 @@ def squeeze(x: Array, /, axis: int | Sequence[int] | None = None) -> Array:
 def broadcast_to(x: Array, /, shape: Shape | Sequence[int]) -> Array:
     """Broadcast `x` to a shape, as a read-only view in which repeated entries take no memory."""
     wanted = tuple(int(length) for length in shape)
-    more = len(wanted) - len(x.shape)
+    more = len(wanted) - x.ndim
     own = (1,) * more + x.shape
     if more < 0 or any(a not in (1, b) for a, b in zip(own, wanted, strict=True)):
         raise ValueError(f"shape {x.shape} does not broadcast to {wanted}: lengths must be equal, or 1 in the array.")
@@ -152,7 +152,7 @@ def broadcast_to(x: Array, /, shape: Shape | Sequence[int]) -> Array:
 def of_repeated(x: Array, shape: Shape) -> Strides:
     """Return the strides, in elements, that `x` has after it is broadcast to this shape."""
     own = zip(x.shape, of(x.shape, strides_of(x)), strict=True)
-    more = len(shape) - len(x.shape)
+    more = len(shape) - x.ndim
     strides = [0] * more + [
         stride if length == wanted else 0 for (length, stride), wanted in zip(own, shape[more:], strict=True)
     ]

@@ -31,7 +31,7 @@ Look = Callable[[Tensor, Tensor], Tensor]  # (values, part of the table) -> answ
 
 def searchsorted(x1: Array, x2: Any, /, *, side: str = "left", sorter: Array | None = None) -> Array:
     """Return the indices at which to insert the elements of `x2` into the sorted vector `x1`."""
-    if type(x1) is not Array or len(x1.shape) != 1:
+    if type(x1) is not Array or x1.ndim != 1:
         raise NoArrayGiven("searchsorted: x1 must be a sorted vector. Write xp.sort(xp.reshape(x1, (-1,))).")
     if side not in ("left", "right"):
         raise ValueError(f"searchsorted: side must be 'left' or 'right', but it is {side!r}.")

@@ -65,7 +65,7 @@ def _beside(x: Array, other: Any) -> Callable[[int], Any]:
         return lambda at: other
     wanted = sharding(x.sharding.places)
     if x.sharding.dim is not None:
-        dim = x.sharding.dim - len(x.shape) + len(other.shape)
+        dim = x.sharding.dim - x.ndim + other.ndim
         if dim >= 0 and other.shape[dim] == x.shape[x.sharding.dim]:
             wanted = x.sharding.along(dim)
     return reshard(other, wanted, "map_shards").parts.__getitem__

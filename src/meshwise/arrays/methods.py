@@ -73,7 +73,7 @@ def _terms(rule: Any, x: Array, other: Any) -> Sequence[Any] | None:
     if x.dtype not in getattr(rule, "takes", ()):
         return None
     if type(other) is Array:
-        more = len(x.shape) - len(other.shape)
+        more = x.ndim - other.ndim
         if other.dtype is not x.dtype or other.space != x.space or more < 0:
             return None
         if other.shape == x.shape and other.sharding == x.sharding:
@@ -140,11 +140,6 @@ def length(x: Array) -> int:
     return x.shape[0]
 
 
-def size(x: Array) -> int:
-    """The number of elements of the array."""
-    return int(np.prod(x.shape, dtype=np.int64))
-
-
 def no_such(x: Array, name: str) -> Any:
     """Implement `Array.__getattr__`, which Python calls if an attribute is missing."""
     if name == "parts":
@@ -170,11 +165,8 @@ METHODS: dict[str, Callable[..., Any]] = {
     "__getattr__": no_such,
 }
 PROPERTIES: dict[str, Callable[[Array], Any]] = {
-    "ndim": lambda x: len(x.shape),
-    "size": size,
     "device": lambda x: x.space.device_name(x.sharding),
     "shards": shards,
-    "nbytes": lambda x: size(x) * x.dtype.itemsize,
     "itemsize": lambda x: x.dtype.itemsize,
 }
 

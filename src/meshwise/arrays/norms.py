@@ -34,7 +34,7 @@ def vector_norm(x: Array, /, *, axis: Any = None, keepdims: bool = False, ord: f
     size = x if ord == 2 and not x.dtype.is_complex else mapped(x, torch.abs, real_of(x.dtype))
     words: Any = {"axis": axis, "keepdims": keepdims}
     if math.isinf(ord):
-        none = math.prod(x.shape[dim] for dim in as_axes("vector_norm", axis, len(x.shape))) == 0
+        none = math.prod(x.shape[dim] for dim in as_axes("vector_norm", axis, x.ndim)) == 0
         if none and ord > 0:
             return reductions.total(size, **words)
         return reductions.FUNCTIONS["max" if ord > 0 else "min"](size, **words)
@@ -71,7 +71,7 @@ def _extreme(values: Array, ord: float) -> Array:
 def diagonal(x: Array, /, *, offset: int = 0) -> Array:
     """Return the diagonal of each matrix in the last two dims, as a read-only view."""
     x = as_array("diagonal", x)
-    if len(x.shape) < 2:
+    if x.ndim < 2:
         raise ValueError(f"diagonal needs two dims or more, but this array has shape {x.shape}.")
     return diagonal_of(x, offset, read_only=True)
 
@@ -85,7 +85,7 @@ def diagonal_of(x: Array, offset: int, *, read_only: bool) -> Array:
 
 
 def _diagonal(x: Array, offset: int) -> Array:
-    held, last = x.sharding, len(x.shape) - 1
+    held, last = x.sharding, x.ndim - 1
     parts = []
     for k, part in numbered(x):
         begin = held.offsets[k] if held.dim is not None and held.dim >= last - 1 else 0
@@ -110,10 +110,10 @@ def trace(x: Array, /, *, offset: int = 0, dtype: Any = None) -> Array:
 def cross(x1: Array, x2: Array, /, *, axis: int = -1) -> Array:
     """Return the cross products of the vectors of length 3 along `axis`."""
     x, y = as_array("cross", x1), as_array("cross", x2)
-    if not -min(len(x.shape), len(y.shape)) <= axis < 0 or x.shape[axis] != 3 or y.shape[axis] != 3:
+    if not -min(x.ndim, y.ndim) <= axis < 0 or x.shape[axis] != 3 or y.shape[axis] != 3:
         raise ValueError(f"cross(axis={axis}) of {x.shape} and {y.shape}: axis must be negative, and its length 3.")
     dtype = result_type(x, y)
-    whole = [freed(each, {axis % len(each.shape)}, "cross") for each in (x, y)]
+    whole = [freed(each, {axis % each.ndim}, "cross") for each in (x, y)]
     for at, each in enumerate(whole):
         if each.sharding.dim is not None and each.shape[each.sharding.dim] == 1:
             whole[at] = replicate(each, each.sharding.places, "cross")

@@ -58,7 +58,7 @@ def interp(x: Any, xs: Any, ys: Any, /, left: Any = None, right: Any = None, per
     points, values = (
         replicate(as_floats("interp", xp.asarray(each)), x.sharding.places, "interp") for each in (xs, ys)
     )
-    if points.shape != values.shape or len(points.shape) != 1 or not points.shape[0]:
+    if points.shape != values.shape or points.ndim != 1 or not points.shape[0]:
         raise ValueError(
             f"interp: xs and ys must be vectors of one length above 0, not shapes {points.shape} and {values.shape}."
         )
@@ -81,7 +81,7 @@ def convolve(a: Any, v: Any, /, mode: str = "full") -> Array:
     """Convolve two vectors."""
     a, v = as_arrays("convolve", a, v)
     xp = a.__array_namespace__()
-    if len(a.shape) != 1 or len(v.shape) != 1 or not a.shape[0] or not v.shape[0]:
+    if a.ndim != 1 or v.ndim != 1 or not a.shape[0] or not v.shape[0]:
         raise ValueError(f"convolve takes two vectors with at least one element, not shapes {a.shape} and {v.shape}.")
     if mode not in ("full", "same", "valid"):
         raise ValueError(f"convolve: mode must be full, same or valid, but it is {mode!r}.")
@@ -126,8 +126,8 @@ def gradient(x: Any, /, *spacing: Any, axis: Any = None, edge_order: int = 1) ->
     x = as_floats("gradient", x)
     if edge_order != 1:
         raise UsageError(f"gradient(edge_order={edge_order}): only edge_order=1 is supported. Leave edge_order out.")
-    axes = range(len(x.shape)) if axis is None else axis if isinstance(axis, tuple | list) else (axis,)
-    dims = [axis_of(each, len(x.shape), "gradient") for each in axes]
+    axes = range(x.ndim) if axis is None else axis if isinstance(axis, tuple | list) else (axis,)
+    dims = [axis_of(each, x.ndim, "gradient") for each in axes]
     steps = spacing * len(dims) if len(spacing) == 1 else spacing or (1.0,) * len(dims)
     if len(steps) != len(dims):
         raise TypeError(f"gradient along {len(dims)} axes takes one spacing, or one for each axis, not {len(spacing)}.")
@@ -149,7 +149,7 @@ def _slope(x: Array, dim: int, step: Any) -> Array:
             raise ValueError(
                 f"gradient: coordinates must be a vector of length {x.shape[dim]}, but have shape {at.shape}."
             )
-        width = along_dim(diff(at), dim, len(x.shape))
+        width = along_dim(diff(at), dim, x.ndim)
         slopes = change / width
         before, after = _entries(width, dim, 0, -1), _entries(width, dim, 1, None)
         ahead, behind = _entries(slopes, dim, 0, -1), _entries(slopes, dim, 1, None)
@@ -161,13 +161,13 @@ def _slope(x: Array, dim: int, step: Any) -> Array:
 def trapezoid(y: Any, x: Any = None, dx: float = 1.0, axis: int = -1) -> Array:
     """Integrate `y` along an axis by the trapezoidal rule."""
     y = as_array("trapezoid", y)
-    dim = axis_of(axis, len(y.shape), "trapezoid")
+    dim = axis_of(axis, y.ndim, "trapezoid")
     width: Any = dx
     if x is not None:
         x = y.__array_namespace__().asarray(x)
-        width = diff(x, axis=-1 if len(x.shape) == 1 else dim)
-        if len(x.shape) == 1:
-            width = along_dim(width, dim, len(y.shape))
+        width = diff(x, axis=-1 if x.ndim == 1 else dim)
+        if x.ndim == 1:
+            width = along_dim(width, dim, y.ndim)
     return total((_entries(y, dim, 1, None) + _entries(y, dim, 0, -1)) * width / 2.0, axis=dim)
 
 
@@ -175,11 +175,11 @@ def cov(m: Any, y: Any = None, /, rowvar: bool = True, bias: bool = False, ddof:
     """Return the covariance matrix of variables."""
     m = as_floats("cov", m)
     xp = m.__array_namespace__()
-    if len(m.shape) > 2:
+    if m.ndim > 2:
         raise ValueError(f"cov takes a vector or a matrix, but this array has shape {m.shape}.")
 
     def rows(x: Array) -> Array:
-        return xp.reshape(x, (1, -1)) if len(x.shape) < 2 else x if rowvar else x.T
+        return xp.reshape(x, (1, -1)) if x.ndim < 2 else x if rowvar else x.T
 
     x = rows(m)
     if y is not None:

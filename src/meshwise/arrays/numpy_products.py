@@ -60,11 +60,11 @@ def _read(subscripts: str, arrays: Sequence[Array]) -> tuple[list[str], str]:
     longest = ""
     for at, (each, x) in enumerate(zip(inputs, arrays, strict=True)):
         if "..." in each:
-            count = len(x.shape) - len(each) + 3
+            count = x.ndim - len(each) + 3
             stands = free[: max(count, 0)][::-1]
             longest = max(longest, stands, key=len)
             inputs[at] = each = each.replace("...", stands)
-        if len(each) != len(x.shape) or not (each.isalpha() or not each):
+        if len(each) != x.ndim or not (each.isalpha() or not each):
             raise ValueError(
                 f"{asked}: {each!r} does not match shape {x.shape}. Write a letter for each dim, or ... for several."
             )
@@ -139,8 +139,8 @@ def vdot(x1: Any, x2: Any, /) -> Any:
 def kron(x1: Any, x2: Any, /) -> Any:
     """Return the Kronecker product of two arrays."""
     x1, x2 = as_arrays("kron", x1, x2)
-    dims = max(len(x1.shape), len(x2.shape))
-    a, b = ((1,) * (dims - len(x.shape)) + x.shape for x in (x1, x2))
+    dims = max(x1.ndim, x2.ndim)
+    a, b = ((1,) * (dims - x.ndim) + x.shape for x in (x1, x2))
     blocks = x1.reshape([each for length in a for each in (length, 1)]) * x2.reshape(
         [each for length in b for each in (1, length)]
     )
@@ -152,8 +152,8 @@ def norm(x: Any, /, ord: Any = None, axis: Any = None, keepdims: bool = False) -
     x = as_array("norm", x)
     if axis is None and ord is None:
         return vector_norm(x, keepdims=keepdims)
-    dims = range(len(x.shape)) if axis is None else axis if isinstance(axis, tuple | list) else (axis,)
-    axes = tuple(axis_of(each, len(x.shape), "norm") for each in dims)
+    dims = range(x.ndim) if axis is None else axis if isinstance(axis, tuple | list) else (axis,)
+    axes = tuple(axis_of(each, x.ndim, "norm") for each in dims)
     if len(axes) == 1:
         return vector_norm(x, axis=axes, ord=2 if ord is None else ord, keepdims=keepdims)
     if len(axes) != 2:
@@ -167,7 +167,7 @@ def lstsq(a: Any, b: Any, /, rcond: float | None = None) -> tuple[Any, Any, int,
     Returns (x, residuals, rank of `a`, singular values of `a`)."""
     a, b = as_arrays("lstsq", a, b)
     xp = a.__array_namespace__()
-    if len(a.shape) != 2 or len(b.shape) not in (1, 2) or a.shape[0] != b.shape[0]:
+    if a.ndim != 2 or b.ndim not in (1, 2) or a.shape[0] != b.shape[0]:
         raise ValueError(f"lstsq: a must be a matrix, and b must have as many rows, not {a.shape} and {b.shape}.")
     u, s, vh = svd(a, full_matrices=False)
     share = xp.finfo(s.dtype).eps * max(a.shape) if rcond is None else rcond
@@ -175,7 +175,7 @@ def lstsq(a: Any, b: Any, /, rcond: float | None = None) -> tuple[Any, Any, int,
     rank = int(kept.sum())
     inverse = xp.where(kept, 1 / xp.where(kept, s, 1), 0)
     turned = matmul(xp.conj(u.T), b)
-    x = matmul(xp.conj(vh.T), turned * (inverse if len(b.shape) == 1 else inverse[:, None]))
+    x = matmul(xp.conj(vh.T), turned * (inverse if b.ndim == 1 else inverse[:, None]))
     apart = xp.abs(matmul(a, x) - b) ** 2
     full = rank == a.shape[1] < a.shape[0]
     residuals = total(apart, axis=0).reshape(-1) if full else xp.zeros((0,), dtype=s.dtype)

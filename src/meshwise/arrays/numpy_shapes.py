@@ -23,7 +23,7 @@ from meshwise.arrays.views import axis_of
 
 def array_split(x: Array, sections: int | Sequence[int], /, axis: int = 0) -> list[Array]:
     """Split an array along a dim into a list of views."""
-    dim = axis_of(axis, len(x.shape), "array_split")
+    dim = axis_of(axis, x.ndim, "array_split")
     length = x.shape[dim]
     if isinstance(sections, int):
         if sections < 1:
@@ -40,7 +40,7 @@ def split(x: Array, sections: int | Sequence[int], /, axis: int = 0) -> list[Arr
 
     Raises ValueError if a number of parts does not divide the length.
     """
-    dim = axis_of(axis, len(x.shape), "split")
+    dim = axis_of(axis, x.ndim, "split")
     if isinstance(sections, int) and sections > 0 and x.shape[dim] % sections:
         raise ValueError(f"split cannot divide {x.shape[dim]} entries into {sections} equal parts. Use array_split.")
     return array_split(x, sections, axis=dim)
@@ -53,31 +53,31 @@ def atleast_1d(x: Array, /) -> Array:
 
 def atleast_2d(x: Array, /) -> Array:
     """Return the array with at least two dims. A vector becomes a row."""
-    return x if len(x.shape) > 1 else arranged(x, [None, 0] if x.shape else [None, None])
+    return x if x.ndim > 1 else arranged(x, [None, 0] if x.shape else [None, None])
 
 
 def atleast_3d(x: Array, /) -> Array:
     """Return the array with at least three dims. A vector gets the shape (1, n, 1), a matrix the shape (m, n, 1)."""
-    if len(x.shape) > 2:
+    if x.ndim > 2:
         return x
     orders: list[list[int | None]] = [[None, None, None], [None, 0, None], [0, 1, None]]
-    return arranged(x, orders[len(x.shape)])
+    return arranged(x, orders[x.ndim])
 
 
 def fliplr(x: Array, /) -> Array:
     """Reverse the order of the columns, the entries of the second dim."""
-    return flipped(x, [axis_of(1, len(x.shape), "fliplr")])
+    return flipped(x, [axis_of(1, x.ndim, "fliplr")])
 
 
 def flipud(x: Array, /) -> Array:
     """Reverse the order of the rows, the entries of the first dim."""
-    return flipped(x, [axis_of(0, len(x.shape), "flipud")])
+    return flipped(x, [axis_of(0, x.ndim, "flipud")])
 
 
 def rot90(x: Array, /, k: int = 1, axes: Sequence[int] = (0, 1)) -> Array:
     """Rotate by `k` quarter turns in the plane of two dims, from the first dim towards the second."""
-    first, second = (axis_of(each, len(x.shape), "rot90") for each in axes)
-    order = list(range(len(x.shape)))
+    first, second = (axis_of(each, x.ndim, "rot90") for each in axes)
+    order = list(range(x.ndim))
     order[first], order[second] = second, first
     turned = flipped(x, [first, second] if k % 4 in (2, 3) else [])
     return flipped(permute_dims(turned, order), [first]) if k % 2 else turned
@@ -101,17 +101,17 @@ def flatnonzero(x: Array, /) -> Array:
 
 def rollaxis(x: Array, /, axis: int, start: int = 0) -> Array:
     """Move the dim `axis` to the position before the dim `start`, as NumPy's `rollaxis`."""
-    dim = axis_of(axis, len(x.shape), "rollaxis")
-    before = start + len(x.shape) if start < 0 else start
+    dim = axis_of(axis, x.ndim, "rollaxis")
+    before = start + x.ndim if start < 0 else start
     return moveaxis(x, dim, before - 1 if dim < before else before)
 
 
 def insert(x: Array, at: Any, values: Any, /, axis: int | None = None) -> Array:
     """Insert values before the entries `at` along `axis`."""
-    x, dim = (flat(x), 0) if axis is None else (x, axis_of(axis, len(x.shape), "insert"))
+    x, dim = (flat(x), 0) if axis is None else (x, axis_of(axis, x.ndim, "insert"))
     xp = x.__array_namespace__()
     added = xp.asarray(values).astype(x.dtype)
-    added = added.reshape((1,) * (len(x.shape) - len(added.shape)) + added.shape)
+    added = added.reshape((1,) * (x.ndim - added.ndim) + added.shape)
     where = _where(at)
     if not isinstance(where, slice) and where.ndim == 0:
         added = moveaxis(added, 0, dim)
@@ -142,7 +142,7 @@ def _named(name: str, dim: int, call: Callable[[], Any]) -> Any:
 
 def delete(x: Array, at: Any, /, axis: int | None = None) -> Array:
     """Return `x` without the entries `at` along `axis`."""
-    x, dim = (flat(x), 0) if axis is None else (x, axis_of(axis, len(x.shape), "delete"))
+    x, dim = (flat(x), 0) if axis is None else (x, axis_of(axis, x.ndim, "delete"))
     where = _where(at)
     kept = _named("delete", dim, lambda: np.delete(np.arange(x.shape[dim]), where))
     found: Array = take(x, kept, axis=dim)
@@ -151,7 +151,7 @@ def delete(x: Array, at: Any, /, axis: int | None = None) -> Array:
 
 def _split_along(name: str, dim: int) -> Callable[..., list[Array]]:
     def rule(x: Array, sections: int | Sequence[int], /) -> list[Array]:
-        return split(x, sections, axis=0 if name == "hsplit" and len(x.shape) == 1 else dim)
+        return split(x, sections, axis=0 if name == "hsplit" and x.ndim == 1 else dim)
 
     return named(rule, name, f"Split along dim {dim}, as `split` does.")
 

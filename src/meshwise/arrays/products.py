@@ -136,7 +136,7 @@ def tensordot(x1: Array, x2: Array, /, axes: int | tuple[Sequence[int], Sequence
 def outer(x1: Array, x2: Array, /) -> Array:
     """Return the outer product of two vectors: the products of all pairs of their elements."""
     x1, x2 = as_array("outer", x1), as_array("outer", x2)
-    if len(x1.shape) != 1 or len(x2.shape) != 1:
+    if x1.ndim != 1 or x2.ndim != 1:
         raise ValueError(f"outer of shapes {x1.shape}, {x2.shape}: both must be vectors. Write xp.reshape(x, (-1,)).")
     return product(x1, x2, Terms((0,), (1,), (0, 1), x1.shape + x2.shape), _outer, "outer")
 
@@ -211,7 +211,7 @@ def _in_blocks(x: Array, labels: Labels, wanted: Sharding) -> bool:
     """Return whether several devices need all of `x`, but `x` is too large to copy to them at once."""
     if wanted.dim is not None or len(wanted.places) == 1 or x.sharding.dim is None:
         return False
-    return labels[x.sharding.dim] is not None and prod(x.shape) * x.dtype.itemsize >= BLOCKS_FROM
+    return labels[x.sharding.dim] is not None and x.nbytes >= BLOCKS_FROM
 
 
 def _by_blocks(x: Array, y: Array, terms: Terms, compute: Local, how: Sharding, operation: str) -> Array:

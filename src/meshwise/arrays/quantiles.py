@@ -52,7 +52,7 @@ def median(x: Array, /, axis: Any = None, *, keepdims: bool = False) -> Array:
 def _quantile(x: Array, q: Any, axis: Any, method: str, keepdims: bool, name: str, most: int = 1) -> Array:
     x = as_array(name, x)
     shares = torch.as_tensor(q, dtype=torch.float64) / most
-    axes = as_axes(name, axis, len(x.shape))
+    axes = as_axes(name, axis, x.ndim)
     length = math.prod(x.shape[dim] for dim in axes)
     if method not in METHODS or shares.dim() > 1 or bool(((shares < 0) | (shares > 1)).any()):
         raise ValueError(
@@ -66,7 +66,7 @@ def _quantile(x: Array, q: Any, axis: Any, method: str, keepdims: bool, name: st
     at = shares.reshape(-1) * (length - 1)
     dtype = x.dtype if x.dtype in FLOATS else x.space.default_float
     shape = reduced_shape(x.shape, axes, keepdims)
-    if x.sharding.dim in axes and math.prod(x.shape) == length:
+    if x.sharding.dim in axes and x.size == length:
         values = _between(_of_all(x, at), at, method, 0).to(dtype).reshape(shares.shape + shape)
         lies = sharding(x.sharding.places[:1])
         made = tuple(values.to(x.space.devices[place]) for _, place in x.space.local(lies))
@@ -75,7 +75,7 @@ def _quantile(x: Array, q: Any, axis: Any, method: str, keepdims: bool, name: st
     lies = left(x.sharding, axes, keepdims).shifted(shares.dim())
     parts = []
     for part in x.parts:
-        rest = [dim for dim in range(len(x.shape)) if dim not in axes]
+        rest = [dim for dim in range(x.ndim) if dim not in axes]
         line = part.permute(*rest, *axes).reshape([part.shape[dim] for dim in rest] + [length])
         values = order(line, -1)[0]
         found = values[..., _ranks(at, length).to(values.device)].movedim(-1, 0)
@@ -111,7 +111,7 @@ def _between(found: Tensor, at: Tensor, method: str, rest: int) -> Tensor:
 
 def _of_all(x: Array, at: Tensor) -> Tensor:
     """Return the elements that `_between` needs to interpolate at the positions `at`, for a split array."""
-    space, held, length = x.space, x.sharding, math.prod(x.shape)
+    space, held, length = x.space, x.sharding, x.size
     sizes = tuple(math.prod(held.part_shape(x.shape, k)) for k in range(len(held.places)))
     parts = tuple(sort_values(part.reshape(-1)) for part in x.parts)
     line = Array(parts, sharding(held.places, 0, sizes), (length,), x.dtype, space)
@@ -127,7 +127,7 @@ def _of_all(x: Array, at: Tensor) -> Tensor:
 def topk(x: Array, k: int, /, *, axis: int = -1, largest: bool = True) -> TopK:
     """Return the `k` largest elements along `axis`, sorted, and their positions."""
     x = as_array("topk", x)
-    axis = axis_of(axis, len(x.shape), "topk")
+    axis = axis_of(axis, x.ndim, "topk")
     if not 0 <= k <= x.shape[axis]:
         raise ValueError(f"topk: k must be from 0 to {x.shape[axis]}, the length of the axis, but it is {k}.")
     held, shape = x.sharding, resized(x.shape, axis, k)

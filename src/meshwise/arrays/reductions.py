@@ -158,7 +158,7 @@ def total(x: Any, /, axis: Any = None, dtype: Any = None, *, keepdims: bool = Fa
             return _in_order(partials.unbind(0))
         return add(partials, (0,))
 
-    axes = as_axes("sum", axis, len(x.shape))
+    axes = as_axes("sum", axis, x.ndim)
     return reduced("sum", x, axes, keepdims, kind, (add, join))
 
 
@@ -181,7 +181,7 @@ def product(x: Any, /, axis: Any = None, dtype: Any = None, *, keepdims: bool = 
             part = torch.prod(part, dim=dim, dtype=run)
         return part.to(kind)
 
-    axes = as_axes("prod", axis, len(x.shape))
+    axes = as_axes("prod", axis, x.ndim)
     return reduced("prod", x, axes, keepdims, kind, (multiply, lambda partials: multiply(partials, (0,))))
 
 
@@ -195,7 +195,7 @@ def _extreme(name: str, torch_name: str) -> Callable[..., Array]:
 
     def extreme(x: Any, /, axis: Any = None, *, keepdims: bool = False) -> Array:
         x = as_array(name, x)
-        axes = as_axes(name, axis, len(x.shape))
+        axes = as_axes(name, axis, x.ndim)
         refuse_none(name, x, axes)
         if x.dtype in COMPLEXES:
             raise TypeError(f"{name} cannot compare complex numbers ({x.dtype}). Write abs(x) or xp.real(x).")
@@ -223,7 +223,7 @@ def _logical(name: str, torch_name: str) -> Callable[..., Array]:
             return found.to(BOOL)
 
         pair = (reduce, lambda partials: reduce(partials, (0,)))
-        return reduced(name, x, as_axes(name, axis, len(x.shape)), keepdims, BOOL, pair)
+        return reduced(name, x, as_axes(name, axis, x.ndim), keepdims, BOOL, pair)
 
     return named(logical, name, f"Return whether {name} elements over axes are nonzero.")
 

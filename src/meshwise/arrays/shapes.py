@@ -53,12 +53,12 @@ def transposed(x: Array, /, *axes: Any) -> Array:
     """Permute the dims into the order `axes`, by default reversed, as NumPy's method does."""
     if len(axes) == 1 and not isinstance(axes[0], int):
         axes = tuple(axes[0] or ())
-    return layout.permute_dims(x, axes or tuple(reversed(range(len(x.shape)))))
+    return layout.permute_dims(x, axes or tuple(reversed(range(x.ndim))))
 
 
 def swapped(x: Array, axis1: int, axis2: int, /) -> Array:
     """Swap two dims."""
-    order = list(range(len(x.shape)))
+    order = list(range(x.ndim))
     one, other = (axis_of(axis, len(order), "swapaxes") for axis in (axis1, axis2))
     order[one], order[other] = other, one
     return layout.arranged(x, order)

@@ -95,9 +95,9 @@ def slogdet(x: Array, /) -> SlogDet:
 def solve(x1: Array, x2: Array, /) -> Array:
     """Solve x1 @ y = x2 for y."""
     a, given = as_matrices("solve", x1, square=True), as_floats("solve", x2)
-    if not given.shape or given.shape[-2 if len(given.shape) > 1 else 0] != a.shape[-1]:
+    if not given.shape or given.shape[-2 if given.ndim > 1 else 0] != a.shape[-1]:
         raise ValueError(f"solve of shapes {a.shape} and {given.shape}: the second array needs {a.shape[-1]} rows.")
-    b = layout.expand_dims(given, axis=-1) if len(given.shape) == 1 else given
+    b = layout.expand_dims(given, axis=-1) if given.ndim == 1 else given
     stack = broadcast_shape("solve", [a.shape[:-2], b.shape[:-2]])
     dtype = result_type(a, b)
     a, b = (astype(each, dtype, copy=False) for each in (a, b))
@@ -178,9 +178,9 @@ def _by_columns(x: Array, name: str) -> Array:
 
 def _squeezed(found: Array, given: Array, stack: tuple[int, ...]) -> Array:
     """Add missing stack dims to a solution, and remove its last dim if the right-hand side was a vector."""
-    if len(found.shape) < 2 + len(stack):
+    if found.ndim < 2 + len(stack):
         found = with_stack(found, Array((), found.sharding, (*stack, 0, 0), found.dtype, found.space))
-    return layout.squeeze(found, -1) if len(given.shape) == 1 else found
+    return layout.squeeze(found, -1) if given.ndim == 1 else found
 
 
 FUNCTIONS = by_name(cholesky, inv, det, slogdet, solve, matrix_power)

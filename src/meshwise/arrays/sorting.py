@@ -44,14 +44,14 @@ def argsort(x: Array, /, axis: int | None = -1, *, descending: bool = False, sta
 def _along(x: Array, axis: int | None, descending: bool, wanted: int, name: str) -> Array:
     given = x = as_array(name, x)
     x, axis = (flat(x), 0) if axis is None else (x, axis)
-    axis, dtype = axis_of(axis, len(x.shape), name), torch.int64 if wanted else x.dtype
+    axis, dtype = axis_of(axis, x.ndim, name), torch.int64 if wanted else x.dtype
     held = x.sharding
     if held.dim == axis:
         others = [length for dim, length in enumerate(x.shape) if dim != axis]
         if all(length == 1 for length in others):
             return _vector(x, axis, descending, wanted, name)
         x = freed(x, {axis}, name)
-    if not wanted and len(x.shape) == 1:
+    if not wanted and x.ndim == 1:
         parts = tuple(sort_values(part, descending) for part in x.parts)
     else:
         parts = tuple(order(part, axis, descending)[wanted] for part in x.parts)

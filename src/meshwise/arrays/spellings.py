@@ -7,7 +7,6 @@ The functions are composed of the standard's functions.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -74,7 +73,7 @@ def array(
     """Make an array as `asarray` does, by default as a copy. Dims of length 1 are added in front up to `ndmin` dims."""
     if ndmin:
         found = asarray(space, obj, dtype)
-        obj = found.reshape((1,) * max(0, ndmin - len(found.shape)) + found.shape)
+        obj = found.reshape((1,) * max(0, ndmin - found.ndim) + found.shape)
     return asarray(space, obj, dtype, device=device, sharding=sharding, copy=copy or None)
 
 
@@ -98,7 +97,7 @@ def dot(x1: Any, x2: Any, /) -> Any:
     x1, x2 = as_arrays("dot", x1, x2)
     if not x1.shape or not x2.shape:
         return x1 * x2
-    if len(x2.shape) <= 2:
+    if x2.ndim <= 2:
         return x1 @ x2
     return _names_of(x1).tensordot(x1, x2, axes=((-1,), (-2,)))
 
@@ -106,7 +105,7 @@ def dot(x1: Any, x2: Any, /) -> Any:
 def transpose(x: Any, /, axes: Any = None) -> Any:
     """Permute the dims into the order `axes`, by default reversed."""
     x = as_array("transpose", x)
-    return x.T if axes is None and len(x.shape) < 3 else x.transpose(axes or tuple(reversed(range(len(x.shape)))))
+    return x.T if axes is None and x.ndim < 3 else x.transpose(axes or tuple(reversed(range(x.ndim))))
 
 
 def swapaxes(x: Any, /, axis1: int, axis2: int) -> Any:
@@ -121,7 +120,7 @@ def ravel(x: Any, /) -> Any:
 
 def vstack(arrays: Any, /) -> Any:
     """Concatenate arrays along the first dim. Vectors become rows."""
-    return _stacked(arrays, lambda xp, x: xp.reshape(x, (1, -1)) if len(x.shape) < 2 else x, 0)
+    return _stacked(arrays, lambda xp, x: xp.reshape(x, (1, -1)) if x.ndim < 2 else x, 0)
 
 
 def hstack(arrays: Any, /) -> Any:
@@ -136,7 +135,7 @@ def dstack(arrays: Any, /) -> Any:
 
 def column_stack(arrays: Any, /) -> Array:
     """Concatenate arrays along the second dim. Vectors become columns."""
-    return _stacked(arrays, lambda xp, x: xp.reshape(x, (-1, 1)) if len(x.shape) < 2 else x, 1)
+    return _stacked(arrays, lambda xp, x: xp.reshape(x, (-1, 1)) if x.ndim < 2 else x, 1)
 
 
 def _stacked(arrays: Any, grown: Callable[[Any, Array], Array], axis: int) -> Array:
@@ -180,14 +179,14 @@ def average(x: Any, /, axis: Any = None, weights: Any = None) -> Any:
         return x.mean(axis)
     w = _names_of(x).asarray(weights)
     if w.shape != x.shape and isinstance(axis, int):
-        w = along_dim(w, axis % len(x.shape), len(x.shape))
+        w = along_dim(w, axis % x.ndim, x.ndim)
     return (x * w).sum(axis) / (w + x * 0).sum(axis)
 
 
 def diag(x: Any, /) -> Any:
     """Return the diagonal of a matrix, or the matrix that has the vector `x` on its diagonal."""
     x = as_array("diag", x)
-    if len(x.shape) == 2:
+    if x.ndim == 2:
         return diagonal(x)
     xp = _names_of(x)
     found: Array = xp.where(xp.eye(x.shape[0], dtype=xp.bool), x[:, None], xp.asarray(0, dtype=x.dtype))
@@ -225,7 +224,7 @@ def item(x: Array, /, *index: Any) -> Any:
     if not index:
         return number(x)
     if len(index) == 1 and not isinstance(index[0], tuple):
-        count = math.prod(x.shape)
+        count = x.size
         if not hasattr(index[0], "__index__") or not -count <= index[0] < count:
             raise IndexError(f"item({index[0]}) of an array of {count} elements: pass an integer within bounds.")
         return number(x[tuple(map(int, np.unravel_index(index[0] % count, x.shape)))])

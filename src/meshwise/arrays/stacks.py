@@ -11,7 +11,6 @@ method for it, and is otherwise gathered with a warning.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -33,7 +32,7 @@ def as_matrices(name: str, given: Any, *, square: bool = False) -> Array:
     """Convert integers in a matrix or stack of matrices to floats.
     Raises ValueError for any other shape, and with `square`, for matrices that are not square."""
     x = as_floats(name, given)
-    if len(x.shape) < 2 or (square and x.shape[-1] != x.shape[-2]):
+    if x.ndim < 2 or (square and x.shape[-1] != x.shape[-2]):
         raise ValueError(
             f"{name} needs {'square ' if square else ''}matrices in the last two dims, but the shape is {x.shape}."
         )
@@ -50,7 +49,7 @@ def called(name: str, function: Callable[..., Any], *given: Any) -> Any:
 
 def is_large(x: Array) -> bool:
     """Return whether `x` has at least `LARGE` bytes, so that several devices factor it together."""
-    size = math.prod(x.shape) * x.dtype.itemsize
+    size = x.nbytes
     return size > 0 and size >= LARGE
 
 
@@ -62,7 +61,7 @@ def is_one_split(x: Array) -> bool:
 
 def by_stack(x: Array, name: str, function: Function) -> Any:
     """Apply `function` to each matrix of a stack."""
-    stack = len(x.shape) - 2
+    stack = x.ndim - 2
     x = freed(x, {stack, stack + 1}, name)
     made = [called(name, function, part) for part in x.parts]
     # Another rank holds the whole array, so find the result's shape and dtype without values.
@@ -109,7 +108,7 @@ def matrix_of_each(x: Array, name: str, function: Function) -> Array:
 
 def adjoint(x: Array) -> Array:
     """Return the conjugate transpose. No data moves between devices. The result may share memory with `x`."""
-    held, last = x.sharding, len(x.shape) - 1
+    held, last = x.sharding, x.ndim - 1
     dim = {last: last - 1, last - 1: last}.get(-1 if held.dim is None else held.dim, held.dim)
     parts = tuple(part.mH.resolve_conj() for part in x.parts)
     return Array(parts, held.along(dim), (*x.shape[:-2], x.shape[-1], x.shape[-2]), x.dtype, x.space)
@@ -117,7 +116,7 @@ def adjoint(x: Array) -> Array:
 
 def one_matrix(x: Array) -> Array:
     """Remove the leading dims of `x`, a stack that consists of one matrix."""
-    held, more = x.sharding, len(x.shape) - 2
+    held, more = x.sharding, x.ndim - 2
     parts = tuple(part.reshape(part.shape[-2:]) for part in x.parts)
     return Array(parts, held.shifted(-more), x.shape[-2:], x.dtype, x.space)
 

@@ -36,7 +36,7 @@ def mean(x: Any, /, axis: Any = None, dtype: Any = None, *, keepdims: bool = Fal
     Integers are converted to the default float.
     """
     x = as_floats("mean", x if dtype is None else astype(x, dtype, copy=False))
-    axes = as_axes("mean", axis, len(x.shape))
+    axes = as_axes("mean", axis, x.ndim)
     count = math.prod(x.shape[each] for each in axes)
     added = total(x, axis=axis, keepdims=keepdims)
     return in_order_of(mapped(added, lambda part: part / count), [added])
@@ -45,7 +45,7 @@ def mean(x: Any, /, axis: Any = None, dtype: Any = None, *, keepdims: bool = Fal
 def var(x: Any, /, axis: Any = None, *, correction: float = 0.0, ddof: float = 0.0, keepdims: bool = False) -> Array:
     """Return the variance over the given axes, by default of all elements."""
     x = as_floats("var", x)
-    axes, dim = as_axes("var", axis, len(x.shape)), x.sharding.dim
+    axes, dim = as_axes("var", axis, x.ndim), x.sharding.dim
     kind, shape = real_of(x.dtype), reduced_shape(x.shape, axes, keepdims)
     count = math.prod(x.shape[each] for each in axes)
     over = max(count - (correction or ddof), 0)
@@ -102,7 +102,7 @@ def _argument(name: str, pick: Callable[..., Tensor], best: Callable[..., Tensor
 
     def argument(x: Any, /, axis: Any = None, *, keepdims: bool = False) -> Array:
         x = as_array(name, x)
-        axes = as_axes(name, axis, len(x.shape))
+        axes = as_axes(name, axis, x.ndim)
         if len(axes) != 1 and axis is not None:
             raise TypeError(f"{name}: axis must be one integer, or None for all elements, but it is {axis}.")
         refuse_none(name, x, axes)

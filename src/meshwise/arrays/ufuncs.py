@@ -83,7 +83,7 @@ FUNCTIONS |= {"angle": angle, "divmod": quotient_and_rest}
 def _outer(x1: Array, x2: Any, name: str) -> Any:
     xp = x1.__array_namespace__()
     x2 = xp.asarray(x2)
-    return getattr(xp, name)(xp.reshape(x1, (*x1.shape, *(1,) * len(x2.shape))), x2)
+    return getattr(xp, name)(xp.reshape(x1, (*x1.shape, *(1,) * x2.ndim)), x2)
 
 
 def as_ufunc(xp: Any, name: str, call: Any) -> None:
