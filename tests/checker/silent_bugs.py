@@ -729,7 +729,7 @@ SILENT = [
     Silent("SB032", "all-reduce missing without a bias", sum_left_out("layers.0.attn.o"), "decoder", TENSOR,
            OUTPUTS, "layers.0.attn.o", MISSING),
     Silent("SB033", "all-reduce missing in an expert", sum_left_out("layers.0.mlp.experts.1.down"), "experts", TENSOR,
-           OUTPUTS, "layers.0.mlp.experts.1", MISSING),
+           OUTPUTS, "layers.0.mlp.experts.1.down", MISSING),
     Silent("SB034", "gradient of a layer norm not added", never_added_back("norm"), "decoder", CONTEXT,
            GRADIENTS, "norm", MISSING),
     Silent("SB035", "each rank clips by its own norm", clipped_by(norm_of_own_parts), "decoder, clipped", TENSOR,

@@ -33,6 +33,7 @@ from meshwise.checker.views.check_dict import check_dict
 from meshwise.checker.views.check_github import github_lines
 from meshwise.checker.views.check_text import check_text
 from meshwise.spec.errors import UsageError
+from meshwise.spec.world import World
 from meshwise.training.autograd.loss_graph import scale_of
 
 OTHERS = Path(__file__).parents[1] / "programs" / "others"
@@ -299,7 +300,7 @@ def test_a_gradient_is_kept_as_it_was_before_the_clipping() -> None:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
         optimizer.step()
 
-    (made,) = watch_plain(script, 1, 0, None, 0).steps
+    (made,) = watch_plain(script, 1, 0, None, World()).steps
     assert [float(g.norm()) for g in made.before_clipping.gradients.values()] == pytest.approx([18**0.5, 3])
     assert made.gradients["bias"].item() == pytest.approx(0.1 * 3 / 27**0.5, rel=1e-5) and not made.by_trainer
 
@@ -321,23 +322,8 @@ def test_a_state_is_that_of_the_first_forward_of_a_step() -> None:
             model(next(batches)).mean().backward()
             optimizer.step()
 
-    seen = [step.state["seen"].item() for step in watch_plain(script, 3, 0, None, 0).steps]
+    seen = [step.state["seen"].item() for step in watch_plain(script, 3, 0, None, World()).steps]
     assert seen == [0.0, 4.0, 8.0]
-
-
-def test_a_script_of_lightning_is_refused_at_its_first_step() -> None:
-    """By its Trainer, which calls the step: with DistributedDataParallel and without."""
-
-    def script() -> None:
-        model = torch.nn.Linear(2, 1)
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        model(torch.ones(3, 2)).sum().backward()
-        found = dict[str, Any]()
-        exec(compile("def fit(step):\n    step()\n", "/lib/lightning/pytorch/trainer/trainer.py", "exec"), found)
-        found["fit"](optimizer.step)
-
-    with pytest.raises(UsageError, match=r"of Lightning needs its one line: write trainer = mw\.distribute\(trainer\)"):
-        watch_plain(script, 1, 0, None, 0)
 
 
 def test_what_differs_by_design_is_not_wrong() -> None:
@@ -580,7 +566,7 @@ def test_the_statistics_of_an_evaluation_are_kept_where_they_are_others() -> Non
             for _ in range(3):
                 model.eval()(torch.ones(3, 2))
 
-    assert watch_plain(script, 1, 0, None, 0).evaluated == pytest.approx([0.1 * 2**0.5, 0.19 * 2**0.5])
+    assert watch_plain(script, 1, 0, None, World()).evaluated == pytest.approx([0.1 * 2**0.5, 0.19 * 2**0.5])
 
 
 def test_a_schedule_of_whole_accumulations_is_of_epochs() -> None:

@@ -123,10 +123,9 @@ def collect_step(step: StepTrace, model: nn.Module, optimizer: Optimizer | None,
     """Complete the trace of a step with the values of all ranks. Collective."""
     differ = _join_outputs(step)
     rank = get_rank(everyone())
-    own = to_rank_0((rank, step.own_gradients, step.own_boxes), _alike())
+    own = to_rank_0((rank, step.own_gradients), _alike())
     step.alike = tuple(rank for rank, part in gather_objects((rank, get_rank()), everyone()) if part == 0)
-    step.own_gradients = {(rank, number): named for rank, each, _ in own for (_, number), named in each.items()}
-    step.own_boxes = {(rank, name): box for rank, _, boxes in own for (_, name), box in boxes.items()}
+    step.own_gradients = {(rank, number): named for rank, each in own for (_, number), named in each.items()}
     step.evaluating = set().union(*gather_objects(step.evaluating))
     step.loaded = any(gather_objects(step.loaded))
     step.changed_behind = set().union(*gather_objects(step.changed_behind))
@@ -166,11 +165,8 @@ def _join_outputs(step: StepTrace) -> Divergence:
             if far > 0:
                 key = "module outputs", output.module
                 differ[key] = max(far, differ.get(key, 0.0))
-    every = list(found.values())
-    several = any(len(each) > 1 for each in every)
-    step.peers = [[outputs for outputs, _ in each] for each in every] if several else []
-    step.outputs = [output for each in every for output in each[0][0]]
-    step.contents = [contents for each in every for contents in each[0][1]]
+    step.outputs = [output for each in found.values() for output in each[0][0]]
+    step.contents = [contents for each in found.values() for contents in each[0][1]]
     return differ
 
 

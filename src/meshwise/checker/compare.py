@@ -73,7 +73,8 @@ def compare(reference: Trace, actual: Trace) -> Comparison:
         found += _samples(number, mine, other)
         contents = list(compared_contents(number, mine, other))
         gradients = _reduced_by_hand(_over_ranks(_gradients(number, mine, other), other.rank_divergence))
-        outputs = _over_ranks(compared_outputs(number, mine, other, unseen), other.rank_divergence)
+        outputs = compared_outputs(number, mine, other, unseen, by_hand=bool(actual.exchanges))
+        outputs = _over_ranks(outputs, other.rank_divergence)
         wrong = any(d.fault for d in gradients)
         found += [d for d in contents if wrong or not d.fault]  # different contents count only if gradients differ
         found += outputs if wrong else of_samples(outputs, unseen)
@@ -115,7 +116,7 @@ def _over_ranks(differences: Iterable[Difference], divergence: Divergence) -> li
     found = []
     for d in differences:
         ranks = divergence.get((d.kind, d.name), 0.0)
-        if ranks > LIMIT and "parts" not in d.facts:
+        if ranks > LIMIT:
             facts = {**d.facts, "ranks apart": ranks, "first rank": d.relative}
             d = replace(d, relative=max(d.relative, ranks), facts=facts)
         found.append(d)

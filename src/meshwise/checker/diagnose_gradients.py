@@ -13,7 +13,7 @@ from itertools import takewhile
 
 from meshwise.checker.causes import Cause
 from meshwise.checker.causes import CauseKind as K
-from meshwise.checker.diagnose_by_hand import by_hand_in_the_backward, without_a_backward
+from meshwise.checker.diagnose_by_hand import without_a_backward
 from meshwise.checker.diagnose_weights import by_weights
 from meshwise.checker.difference import largest
 from meshwise.checker.evidence import Evidence, Rule, is_inside, near, owner_of, precision_lost, says
@@ -124,7 +124,6 @@ def _random_recompute(evidence: Evidence) -> str:
 
 GRADIENT_RULES: tuple[Rule, ...] = (
     _no_gradient,
-    by_hand_in_the_backward,
     says(K.MISSING_REDUCTION, _not_reduced),
     _modified_between_backwards,
     says(K.DROPOUT, _random_recompute),

@@ -16,12 +16,12 @@ from meshwise.checker import diagnose_updates as updates
 from meshwise.checker.causes import Cause
 from meshwise.checker.causes import CauseKind as K
 from meshwise.checker.compare import MICROBATCHES, Comparison
-from meshwise.checker.coupled_operators import STATISTICS, taken_together
 from meshwise.checker.diagnose_gradients import GRADIENT_RULES
 from meshwise.checker.diagnose_weights import by_numbers, by_weights, line_of, not_a_mean
-from meshwise.checker.difference import Difference
+from meshwise.checker.difference import LIMIT, Difference
 from meshwise.checker.evidence import Evidence, Rule, is_inside, near, owner_of, says
 from meshwise.checker.exchanges import places_of
+from meshwise.checker.outputs import PARTS
 from meshwise.checker.trace import Trace
 from meshwise.spec.plan import Plan
 from meshwise.spec.words import some
@@ -86,35 +86,37 @@ def _reads_other_samples(evidence: Evidence) -> bool:
     return len(one) == len(plan) == len(set(plan)) and set(one) != set(plan)
 
 
+def _losses_of_ranks(evidence: Evidence) -> str:
+    return f"ranks have different losses, which should all be that of the global batch.{_divided_by_hand(evidence)}"
+
+
+def _divided_by_hand(evidence: Evidence) -> str:
+    """Return a sentence that names the modules with different outputs on ranks that have the same samples."""
+    unseen = (each for each in evidence.comparison.unseen if each.why == PARTS and each.step == evidence.first.step)
+    names = some(dict.fromkeys(each.module or "the model" for each in unseen))
+    return f" Ranks with the same samples have different outputs of {names}: is a sum missing in one?" if names else ""
+
+
 def _couples_samples(evidence: Evidence) -> str:
     """Return a sentence if the loss cannot be computed separately for the samples of each rank."""
-    one, plan = evidence.steps
-    equal = {d.name for d in evidence.of_kind("module outputs")}
-    if not equal or evidence.faults("module outputs"):
+    if not evidence.of_kind("module outputs") or evidence.faults("module outputs"):
         return ""
-    found = [each for each in taken_together(one.coupled, plan.coupled) if each.module not in equal]
-    if found:
-        return f"{found[0].text}; the loss is {evidence.both_numbers()}.{evidence.or_padding()}"
     other = not_a_mean(evidence)
     return "" if other is None else f"{line_of(other)} is {other.shown}, not a mean over ranks.{evidence.or_padding()}"
 
 
-def _statistics_in_a_module(evidence: Evidence) -> Cause | None:
-    """Name a module that computes across the samples, of which each rank has a part."""
-    name, (one, plan) = evidence.first.name, evidence.steps
-    found = [each for each in taken_together(one.coupled, plan.coupled) if each.module == name]
-    if not found or evidence.exchanges(name):
-        return None
-    where = f"{evidence.where(name)} is the first whose outputs differ"
-    if found[0].operator in STATISTICS:
-        return Cause(K.BATCH_NORM, f"{where}; {found[0].text}, which are those of one rank. {kinds.OF_BATCH}")
-    return Cause(K.COUPLED, f"{where}; {found[0].text}, and each rank has only its own samples.{evidence.or_padding()}")
+def _ranks_have_parts(evidence: Evidence) -> str:
+    """Return a sentence if ranks with the same samples, rank 0 among them, get other outputs than one device."""
+    where = evidence.where(evidence.first.name)
+    text = f"{where} returns different outputs on ranks that have the same samples: a sum lacks a part."
+    return text if evidence.first.facts.get("first rank", 0.0) > LIMIT else ""
 
 
 def _first_to_differ(evidence: Evidence) -> str:
     name, at = evidence.first.name, evidence.first.facts["at"]
     lines = places_of(evidence.exchanges(name))
     more = f" It exchanges by hand in {lines}." if lines else evidence.or_padding()
+    more += _divided_by_hand(evidence)
     before = f"everything before it{evidence.not_seen(at)} is equal"
     return f"{evidence.where(name)} is the first whose outputs differ; {before}.{more}"
 
@@ -199,16 +201,13 @@ RULES: Mapping[str, tuple[Rule, ...]] = {
         says(K.DROPOUT, "{name} ({class}) draws random numbers; {before}.", _is_random),
         says(K.NOT_FINITE, kinds.not_finite),
         says(K.WRONG_GROUP, by_hand.over_another_group),
-        says(K.MISSING_REDUCTION, by_hand.sum_by_hand_is_missing),
-        says(K.DOUBLED_REDUCTION, by_hand.counted_by_ranks),
-        says(K.MISSING_REDUCTION, by_hand.ranks_have_parts),
-        _statistics_in_a_module,
+        says(K.MISSING_REDUCTION, _ranks_have_parts),
         says(K.MODULE, _first_to_differ),
     ),
     "loss": (
         says(K.RACE, kinds.open_exchange),
         says(K.NOT_FINITE, kinds.not_finite),
-        says(K.LOSS, "ranks have different losses, which should all be that of the global batch.", ranks_differ),
+        says(K.LOSS, _losses_of_ranks, ranks_differ),
         by_numbers,
         by_weights,
         says(K.COUPLED, _couples_samples),

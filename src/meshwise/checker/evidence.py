@@ -89,12 +89,6 @@ class Evidence:
         nearest = max((each.module for each in around), key=len, default="")
         return inside or [each for each in around if each.module == nearest]
 
-    def sums_in_backward(self, module: str) -> list[Exchange]:
-        """Return the sums over ranks, e.g. calls of all_reduce, in the backward passes of `module`."""
-        used = {each.function for each in self.exchanges(module) if each.function}
-        known = [each for each in self.actual.exchanges_backward if each.adds_up]
-        return [each for each in known if each.function in used] or known
-
     def of_another_group(self, sums: list[Exchange]) -> str:
         """Return a sentence if a collective in `sums` adds up over the wrong process group."""
         alike = self.steps[1].alike

@@ -19,7 +19,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from meshwise.checker import model_state
 from meshwise.checker.contents import contents_of
-from meshwise.checker.coupled_operators import noting_coupled
 from meshwise.checker.exchanges import noting_exchanges, noting_nan
 from meshwise.checker.loss_numbers import NotedNumbers
 from meshwise.checker.model_state import clean, is_replicated, named_parameters
@@ -75,7 +74,6 @@ class ModelTracer:
         self._running = list[str]()  # names of the running modules, the innermost last
         self._drawn = 0  # number of draws of this microbatch when a module last began or ended
         self._norms_left: dict[str, float] | None = None
-        self._in_backward = False
         self._own: Named | None = None  # this rank's own gradients in the running backward
         self._of_loss: Any = None  # the hook registered on the latest loss
         self._own_factor = 1.0  # the factor that the running backward applied to the loss
@@ -111,13 +109,11 @@ class ModelTracer:
         self._forwards = max(self._forwards, count + 1)
         self._calls, self.in_forward, self._drawn, self._running = {}, True, 0, []
         try:
-            several = 0 if self._whole else rows.count
-            pairs = noting_coupled(several, self.step.coupled, lambda: self._running[-1] if self._running else None)
             of_modules = stages.carried(lambda: dict(self._calls), self._go_on)
             self._numbers = NotedNumbers()
             nan = noting_nan(self.step.nan_while_open, self._perturb)
             by_hand = noting_exchanges(self.trace.exchanges, lambda: self._running[-1] if self._running else "")
-            with upcast(self._upcast), of_modules, self.draws.forward(), pairs, self._numbers.noting(), by_hand, nan:
+            with upcast(self._upcast), of_modules, self.draws.forward(), self._numbers.noting(), by_hand, nan:
                 yield
         finally:
             self.in_forward = False
@@ -170,10 +166,9 @@ class ModelTracer:
         drawn = len(self.draws.log)
         nan = noting_nan(self.step.nan_while_open, self._perturb)
         by_hand = noting_exchanges(self.trace.exchanges_backward, str)
-        self._in_backward = True
         with upcast(self._upcast), self.draws.backward(), by_hand, nan:
             yield
-        self._own, self._in_backward = None, False
+        self._own = None
         if self._of_loss is not None:
             self._of_loss.remove()  # otherwise it would be taken for a hook of the program
         # The log grows only if the backward draws numbers that do not repeat draws of the forward.
@@ -214,8 +209,6 @@ class ModelTracer:
         if self._own is not None and name not in self._own and type(gradient) is Tensor:
             with without_interception():
                 self._own[name] = pieces(gradient.detach()).div(self._own_factor or math.inf)
-                if self.trace.exchanges:
-                    self.step.own_boxes[0, name] = _box(gradient.detach() != 0)
 
     def _compare_with_last_backward(self) -> None:
         """Record whether gradients changed since the last backward of this step."""
@@ -270,19 +263,8 @@ class ModelTracer:
             value = full_tensor(part_of(tensor, self._rows.total))
             found = sketches(value, self._rows.count)
         if self._rows.samples > 0:
-            output = Output(self._at[1], name, kind, number, tuple(value.shape), self._rows.count, found)
-            self.step.outputs.append(output)
-            first = self._at == (0, 0) and not self._whole
-            # Hook the node that made the tensor, because a program can see hooks of the tensor itself.
-            if first and type(tensor) is Tensor and tensor.grad_fn is not None:
-                tensor.grad_fn.register_prehook(partial(self._keep_back, output, tensor.output_nr))
-
-    def _keep_back(self, output: Output, number: int, gradients: tuple[Tensor | None, ...]) -> None:
-        """Record the gradient that reaches a module's output in the backward."""
-        gradient = gradients[number]
-        if self._in_backward and not output.gradient and type(gradient) is Tensor and gradient.shape == output.shape:
-            with without_interception():
-                output.gradient.update(sketches(gradient.detach() / (self._own_factor or math.inf), output.rows))
+            shape, count = tuple(value.shape), self._rows.count
+            self.step.outputs.append(Output(self._at[1], name, kind, number, shape, count, found))
 
     def _note_draws(self) -> None:
         """Record the innermost running module if it drew since a module began or ended."""
@@ -290,12 +272,6 @@ class ModelTracer:
         if drawn > self._drawn and self._running:
             self.trace.random_modules.add(self._running[-1])
         self._drawn = drawn
-
-
-def _box(there: Tensor) -> list[tuple[int, int]]:
-    """Return, for each dimension, the range of indices in which `there` has True elements."""
-    along = [there.transpose(0, dim).reshape(size, -1).any(1).nonzero() for dim, size in enumerate(there.shape)]
-    return [(int(where[0]), int(where[-1]) + 1) for where in along if len(where)]
 
 
 class LooksOn:

@@ -19,7 +19,6 @@ from meshwise.training.data.keyed import keyed_normal
 
 DIRECTIONS = 8
 PIECES = 16
-MOST_SLICES = 1024
 LONGEST = 4096  # a longer row is cut into chunks of this length, each with a sketch of its own
 
 
@@ -40,9 +39,6 @@ def sketches(value: Tensor, rows: int) -> dict[str, Tensor]:
     """Return sketches of a tensor for each way in which several ranks may divide it."""
     value = as_real(value)
     found = {"whole": sketch(value)}
-    for dim in {0, min(1, value.dim() - 1), value.dim() - 1} if value.dim() else ():
-        if 1 <= value.shape[dim] <= MOST_SLICES and value.numel():
-            found[f"along {dim}"] = _projected(value.transpose(0, dim).reshape(value.shape[dim], -1))
     if value.dim() == 2:
         found["unordered"] = _projected(value).pow(3).sum(0, keepdim=True)
     if rows == 0:

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from meshwise.checker.coupled_operators import Coupled
 from meshwise.checker.exchanges import Exchanges
 from meshwise.checker.loss_numbers import Numbers
 from meshwise.spec.dtypes import Dtypes
@@ -65,7 +64,6 @@ class Output:
     shape: tuple[int, ...]
     rows: int
     sketches: dict[str, Tensor]
-    gradient: dict[str, Tensor] = field(default_factory=dict)
 
     @property
     def key(self) -> tuple[int, str, int]:
@@ -97,7 +95,6 @@ class StepTrace:
 
     samples: list[list[list[int]]] = field(default_factory=list)
     outputs: list[Output] = field(default_factory=list)
-    peers: list[list[list[Output]]] = field(default_factory=list)
     alike: tuple[int, ...] = ()
     contents: list[Contents] = field(default_factory=list)
     loss: float = 0.0
@@ -111,12 +108,10 @@ class StepTrace:
     scheduler: dict[str, float] = field(default_factory=dict)
     rank_divergence: Divergence = field(default_factory=dict)
     own_gradients: dict[tuple[int, int], Named] = field(default_factory=dict)
-    own_boxes: dict[tuple[int, str], list[tuple[int, int]]] = field(default_factory=dict)
     modified_between_backwards: list[tuple[int, int, float, float, bool]] = field(default_factory=list)
     standing: dict[int, float] = field(default_factory=dict)
     rng_mismatch: bool = False
     low_precision: dict[str, str] = field(default_factory=dict)
-    coupled: Coupled = field(default_factory=dict)
     numbers: list[Numbers] = field(default_factory=list)
     evaluating: set[str] = field(default_factory=set)
     nan_while_open: list[str] = field(default_factory=list)
