@@ -158,41 +158,6 @@ def test_two_optimizers_that_step_together_may_let_go_of_gradients_of_each_other
     assert hints(short((BACKWARD, together), last)) == []
 
 
-FUNCTION = """
-class Reverse(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return -gradient
-
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.last = nn.Linear(6, 16), nn.Linear(16, 2)
-
-    def forward(self, x):
-        x = self.first(x)
-        USE
-        return self.last(x.tanh())
-
-
-model = Net()
-# parts
-"""
-
-
-@pytest.mark.parametrize("use", ["Reverse.apply(x)", "reversed_x = Reverse.apply(x)"])
-def test_a_function_whose_result_is_not_used(use: str) -> None:
-    text = short(("# parts\n", FUNCTION.replace("USE", use)))
-    (told,) = hints(text)
-    assert told.startswith(at(text, use) + "what Reverse.apply gives is not used, so its backward never runs.")
-    assert hints(short(("# parts\n", FUNCTION.replace("USE", "x = Reverse.apply(x)")))) == []
-
-
 @pytest.mark.filterwarnings("ignore:Detected call")
 def test_a_hint_is_a_warning_and_no_difference(pool: Any) -> None:
     found = proof(short((BACKWARD, ACCUMULATED + "        scheduler.step()\n")), pool)

@@ -9,13 +9,9 @@ that was seen.
 from __future__ import annotations
 
 import contextlib
-import dis
 import functools
-import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from types import CodeType
 from typing import Any
 from unittest.mock import patch
 
@@ -27,7 +23,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from meshwise.checker.model_state import local_sums
 from meshwise.checker.model_tracer import LooksOn, ModelTracer
 from meshwise.checker.per_rank import slips_in
-from meshwise.spec.user_code import frame_in, is_users, place, user_lines, user_place
+from meshwise.spec.user_code import frame_in, user_lines, user_place
 from meshwise.spec.words import some
 
 DROPOUT = (
@@ -42,7 +38,6 @@ TICKS = (
     "{place}: the scheduler steps after every backward, and a step has {count} of them: the learning rate changes "
     "{count} times as fast as it should. Call scheduler.step() after optimizer.step()."
 )
-UNUSED = "{place}: what {name}.apply gives is not used, so its backward never runs. Write x = {name}.apply(x)."
 DROPS = {"bernoulli_", "native_dropout"}
 """Operators that draw dropout masks."""
 OF_STATISTICS = "torch/optim/swa_utils.py"
@@ -125,10 +120,8 @@ class Hints:
         """Report dropout that is active during an evaluation."""
         if torch.is_grad_enabled() or frame_in(OF_STATISTICS):
             return
-        active, where = (
-            [name or type(root).__name__ for name, m in root.named_modules() if _is_active(m)],
-            user_place(),
-        )
+        active = [name or type(root).__name__ for name, m in root.named_modules() if _is_active(m)]
+        where = user_place()
         if self.tracer is not None and self.tracer.in_forward:
             drawn = {draw.operator for draw in self.tracer.draws.log[self._begun :]}
             if drawn & DROPS and self._loops:
@@ -152,15 +145,13 @@ class Hints:
 
     @contextlib.contextmanager
     def noting(self) -> Iterator[None]:
-        """Watch zero_grad, scheduler steps and unused autograd Functions inside the with block."""
-
+        """Watch zero_grad and scheduler steps inside the with block."""
         methods = [(THROWN_AWAY, "zero_grad", kind) for kind in (nn.Module, *_with_own(Optimizer, "zero_grad"))]
         methods += [(TICKS, "step", kind) for kind in _with_own(LRScheduler, "step")]
         with contextlib.ExitStack() as stack:
             for text, name, kind in methods:
                 called = _telling(getattr(kind, name), functools.partial(self._note, text))
                 stack.enter_context(patch.object(kind, name, called))
-            stack.enter_context(noting_unused(self._say))
             yield
 
     def _note(self, text: str) -> None:
@@ -189,31 +180,3 @@ def _telling(method: Callable[..., Any], tell: Callable[[], None]) -> Callable[.
         return method(self, *args, **kwargs)
 
     return called
-
-
-def noting_unused(say: Callable[[str], None]) -> AbstractContextManager[Any]:
-    """Report calls of a user's autograd Function inside the with block if the result is not used."""
-    real = vars(torch.autograd.Function)["apply"]
-
-    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        found = real.__get__(None, cls)(*args, **kwargs)
-        frame = sys._getframe(1)
-        if torch.is_grad_enabled() and is_users(frame.f_code.co_filename) and drops(frame.f_code, frame.f_lasti):
-            say(UNUSED.format(place=place(frame.f_code.co_filename, frame.f_lineno), name=cls.__name__))
-        return found
-
-    return patch.object(torch.autograd.Function, "apply", classmethod(apply))
-
-
-@functools.cache
-def drops(code: CodeType, at: int) -> bool:
-    """Return whether the result of the call at instruction `at` is dropped, or never read."""
-    instructions = list(dis.get_instructions(code))
-    after = next((i for i in instructions if i.offset > at), None)
-    if after is None or after.opname == "POP_TOP":
-        return after is not None
-    name = after.argval
-    return after.opname.startswith("STORE") and not any(
-        "LOAD" in i.opname and (i.argval == name or (isinstance(i.argval, tuple) and name in i.argval))
-        for i in instructions
-    )

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from meshwise.checker import model_state
-from meshwise.checker.hints import noting_unused
 from meshwise.checker.model_tracer import ModelTracer
 from meshwise.checker.noise import take_noise
 from meshwise.checker.trace import Batches, CheckSpec, Reading, StepTrace, Trace, microbatches, test_samples
@@ -57,8 +56,7 @@ def one_device(job: Job, spec: CheckSpec, device: str = "cpu") -> Trace:
         model.to(device)
         check_room(model, spec, job)
         run = _Reference(job, spec, device, model, ModelTracer(model, job.seed, upcast=spec.in_float64))
-        with noting_unused(run.tracer.trace.hints.append):
-            _train(run, None if job.test is None else open_data(job, job.test(), "test set"))
+        _train(run, None if job.test is None else open_data(job, job.test(), "test set"))
     return run.tracer.trace
 
 
