@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +25,7 @@ from meshwise.arrays.dtypes import (
     real_of,
 )
 from meshwise.arrays.reductions import as_array
+from meshwise.arrays.rules import by_name
 from meshwise.arrays.space import ALL, Space
 
 
@@ -122,4 +122,4 @@ class Info:
         return {name: dtype for name, dtype in NAMES.items() if dtype in listed & wanted}
 
 
-FUNCTIONS: dict[str, Callable[..., Any]] = {"astype": astype, "finfo": finfo, "iinfo": iinfo}
+FUNCTIONS = by_name(astype, finfo, iinfo)

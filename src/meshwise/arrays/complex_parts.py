@@ -13,6 +13,7 @@ from meshwise.arrays.array import Alias, Array, ViewedMemory, mapped
 from meshwise.arrays.dtypes import real_of
 from meshwise.arrays.elementwise import FUNCTIONS as ELEMENTWISE
 from meshwise.arrays.reductions import as_array
+from meshwise.arrays.rules import Table, by_name
 from meshwise.arrays.strides import named, of
 
 
@@ -42,6 +43,5 @@ def conjugated(x: Array, /) -> Array:
     return ELEMENTWISE["conj"](x) if x.dtype.is_complex else x
 
 
-FUNCTIONS: dict[str, Callable[..., Any]] = {"real": real, "imag": imag}
-METHODS: dict[str, Callable[..., Any]] = {"conj": conjugated, "conjugate": conjugated}
-PROPERTIES: dict[str, Callable[[Array], Any]] = {"real": real, "imag": imag}
+FUNCTIONS = PROPERTIES = by_name(real, imag)
+METHODS: Table = {"conj": conjugated, "conjugate": conjugated}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,6 +9,7 @@ import torch
 from meshwise.arrays.array import Array
 from meshwise.arrays.moves import combined, stacked
 from meshwise.arrays.reductions import as_array, together
+from meshwise.arrays.rules import by_name
 
 
 def histogram(
@@ -62,4 +62,4 @@ def counted(x: Array, edges: Array, weights: Array | None) -> Array:
     return combined(partials, lambda rows: rows.sum(0, dtype=dtype), together(x, (bins,)), dtype, "histogram")
 
 
-FUNCTIONS: dict[str, Callable[..., Any]] = {"histogram": histogram, "bincount": bincount}
+FUNCTIONS = by_name(histogram, bincount)

@@ -311,8 +311,7 @@ def _like(make: Callable[..., Array]) -> Callable[..., Array]:
     return rules.named(made_like, f"{make.__name__}_like", doc)
 
 
-CREATION: dict[str, Callable[..., Array]] = {"asarray": of_user, "arange": arange, "linspace": linspace, "eye": eye}
+CREATION: rules.Table = {"asarray": of_user} | rules.by_name(arange, linspace, eye, full, full_like)
 """The functions that create arrays, by name. The first parameter of each function is the `Space`."""
-CREATION |= {"full": full, "full_like": full_like}
 for _make in (empty, zeros, ones):
     CREATION |= {_make.__name__: _make, f"{_make.__name__}_like": _like(_make)}

@@ -19,6 +19,7 @@ from meshwise.arrays.array import Array
 from meshwise.arrays.dtypes import BOOL, UNSIGNED
 from meshwise.arrays.moves import Move, exchange
 from meshwise.arrays.reductions import as_array, sum_dtype
+from meshwise.arrays.rules import by_name
 from meshwise.arrays.sharding import resized, sharding
 from meshwise.arrays.views import axis_of
 
@@ -99,4 +100,4 @@ def _products(part: Tensor, axis: int, carry: Tensor | None) -> tuple[Tensor, Te
     return made, made.narrow(axis, made.shape[axis] - 1, 1) if made.shape[axis] else made
 
 
-FUNCTIONS: dict[str, Callable[..., Any]] = {"cumulative_sum": cumulative_sum, "cumulative_prod": cumulative_prod}
+FUNCTIONS = by_name(cumulative_sum, cumulative_prod)

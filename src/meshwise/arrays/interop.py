@@ -8,7 +8,6 @@ library gets all of it, never only a part. `x.shards` gives the parts.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -23,6 +22,7 @@ from meshwise.arrays.creation import CREATION, asarray
 from meshwise.arrays.dtypes import as_dtype, numpy_dtype, refuse_gradients
 from meshwise.arrays.gathering import gathered
 from meshwise.arrays.moves import agreed
+from meshwise.arrays.rules import Table, by_name
 from meshwise.arrays.sharding import resized, sharding
 from meshwise.arrays.space import Space
 from meshwise.spec.errors import UsageError
@@ -129,7 +129,7 @@ def cuda_interface(x: Array) -> Any:
     raise AttributeError(f"__cuda_array_interface__: the array must be on one GPU, but it is: {reading.where(x)}.")
 
 
-def numpy_functions(functions: dict[str, Callable[..., Any]]) -> dict[str, Callable[..., Any]]:
+def numpy_functions(functions: Table) -> Table:
     """Return the methods that NumPy calls when its own functions, such as `np.sqrt(x)`, get an array of this
     namespace."""
 
@@ -168,10 +168,10 @@ def numpy_functions(functions: dict[str, Callable[..., Any]]) -> dict[str, Calla
     return {"__array_ufunc__": ufunc, "__array_function__": function}
 
 
-METHODS: dict[str, Callable[..., Any]] = {
+METHODS: Table = {
     "__dlpack__": dlpack,
     "__dlpack_device__": dlpack_device,
     "__array__": as_numpy,
 }
-PROPERTIES: dict[str, Callable[[Array], Any]] = {"__cuda_array_interface__": cuda_interface}
-MAKERS: dict[str, Callable[..., Any]] = {"from_dlpack": from_dlpack, "from_shards": from_shards}
+PROPERTIES: Table = {"__cuda_array_interface__": cuda_interface}
+MAKERS = by_name(from_dlpack, from_shards)

@@ -24,6 +24,7 @@ from meshwise.arrays.elementwise import NoArrayGiven, is_python_number
 from meshwise.arrays.moves import combined, elements_moved, reshard, stacked
 from meshwise.arrays.products import added
 from meshwise.arrays.reductions import together
+from meshwise.arrays.rules import by_name
 from meshwise.arrays.sharding import sharding
 
 Look = Callable[[Tensor, Tensor], Tensor]  # (values, part of the table) -> answers for this part, as int64
@@ -101,4 +102,4 @@ def _is_in(values: Tensor, table: Tensor, dtype: torch.dtype) -> Tensor:
     return found.to(torch.int64)
 
 
-FUNCTIONS: dict[str, Callable[..., Any]] = {"searchsorted": searchsorted, "isin": isin}
+FUNCTIONS = by_name(searchsorted, isin)

@@ -21,6 +21,7 @@ from meshwise.arrays.array import Array
 from meshwise.arrays.creation import Placement, asarray
 from meshwise.arrays.dtypes import of_scalar
 from meshwise.arrays.elementwise import NoArrayGiven
+from meshwise.arrays.rules import Table
 
 BINARY = {
     "add": "add",
@@ -149,7 +150,7 @@ def no_such(x: Array, name: str) -> Any:
     raise AttributeError(missing("an array", name, (each for each in dir(Array) if each[0] != "_")))
 
 
-METHODS: dict[str, Callable[..., Any]] = {
+METHODS: Table = {
     "reshard": resharded,
     "to_device": to_device,
     "numpy": reading.numpy,
@@ -164,21 +165,21 @@ METHODS: dict[str, Callable[..., Any]] = {
     "__len__": length,
     "__getattr__": no_such,
 }
-PROPERTIES: dict[str, Callable[[Array], Any]] = {
+PROPERTIES: Table = {
     "device": lambda x: x.space.device_name(x.sharding),
     "shards": shards,
     "itemsize": lambda x: x.dtype.itemsize,
 }
 
 
-SETTERS: dict[str, Callable[[Array, Any], None]] = {
+SETTERS: Table = {
     "real": lambda x, value: x.real.__setitem__(..., value),
     "imag": lambda x, value: x.imag.__setitem__(..., value),
 }
 """Functions (array, value) that assign a property, by the property's name."""
 
 
-def install(methods: dict[str, Callable[..., Any]], properties: dict[str, Callable[[Array], Any]]) -> None:
+def install(methods: Table, properties: Table) -> None:
     """Add these methods and properties to the class `Array`."""
     for name, method in methods.items():
         setattr(Array, name, method if name.startswith("__") else checked(f"x.{name}", method))

@@ -54,12 +54,13 @@ from meshwise.arrays.array import Array
 from meshwise.arrays.dtypes import as_dtype
 from meshwise.arrays.elementwise import NoArrayGiven
 from meshwise.arrays.random import Random
+from meshwise.arrays.rules import Table
 from meshwise.arrays.sharding import Layout, as_layout
 from meshwise.arrays.space import Space, find_space
 from meshwise.spec.errors import UsageError
 from meshwise.spec.machine import Machine
 
-RULES: list[dict[str, Callable[..., Any]]] = [
+RULES: list[Table] = [
     elementwise.FUNCTIONS,
     complex_parts.FUNCTIONS,
     reductions.FUNCTIONS,
@@ -81,7 +82,7 @@ RULES: list[dict[str, Callable[..., Any]]] = [
     numpy_products.FUNCTIONS,
 ]
 """Tables of functions whose arguments are arrays, by name."""
-MAKERS: list[dict[str, Callable[..., Any]]] = [
+MAKERS: list[Table] = [
     creation.CREATION,
     interop.MAKERS,
     spellings.MAKERS,
@@ -90,7 +91,7 @@ MAKERS: list[dict[str, Callable[..., Any]]] = [
     dtensor.MAKERS,
 ]
 """Tables of functions that create arrays. The namespace passes its `Space` as their first argument."""
-EXTENSIONS: dict[str, dict[str, Callable[..., Any]]] = {
+EXTENSIONS: dict[str, Table] = {
     "fft": fft.FUNCTIONS,
     "linalg": products.FUNCTIONS | solving.FUNCTIONS | spectra.FUNCTIONS | norms.FUNCTIONS | numpy_products.LINALG,
 }

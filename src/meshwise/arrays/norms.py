@@ -37,7 +37,8 @@ def vector_norm(x: Array, /, *, axis: Any = None, keepdims: bool = False, ord: f
         none = math.prod(x.shape[dim] for dim in as_axes("vector_norm", axis, x.ndim)) == 0
         if none and ord > 0:
             return reductions.total(size, **words)
-        return reductions.FUNCTIONS["max" if ord > 0 else "min"](size, **words)
+        extreme: Array = reductions.FUNCTIONS["max" if ord > 0 else "min"](size, **words)
+        return extreme
     if ord == 0:
         return cast(reductions.count_nonzero(size, **words), size.dtype)
     powers = mapped(size, lambda part: part.square() if ord == 2 else part.pow(ord))
@@ -65,7 +66,8 @@ def _extreme(values: Array, ord: float) -> Array:
     """Return the greatest value along the last dim, or the least value if `ord` is below 0."""
     if ord > 0 and not values.shape[-1]:
         return reductions.total(values, axis=-1)
-    return reductions.FUNCTIONS["max" if ord > 0 else "min"](values, axis=-1)
+    found: Array = reductions.FUNCTIONS["max" if ord > 0 else "min"](values, axis=-1)
+    return found
 
 
 def diagonal(x: Array, /, *, offset: int = 0) -> Array:

@@ -33,6 +33,7 @@ from meshwise.arrays.array import Array, numbered
 from meshwise.arrays.dtypes import BOOL, promoted
 from meshwise.arrays.moves import Move, combined, elements_moved, exchange, reshard, stacked
 from meshwise.arrays.reductions import as_array
+from meshwise.arrays.rules import by_name
 from meshwise.arrays.sharding import Shape, Sharding, evenly, sharding
 
 BLOCKS_FROM = 64 << 20  # an operand that is needed whole is sent in blocks if it has at least this many bytes
@@ -276,4 +277,4 @@ def _axis(axis: int, shape: Shape, asked: str) -> int:
     return axis % len(shape)
 
 
-FUNCTIONS: dict[str, Callable[..., Any]] = {"matmul": matmul, "vecdot": vecdot, "tensordot": tensordot, "outer": outer}
+FUNCTIONS = by_name(matmul, vecdot, tensordot, outer)

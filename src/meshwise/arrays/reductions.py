@@ -19,7 +19,7 @@ from meshwise.arrays.array import Array, mapped
 from meshwise.arrays.dtypes import BOOL, COMPLEX, COMPLEXES, REAL, UNSIGNED, WHOLE, as_dtype
 from meshwise.arrays.elementwise import NoArrayGiven
 from meshwise.arrays.moves import combined, plainly, stacked
-from meshwise.arrays.rules import named
+from meshwise.arrays.rules import Table, by_name, named
 from meshwise.arrays.sharding import Shape, Sharding, evenly, sharding
 from meshwise.arrays.unsigned import extreme as of_ordered
 
@@ -212,8 +212,8 @@ def refuse_none(name: str, x: Array, axes: tuple[int, ...]) -> None:
         raise ValueError(f"{name} over axes {axes} of shape {x.shape} needs at least one element, but there is none.")
 
 
-def _logical(name: str, torch_name: str) -> Callable[..., Array]:
-    op = getattr(torch, torch_name)
+def _logical(name: str) -> Callable[..., Array]:
+    op = getattr(torch, name)
 
     def logical(x: Any, /, axis: Any = None, *, keepdims: bool = False) -> Array:
         x = as_array(name, x)
@@ -234,12 +234,5 @@ def count_nonzero(x: Any, /, axis: Any = None, *, keepdims: bool = False) -> Arr
     return total(mapped(x, lambda part: part != 0, BOOL), axis=axis, keepdims=keepdims)
 
 
-FUNCTIONS: dict[str, Callable[..., Array]] = {
-    "sum": total,
-    "prod": product,
-    "max": _extreme("max", "amax"),
-    "min": _extreme("min", "amin"),
-    "any": _logical("any", "any"),
-    "all": _logical("all", "all"),
-    "count_nonzero": count_nonzero,
-}
+FUNCTIONS: Table = {"sum": total, "prod": product}
+FUNCTIONS |= by_name(_extreme("max", "amax"), _extreme("min", "amin"), _logical("any"), _logical("all"), count_nonzero)

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+Table = dict[str, Callable[..., Any]]
+"""Functions by their names."""
+
 
 def named(rule: Callable[..., Any], name: str, doc: str) -> Callable[..., Any]:
     """Set the name and the docstring of a function that was made by a factory, and return the function."""
@@ -13,6 +16,6 @@ def named(rule: Callable[..., Any], name: str, doc: str) -> Callable[..., Any]:
     return rule
 
 
-def by_name(*rules: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
+def by_name(*rules: Callable[..., Any]) -> Table:
     """Return a table of the given functions by their `__name__`."""
     return {rule.__name__: rule for rule in rules}

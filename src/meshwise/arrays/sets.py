@@ -201,10 +201,4 @@ OF_TWO = [
     _of_two("setdiff1d", "the first that are not in the second", lambda xp, a, b: a[~xp.isin(a, b)]),
     _of_two("setxor1d", "one that are not in the other", _either),
 ]
-FUNCTIONS: dict[str, Callable[..., Any]] = {
-    "unique_all": unique_all,
-    "unique_inverse": unique_inverse,
-    "unique_counts": unique_counts,
-    "unique_values": unique_values,
-    **by_name(*OF_TWO),
-}
+FUNCTIONS = by_name(unique_all, unique_inverse, unique_counts, unique_values, *OF_TWO)

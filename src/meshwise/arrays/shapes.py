@@ -11,6 +11,7 @@ from meshwise.arrays.array import Array
 from meshwise.arrays.assigning import set_item
 from meshwise.arrays.elementwise import NoArrayGiven
 from meshwise.arrays.indexing import get_item
+from meshwise.arrays.rules import Table, by_name
 from meshwise.arrays.views import axis_of
 
 
@@ -26,7 +27,7 @@ def _of_arrays(rule: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-FUNCTIONS: dict[str, Callable[..., Any]] = (
+FUNCTIONS: Table = (
     {
         rule.__name__: _of_arrays(rule)
         for rule in (
@@ -37,10 +38,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = (
         )
     }
     | {name: _of_arrays(rule) for name, rule in numpy_shapes.FUNCTIONS.items()}
-    | {
-        rule.__name__: rule
-        for rule in (joining.concat, joining.stack, choosing.where, choosing.broadcast_arrays, choosing.meshgrid)
-    }
+    | by_name(joining.concat, joining.stack, choosing.where, choosing.broadcast_arrays, choosing.meshgrid)
 )
 
 
@@ -81,7 +79,7 @@ def contains(x: Array, value: Any, /) -> bool:
     return bool((x == value).any())
 
 
-METHODS: dict[str, Callable[..., Any]] = {
+METHODS: Table = {
     "__getitem__": get_item,
     "__setitem__": set_item,
     "__iter__": iterated,
@@ -96,4 +94,4 @@ METHODS: dict[str, Callable[..., Any]] = {
     "nonzero": indexing.nonzero,
     "swapaxes": swapped,
 }
-PROPERTIES: dict[str, Callable[[Array], Any]] = {"T": transposed, "mT": layout.matrix_transpose}
+PROPERTIES: Table = {"T": transposed, "mT": layout.matrix_transpose}

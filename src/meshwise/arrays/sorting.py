@@ -13,10 +13,9 @@ moves as much as two transposes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,6 +26,7 @@ from meshwise.arrays.lanes import freed
 from meshwise.arrays.moves import Move, exchange, reshard
 from meshwise.arrays.reductions import as_array
 from meshwise.arrays.reshaping import flat
+from meshwise.arrays.rules import by_name
 from meshwise.arrays.selection import cuts, merge, merge_values, order, sort_values
 from meshwise.arrays.views import axis_of
 
@@ -131,4 +131,4 @@ def swapped(
     return [[came.get((k, j), none[place]) for k in range(len(places))] for j, place in space.local(x.sharding)]
 
 
-FUNCTIONS: dict[str, Callable[..., Any]] = {"sort": sort, "argsort": argsort}
+FUNCTIONS = by_name(sort, argsort)

@@ -22,7 +22,7 @@ from meshwise.arrays.norms import diagonal, trace
 from meshwise.arrays.reading import number
 from meshwise.arrays.reductions import as_array, as_arrays
 from meshwise.arrays.reshaping import along_dim
-from meshwise.arrays.rules import by_name
+from meshwise.arrays.rules import Table, by_name
 from meshwise.arrays.space import Space
 from meshwise.spec.errors import UsageError
 
@@ -302,8 +302,8 @@ FUNCTIONS |= {
     "shape": lambda x: as_array("shape", x).shape,
     "size": sized,
 }
-MAKERS: dict[str, Callable[..., Any]] = {"array": array, "identity": identity, "logspace": logspace}
-METHODS: dict[str, Callable[..., Any]] = {
+MAKERS = by_name(array, identity, logspace)
+METHODS: Table = {
     "copy": copy_of,
     "fill": fill,
     "dot": dot,

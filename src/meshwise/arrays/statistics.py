@@ -20,7 +20,7 @@ from meshwise.arrays.casting import astype
 from meshwise.arrays.dtypes import BOOL, COMPLEXES, FLOATS, UNSIGNED, comparable, real_of
 from meshwise.arrays.moves import combined, reshard, stacked
 from meshwise.arrays.reductions import as_array, as_axes, left, reduced_shape, refuse_none, together, total
-from meshwise.arrays.rules import named
+from meshwise.arrays.rules import by_name, named
 from meshwise.arrays.sharding import Shape
 
 
@@ -165,10 +165,5 @@ def _choose(best: Callable[..., Tensor], values: Tensor, indices: Tensor) -> Ten
     return torch.where(equal, indices, torch.iinfo(torch.int64).max).amin(0)
 
 
-FUNCTIONS: dict[str, Callable[..., Array]] = {
-    "mean": mean,
-    "var": var,
-    "std": std,
-    "argmax": _argument("argmax", torch.argmax, torch.amax),
-    "argmin": _argument("argmin", torch.argmin, torch.amin),
-}
+FUNCTIONS = by_name(mean, var, std)
+FUNCTIONS |= by_name(_argument("argmax", torch.argmax, torch.amax), _argument("argmin", torch.argmin, torch.amin))

@@ -16,6 +16,7 @@ from meshwise.arrays.dtypes import INTEGERS
 from meshwise.arrays.elementwise import FUNCTIONS as ELEMENTWISE
 from meshwise.arrays.elementwise import REALS, binary, by_no_zero
 from meshwise.arrays.reductions import as_array
+from meshwise.arrays.rules import Table
 from meshwise.spec.errors import UsageError
 
 REDUCED = {
@@ -73,10 +74,10 @@ SMALLER = INTEGERS - {torch.uint64}
 binary("fmod", torch.fmod, SMALLER | REALS, otherwise=(SMALLER, by_no_zero(torch.fmod)))
 binary("gcd", torch.gcd, SMALLER, numbers=False)
 binary("lcm", torch.lcm, SMALLER, numbers=False)
-_FLOAT_OPS: dict[str, Callable[..., Any]] = {"fabs": torch.abs, "rint": torch.round, "exp2": torch.exp2}
+_FLOAT_OPS: Table = {"fabs": torch.abs, "rint": torch.round, "exp2": torch.exp2}
 _FLOAT_OPS |= {"sinc": torch.sinc, "cbrt": _cube_root, "deg2rad": torch.deg2rad, "radians": torch.deg2rad}
 _FLOAT_OPS |= {"rad2deg": torch.rad2deg, "degrees": torch.rad2deg}
-FUNCTIONS: dict[str, Callable[..., Any]] = {name: _of_floats(name, op) for name, op in _FLOAT_OPS.items()}
+FUNCTIONS: Table = {name: _of_floats(name, op) for name, op in _FLOAT_OPS.items()}
 FUNCTIONS |= {"angle": angle, "divmod": quotient_and_rest}
 
 
