@@ -127,6 +127,7 @@ class _Watcher:
             put([DistributedDataParallel], "__init__", self._wrap),
             put([DistributedDataParallel], "register_comm_hook", self._reduction_hook),
             put([torch.autograd], "backward", self._backward),
+            put([torch.autograd], "grad", self._grad),
             put([nn.utils, nn.utils.clip_grad], "clip_grad_norm_", self._clip),
             put([nn.utils, nn.utils.clip_grad], "clip_grad_value_", self._clip),
             *watch_ticks(self.record),
@@ -264,6 +265,18 @@ class _Watcher:
             return plain(tensors, *arguments, **named)
 
         return backward
+
+    def _grad(self, plain: Any) -> Any:
+        """Take a gradient of parameters for a backward, but not one that is differentiated again."""
+        backward = self._backward(plain)
+
+        @functools.wraps(plain)
+        def grad(outputs: Any, inputs: Any, *arguments: Any, **named: Any) -> Any:
+            of = [inputs] if isinstance(inputs, Tensor) else list(inputs)
+            trains = all(isinstance(each, nn.Parameter) for each in of) and not named.get("create_graph")
+            return (backward if trains else plain)(outputs, of, *arguments, **named)
+
+        return grad
 
     def _clip(self, plain: Any) -> Any:
         @functools.wraps(plain)
