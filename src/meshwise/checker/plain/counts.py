@@ -163,8 +163,9 @@ def schedule(ranks: Sequence[Record], one: Record, pairs: Sequence[tuple[Step, S
     if many.length and one.length:  # the training ends by steps: its schedule must end at the same fraction of them
         parts = [h / t / side.length for h, t, side in zip(horizons, ticks, (many, one), strict=True)]
         if abs(parts[0] - parts[1]) > LIMIT:
+            by_steps = ticks[0] == ticks[1] and horizons[0] == horizons[1] and abs(parts[1] - 1) > 0.01
             evidence = f"the schedule ends after {parts[0]:.3g} of the steps on {len(ranks)} devices and after"
-            yield _ticks_twice(many, True, f"{evidence} {parts[1]:.3g} on one.")
+            yield _ticks_twice(many, not by_steps, f"{evidence} {parts[1]:.3g} on one.")
         return
     paces = [t * _whole_steps(n, h / t) for t, n, h in zip(ticks, lengths, horizons, strict=True)]  # ticks per epoch
     epochs = [h / pace for h, pace in zip(horizons, paces, strict=True)]

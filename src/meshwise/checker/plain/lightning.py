@@ -6,6 +6,7 @@ They get the number of ranks in place of their `devices=`, and DDP also in one p
 from __future__ import annotations
 
 import functools
+import math
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -48,6 +49,10 @@ def _making(ranks: int, record: Record, plain: Any) -> Any:
 
 def _trainer(ranks: int, record: Record, reads: Reads, package: Any, logged: dict[str, str], plain: Any) -> Any:
     class Watch(package.Callback):  # type: ignore[misc]
+        def on_train_start(self, trainer: Any, module: Any) -> None:
+            if math.isfinite(steps := trainer.estimated_stepping_batches):
+                record.length = int(steps)
+
         def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
             """Let an epoch that the check cuts end as a whole one does: with a validation and a tick."""
             loop = trainer.fit_loop.epoch_loop
