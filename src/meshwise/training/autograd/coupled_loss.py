@@ -9,15 +9,16 @@ recognized by its sort or top-k operator.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
-from typing import Any
+from typing import Any, cast
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge
-from torch.utils.weak import WeakIdKeyDictionary
 
 from meshwise.training.autograd.loss_graph import KNOWN, LEAF, PRODUCTS, VIEWS, below_of, is_parameter, signed
 
@@ -32,7 +33,7 @@ SEPARATE = {*KNOWN, "AddBackward0", "SubBackward0", "NegBackward0", "MeanBackwar
             "LogSoftmaxBackward0", *VIEWS}  # fmt: skip
 """Operators that keep samples independent of each other, except for a LogSoftmax over the dim of the samples."""
 MIXED = "a choice among samples"
-_seen: Any = WeakIdKeyDictionary()  # tensors on which a program has registered gradient hooks
+HOOKS = "meshwise's hooks"  # the key, in a graph node's metadata, of the gradient hooks of its results
 
 
 def couples_samples(loss: Tensor, samples: int) -> bool:
@@ -41,20 +42,23 @@ def couples_samples(loss: Tensor, samples: int) -> bool:
         return False
     if (found := _between(loss.grad_fn, samples)) is None:
         return False
-    kinds, rows, nodes = found
+    kinds, rows, hooks = found
     if MIXED in kinds:
         return True
     elements = sum(math.prod(_shape(*row)) for row in rows)
-    if kinds <= SEPARATE or not rows or elements > MOST_ELEMENTS or _has_hooked(nodes):
+    if kinds <= SEPARATE or not rows or elements > MOST_ELEMENTS or None in hooks:
         return False
     try:
-        return _are_coupled(loss, rows)
+        with contextlib.ExitStack() as quiet:  # no hook of the program runs, and none that gathers a sharded parameter
+            for each in hooks:
+                quiet.enter_context(patch.dict(each, clear=True))
+            return _are_coupled(loss, rows)
     except RuntimeError:  # there is no second derivative, or memory ran out
         return False
 
 
-def _between(first: Any, samples: int) -> tuple[set[str], list[tuple[Any, int]], set[Any]] | None:
-    """Return (kinds of operators, outputs, nodes) from a loss to the model's outputs; None for too many nodes."""
+def _between(first: Any, samples: int) -> tuple[set[str], list[tuple[Any, int]], list[Any]] | None:
+    """Return (kinds of operators, outputs, hooks) from a loss to the model's outputs; None for too many nodes."""
     open_nodes, seen, rows = [(first, 0)], {(first, 0)}, []
     kinds: set[str] = set()
     while open_nodes:
@@ -75,7 +79,7 @@ def _between(first: Any, samples: int) -> tuple[set[str], list[tuple[Any, int]],
         open_nodes += new
         if len(seen) > MOST_NODES:
             return None
-    return kinds, rows, {node for node, _ in seen}
+    return kinds, rows, [each for node, _ in seen for each in node.metadata.get(HOOKS, ())]
 
 
 def _shape(node: Any, number: int = 0) -> tuple[int, ...]:
@@ -108,7 +112,7 @@ def _mixes_samples(node: Any, kind: str, samples: int) -> bool:
 
 @functools.cache
 def notice_hooks() -> None:
-    """Record, from now on, which tensors get gradient hooks."""
+    """From now on, note in the graph which results have gradient hooks. The graph keeps them longer than tensors."""
     for name in ("register_hook", "retain_grad"):
         setattr(Tensor, name, _noticed(getattr(Tensor, name)))
 
@@ -116,15 +120,12 @@ def notice_hooks() -> None:
 def _noticed(method: Any) -> Any:
     @functools.wraps(method)
     def noticed(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        _seen[tensor] = None
-        return method(tensor, *args, **kwargs)
+        made = method(tensor, *args, **kwargs)
+        if (node := cast(Any, tensor.grad_fn)) is not None:
+            node.metadata.setdefault(HOOKS, []).append(None if tensor.retains_grad else tensor._backward_hooks)
+        return made
 
     return noticed
-
-
-def _has_hooked(nodes: set[Any]) -> bool:
-    """Return whether the program has gradient hooks on results of `nodes`."""
-    return any((t.retains_grad or t._backward_hooks) and t.grad_fn in nodes for t in list(_seen))
 
 
 def _are_coupled(loss: Tensor, rows: list[tuple[Any, int]]) -> bool:

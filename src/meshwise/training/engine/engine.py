@@ -55,8 +55,8 @@ NOTHING = contextlib.nullcontext()
 
 
 class Notices:
-    """Prints each notice for the user once, on rank 0. say: prints a line. untrue: notices that would be false in this
-    run, and are therefore not printed."""
+    """Prints each notice for the user once. say: prints a line. untrue: notices that would be false in this run, and
+    are therefore not printed."""
 
     def __init__(self, say: Callable[[str], None], untrue: Container[str] = ()) -> None:
         self._say, self.untrue = say, untrue
@@ -64,13 +64,13 @@ class Notices:
         self.all: list[str] = []
         """All notices so far. Every rank keeps them."""
 
-    def __call__(self, text: str) -> None:
-        """Print `text` for the user on rank 0, unless it was printed before. An empty text is not printed."""
+    def __call__(self, text: str, rank: int = 0) -> None:
+        """Print `text` for the user on a rank, unless it was printed before. An empty text is not printed."""
         if not text or text in self._said or text in self.untrue:
             return
         self._said.add(text)
         self.all += [text] if text not in self.all else []
-        if collectives.get_rank(collectives.everyone()) == 0:
+        if collectives.get_rank(collectives.everyone()) == rank:
             self._say(text)
 
     def program_begins(self) -> None:
