@@ -89,7 +89,7 @@ def effect_of(job: Job, plan: Plan) -> Effect:
 
     job = replace(job, loss=loss)
     data = open_data(job, job.data(), "training set")
-    epoch, batch = next(iter(Batches(job.seed, data.samples, job.batch_size, CheckSpec(plan, 2))))
+    epoch, batch = next(Batches(job.seed, data.samples, job.batch_size, CheckSpec(plan, 2)).of(1))
     (shares,) = epoch_slices(batch, len(batch), world, plan.accumulate)
     parts = list(read_parts(data, shares, epoch, world.device))
     state.model.train()

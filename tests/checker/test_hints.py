@@ -22,7 +22,7 @@ def hints(text: str) -> list[str]:
     end_sessions()
     Path("train.py").write_text(text)
     found = watched("train.py", [], ALONE, None, ".", None)
-    assert found.trace is not None and len(found.trace.steps) == ALONE.steps
+    assert found.trace is not None and len(found.trace.steps) >= ALONE.steps
     told: list[str] = found.trace.hints
     return told
 

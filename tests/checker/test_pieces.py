@@ -313,7 +313,7 @@ def test_sketches_differ_as_much_as_their_rows() -> None:
 
 def test_the_last_step_is_ragged_and_of_another_epoch() -> None:
     def batches(samples: int, spec: CheckSpec) -> list[tuple[int, list[int]]]:
-        return [(epoch, batch.tolist()) for epoch, batch in Batches(5, samples, 16, spec)]
+        return [(epoch, batch.tolist()) for epoch, batch in Batches(5, samples, 16, spec).of(spec.steps)]
 
     order, another = (epoch_order(5, epoch, 100).tolist() for epoch in (0, 1))
     assert batches(100, CheckSpec(Plan(data=3))) == [(0, order[:16]), (0, order[16:32]), (1, another[:7])]

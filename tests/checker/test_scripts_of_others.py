@@ -18,7 +18,7 @@ def test_a_script_that_is_right_is_equal(name: str, pool: Any) -> None:
     found = proof(EQUAL[name], pool)
     assert found.equal, (found.comparison.first, found.cause)
     counts = {compared.kind: compared.count for compared in found.comparison.kinds}
-    assert counts["gradients"] >= 9 and len(found.batches) == 3
+    assert counts["gradients"] >= 9 and len(found.batches) >= 3
     assert not [text for text in found.comparison.left_out if "draws" in text]
 
 

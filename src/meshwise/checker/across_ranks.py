@@ -134,6 +134,7 @@ def collect_step(step: StepTrace, model: nn.Module, optimizer: Optimizer | None,
     step.modified_between_backwards = [(rank, *found[1:]) for rank, each in ranks for found in each]
     step.numbers = [numbers for own in gather_objects(step.numbers) for numbers in own]
     step.rng_mismatch = any(gather_objects(step.rng_mismatch))
+    step.drawn_alike = set.intersection(*gather_objects(step.drawn_alike))
     step.parameters, step.buffers = parameters_of(model), buffers_of(model)
     state = {} if optimizer is None else optimizer_state_of(optimizer, model)
     group = _alike()

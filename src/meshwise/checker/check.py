@@ -96,9 +96,9 @@ def check(options: CheckOptions) -> Proof | PlainProof:
     """Prove that a plan computes the same as one device. If it does not, name the first module that differs, and why.
 
     The program trains twice, on one device and under the plan, from the same initial values and on the same samples.
-    Both trainings run in float64, and a relative difference above 1e-9 is a fault. The batch of the last step is one
-    that the ranks cannot divide evenly. With `rounding`, both trainings also run in the plan's precision, and the
-    result says how far each of them is from float64.
+    Both trainings run in float64, and a relative difference above 1e-9 is a fault. The batch of step number `steps`
+    is one that the ranks cannot divide evenly. With `rounding`, both trainings also run in the plan's precision, and
+    the result says how far each of them is from float64.
 
     The job is a Job, a name as on the command line (`train.py:job`), or the path of a script, which runs with
     `arguments`. The plan is a Plan or a plan file. Files that a script writes go to a temporary folder, so your files
@@ -131,7 +131,7 @@ def check_options(options: CheckOptions, forks: Forks | None = None) -> Proof | 
     with scratch_folder("check") as folder, closing(forks or Forks(PRELOAD_OF_CHECK)) as forks:
         key = code_key(Path(script)) if script else ""  # of the code that is checked, whatever is edited meanwhile
         program = _script(Path(script), options, plan, slots, folder) if script else _job(options, slots, folder)
-        passes = Passes(_passes(specs, plan, devices), options.steps, options.notify, options.progress)
+        passes = Passes(_passes(specs, plan, devices), options.notify, options.progress)
         traces = partial(_traces, program, forks)
         apart = slots if slots[0].device == "cpu" else slots[:1]  # on CPUs, each pass gets its own slot
         ones = traces([(spec, None) for spec in specs], [[slot] for slot in apart], passes)
@@ -143,7 +143,7 @@ def check_options(options: CheckOptions, forks: Forks | None = None) -> Proof | 
         spec = replace(specs[0], plan=many[0].plan or specs[0].plan)
         rounded = [last for found in (ones, many) if (last := found[-1].trace) is not None and len(specs) > 1]
         actual.races = sorted({race for each in (*ones, *many) if each.trace is not None for race in each.trace.races})
-        again = Passes([NOISY], options.steps, options.notify, options.progress)
+        again = Passes([NOISY], options.notify, options.progress)
 
         def once_more(spec: CheckSpec) -> Trace:
             return trace_to_compare(_traces(program, forks, [(spec, None)], [slots[:1]], again)[0], program.name)
@@ -159,7 +159,7 @@ def _plain(
     """Check a script that does not use meshwise. Return None if it turns out to call functions of meshwise."""
     check_script(str(script), options)
     each = f"{plural(options.steps, 'step')} of its first epoch, {min(options.steps, LATER_STEPS)} of its second"
-    says = partial(Passes, steps=options.steps, notify=options.notify, progress=options.progress)
+    says = partial(Passes, notify=options.notify, progress=options.progress)
     passes = says([f"the script on {devices}: {each}", "one process, on the samples that the ranks read"])
     run, libraries = partial(run_script_file, script.resolve(), list(options.arguments)), libraries_of(script)
     with scratch_folder("check") as folder, closing(forks or Forks(PRELOAD_OF_CHECK)) as forks:

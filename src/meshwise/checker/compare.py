@@ -28,8 +28,8 @@ MICROBATCHES = "number of microbatches"
 """The name of the `Difference` of the number of microbatches in a step."""
 KINDS = (
     *("races", "modules", "tied weights", "initial parameters", "initial buffers", "resumed state", "sample order"),
-    *("batch contents", "module outputs", "loss", "gradients", "gradient norm", "clipped gradients", "learning rate"),
-    *("optimizer state", "parameters", "buffers", "scheduler", "steps", "evaluation"),
+    *("batch contents", "random draws", "module outputs", "loss", "gradients", "gradient norm", "clipped gradients"),
+    *("learning rate", "optimizer state", "parameters", "buffers", "scheduler", "steps", "evaluation"),
 )
 """The kinds of values that are compared, in the order in which a step produces them."""
 HARDLY = 1e-3  # a difference counts as explained if a correction leaves less than this fraction of it
@@ -68,8 +68,8 @@ def compare(reference: Trace, actual: Trace) -> Comparison:
     noise: dict[str, Tensor] = {}
     unseen: list[Unseen] = []
     for number, (mine, other) in enumerate(zip(reference.steps, actual.steps, strict=False), 1):
-        if number == len(actual.steps) > 1:
-            found += [d for resumed in actual.resumed for d in _resumed(number, actual.steps[-2], resumed)]
+        for after, resumed in actual.resumed:
+            found += _resumed(number, actual.steps[after - 1], resumed) if after == number - 1 else []
         found += _samples(number, mine, other)
         contents = list(compared_contents(number, mine, other))
         gradients = _reduced_by_hand(_over_ranks(_gradients(number, mine, other), other.rank_divergence))
@@ -77,6 +77,7 @@ def compare(reference: Trace, actual: Trace) -> Comparison:
         outputs = _over_ranks(outputs, other.rank_divergence)
         wrong = any(d.fault for d in gradients)
         found += [d for d in contents if wrong or not d.fault]  # different contents count only if gradients differ
+        found += [Difference("random draws", number, line, math.inf) for line, _ in sorted(other.drawn_alike)]
         found += outputs if wrong else of_samples(outputs, unseen)
         found += gradients
         note_noise(noise, mine.gradients, other.gradients)

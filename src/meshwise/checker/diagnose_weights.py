@@ -53,10 +53,7 @@ def _numbers(evidence: Evidence) -> list[Joined]:
 def _no_mean(number: Joined, known: dict[Key, Joined]) -> Cause | None:
     """Explain why a scalar is not the mean of the ranks' scalars."""
     parts = [known[key] for key in number.one.made_of if key in known]
-    means, sums = (
-        [p for p in parts if p.is_mean and not p.is_alike],
-        [p for p in parts if p.is_sum and not p.is_mean],
-    )
+    means, sums = [p for p in parts if p.is_mean and not p.is_alike], [p for p in parts if p.is_sum and not p.is_mean]
     if number.is_mean_of_its_own:
         over, what = shown(rank.over for rank in number.ranks), _divisor(number)
         text = f"{line_of(number)} is a mean over {number.one.over:g}, and over {over} on the ranks, which have"

@@ -27,6 +27,10 @@ from meshwise.spec.plan import Plan
 from meshwise.spec.words import some
 
 ranks_differ = Evidence.ranks_differ
+OF_PROGRAM = (
+    "at {name} all ranks of a run draw the same numbers, each for its own samples: the program has set a generator in "
+    "the step, or draws after mw.split. Set generators before the loop; draw before mw.split, and split what is drawn."
+)
 
 
 def module_of(difference: Difference, comparison: Comparison) -> str:
@@ -192,6 +196,7 @@ RULES: Mapping[str, tuple[Rule, ...]] = {
     ),
     "resumed state": (says(K.RESUMED, updates.lost_by_a_resume),),
     "batch contents": (says(K.CONTENTS, kinds.other_contents),),
+    "random draws": (says(K.DROPOUT, OF_PROGRAM),),
     "module outputs": (
         says(K.RACE, kinds.open_exchange),
         says(K.MODE, _other_mode),

@@ -124,7 +124,9 @@ class EngineWatcher:
         part, batch = own_rows(self._engine, part, batch)
         (samples,), (rows,) = across_ranks.slices_of_ranks([part], self._world)
         self._batch, self._contents = (rows, samples), batch
-        if loader is not None and loader is not self._loader:
+        if split:
+            self._loader, self.reading = None, Reading(split=True)
+        elif loader is not None and loader is not self._loader:
             self._loader, self.reading = loader, reading_of(loader.dataset, loader.collate_fn)
         self._loops.batch_given()
         self._begin_forward()
@@ -288,7 +290,7 @@ class EngineWatcher:
             if self.hints is not None:
                 self.hints.step_made()
             self._left, self._has_loaded = local_sums(self._model) if self._job is None else {}, False
-            self._stepped = (optimizer, self.tracer.step) if self._loops.made <= self._spec.steps else None
+            self._stepped = (optimizer, self.tracer.step) if self._loops.compares else None
             self.tracer.begin(self._loops.made)
 
     def complete_step(self) -> None:
@@ -331,7 +333,7 @@ class EngineWatcher:
             before = getattr(self.found.trace.steps[-1], kind)
             now = getattr(state, kind).items()
             setattr(state, kind, {n: before[n] if n in before and torch.equal(t, before[n]) else t for n, t in now})
-        self.found.trace.resumed.append(state)
+        self.found.trace.resumed.append((len(self.found.trace.steps), state))
 
     def joined(self, value: Tensor | float | None) -> None:
         """Record a result of `mw.sum`, to compare it with that of one device."""

@@ -104,7 +104,7 @@ class ModelTracer:
             self.step.contents.append(contents_of(self._at[1], batch, rows.count, reading))
         count = self._forwards if number is None else self._begun + number
         layout = on_one_device if self._reference is None else by_reference(self._reference.get(count, ()), rows)
-        self.draws = RowDraws((self._seed, count, 0), rows, layout)
+        self.draws = RowDraws((self._seed, count, 0), rows, layout, alike=reading.split)
         self.trace.draws[count] = self.draws.log
         self._forwards = max(self._forwards, count + 1)
         self._calls, self.in_forward, self._drawn, self._running = {}, True, 0, []
@@ -163,6 +163,7 @@ class ModelTracer:
             self._own = self.step.own_gradients.setdefault((0, self._at[1] if number is None else number), {})
             self._watch_own()
         self._compare_with_last_backward()
+        self.step.drawn_alike |= self.draws.of_program
         drawn = len(self.draws.log)
         nan = noting_nan(self.step.nan_while_open, self._perturb)
         by_hand = noting_exchanges(self.trace.exchanges_backward, str)

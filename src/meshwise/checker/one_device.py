@@ -64,25 +64,27 @@ def check_room(model: nn.Module, spec: CheckSpec, job: Job) -> None:
     """Raise UsageError if the host has too little free memory to check a model of this size."""
     size = 8 * sum(p.numel() for p in model.parameters())
     a_step = 2 + STATE + (job.clip_norm is not None)
-    needed, free = 3 * size * (1 + spec.steps * a_step), free_bytes(torch.device("cpu"))
+    steps = spec.steps_of(job)
+    needed, free = 3 * size * (1 + steps * a_step), free_bytes(torch.device("cpu"))
     if needed > free:
         fits = int((free / (3 * size) - 1) / a_step)
-        instead = f"Use --steps {fits}, or" if fits >= 1 else "Use"
+        instead = f"Use --steps {max(fits - steps + spec.steps, 1)}, or" if fits >= 1 else "Use"
         raise UsageError(
-            f"check keeps the results of {spec.steps} steps in float64, on one device and under the plan. This takes "
-            f"about {bytes_text(needed)} for this model of {bytes_text(size)}, but only {bytes_text(free)} are free. "
+            f"check keeps the results of {steps} steps in float64, on one device and under the plan. This takes about "
+            f"{bytes_text(needed)} for this model of {bytes_text(size)}, but only {bytes_text(free)} are free. "
             f"{instead} a model with fewer or narrower layers."
         )
 
 
 def _train(run: _Reference, test: Data | None) -> None:
-    """Train for all steps. Evaluate before the last step and after it."""
+    """Train for all steps. Evaluate before the step that begins another epoch, and at the end."""
     job, model = run.job, run.model
     optimizer = job.optimizer(model.parameters())
     scheduler = job.scheduler(optimizer) if job.scheduler else None
     data = open_data(job, job.data(), "training set")
     model.train()
-    for number, (epoch, batch) in enumerate(Batches(job.seed, data.samples, job.batch_size, run.spec)):
+    order = Batches(job.seed, data.samples, job.batch_size, run.spec)
+    for number, (epoch, batch) in enumerate(order.of(run.spec.steps_of(job))):
         if 0 < number == run.spec.steps - 1:
             _evaluate(run, test)
             model.train()

@@ -37,7 +37,7 @@ class CheckOptions:
     devices: Annotated[
         str | None, Option(f"{IN_WORDS}; default: a CPU worker for each device of the plan, else 2xcpu")
     ] = None
-    steps: Annotated[int, Option("optimizer steps; the last one has a ragged batch")] = 3
+    steps: Annotated[int, Option("optimizer steps of the first epoch; the second has two")] = 3
     batch_size: Annotated[int | None, OfJobs("samples of the global batch, over all devices")] = None
     args: Annotated[Mapping[str, Plain] | tuple[str, ...], ARGUMENT] = ()
     seed: Annotated[int | None, Option("seed of the start values, the data order and the draws")] = None

@@ -14,11 +14,9 @@ from meshwise.workers.join import rank_context
 class Passes:
     """Reports which pass of a check runs. A pass is one run of the checked program."""
 
-    def __init__(
-        self, what: Sequence[str], steps: int, notify: Callable[[str], None], progress: Callable[[str], None]
-    ) -> None:
+    def __init__(self, what: Sequence[str], notify: Callable[[str], None], progress: Callable[[str], None]) -> None:
         """what: a description of each pass, in order."""
-        self._what, self._steps, self._notify, self._progress = what, steps, notify, progress
+        self._what, self._notify, self._progress = what, notify, progress
         self._begun = 0
 
     def begin(self) -> Callable[[int, Message], None]:
@@ -30,7 +28,7 @@ class Passes:
             if message["kind"] == "pass":
                 now = self._next()
             elif message["kind"] == "checked":
-                self._progress(f"{now}, step {message['step']} of {self._steps}")
+                self._progress(f"{now}, step {message['step']}")
             elif message["kind"] == "note":
                 self._notify(f"{now}: {message['text']}")
 

@@ -161,11 +161,11 @@ def _train(run: _Run) -> None:
     test = None if job.test is None else open_data(job, job.test(), "test set")
     notes = tuple(run.engine.notes)
     run.begin()
-    for number in range(spec.steps):
-        last = 0 < number == spec.steps - 1
-        for _ in range(RESUMED if last and number > 1 else 0):
+    for number in range(spec.steps_of(job)):
+        begins = 0 < number == spec.steps - 1
+        for _ in range(RESUMED if begins and number > 1 else 0):
             _go_on(run)
-        if last:
+        if begins:
             _evaluate(run, test)
         state, engine = run.state, run.engine
         order = Batches(state.seed, data.samples, job.batch_size, spec)

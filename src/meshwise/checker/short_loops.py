@@ -1,16 +1,14 @@
 """Cut a script's loops short, and make their last batch ragged.
 
-A ragged batch is one that the ranks cannot divide evenly.
-
-A training loop ends after the wanted steps, an evaluation loop after three batches. Each later epoch has the batches of
-one step, so that the check sees an evaluation after the training. A script may make `AFTER` backward passes after the
-wanted steps.
+The first training loop ends after the wanted steps, the next one after two more, and each later one after one step. An
+evaluation loop ends after three batches. A script may make `AFTER` backward passes after the steps that are compared.
 """
 
 from __future__ import annotations
 
 EVALUATED = 3  # number of batches that an evaluation reads in a check
 AFTER = 30  # number of backwards that may follow the compared steps
+LATER = 2  # number of steps of the second epoch that are compared
 
 
 class ScriptEnds(BaseException):
@@ -22,15 +20,21 @@ class ShortLoops:
     """Decides when the loops of a script end in a check."""
 
     def __init__(self, steps: int, ragged: int) -> None:
-        self._steps, self._ragged = steps, ragged
+        self._steps, self._ends, self._ragged = steps, steps, ragged
         self.made = 0
         """The number of optimizer steps made so far."""
         self._batches, self._trained = 0, False
         self._since_step = self._a_step = 0  # batches since the last step, and batches that the last step took
         self._after = 0  # backwards since the last compared step
 
+    @property
+    def compares(self) -> bool:
+        """Whether the newest step is compared."""
+        return self.made <= self._ends
+
     def loop_begins(self) -> None:
         """Record that a loop over batches begins."""
+        self._ends = self._steps + min(LATER, self._steps) * (self.made >= self._steps)
         self._batches, self._trained = 0, False
 
     def batch_given(self) -> None:
@@ -41,7 +45,8 @@ class ShortLoops:
     def limit(self, batch_size: int) -> int | None:
         """Return the largest size that the next batch may have. 0 ends the loop, None means no limit."""
         ends = not self._since_step or self._batches >= self._a_step  # loops end only between steps, as an epoch does
-        if (ends and self.made >= self._steps) if self._trained else (self._batches >= EVALUATED):
+        over = self.made >= self._ends or (self._ends > self._steps and self._batches >= LATER * self._a_step)
+        if (ends and over) if self._trained else (self._batches >= EVALUATED):
             return 0
         if self._trained:
             last = self.made == self._steps - 1 and self._a_step > 0 and self._since_step == self._a_step - 1
@@ -52,7 +57,7 @@ class ShortLoops:
     def backward(self) -> None:
         """Record a backward pass."""
         self._trained = True
-        self._after += self.made >= self._steps
+        self._after += self.made >= self._ends
         if self._after > AFTER:
             raise ScriptEnds
 

@@ -18,6 +18,7 @@ from meshwise.spec.plan import Plan
 from meshwise.spec.plan_settings import at_precision
 from meshwise.training.data.keyed import Draw
 from meshwise.training.data.order import BatchSlice, epoch_order
+from meshwise.training.job.job import Job
 
 Named = dict[str, Tensor]
 Divergence = dict[tuple[str, str], float]
@@ -47,6 +48,10 @@ class CheckSpec:
         """The dtypes that the check uses for storage and computation, on one device as well as under the plan."""
         return self.applied(self.plan).dtypes
 
+    def steps_of(self, job: Job) -> int:
+        """Return the number of steps of a job: two of a second epoch, if it has one, and the others of the first."""
+        return self.steps + (min(self.steps, job.epochs) > 1)
+
     @property
     def ragged(self) -> int:
         """The number of samples in a ragged batch, which the ranks cannot divide evenly."""
@@ -72,11 +77,12 @@ class Output:
 
 @dataclass(frozen=True)
 class Reading:
-    """Where batches come from: the data set, its random generator and its collate function."""
+    """Where batches come from: the data set, its random generator and its collate function; or mw.split."""
 
     source: str = ""
     draws: str = ""
     collate: str = ""
+    split: bool = False
 
 
 @dataclass(frozen=True)
@@ -111,6 +117,7 @@ class StepTrace:
     modified_between_backwards: list[tuple[int, int, float, float, bool]] = field(default_factory=list)
     standing: dict[int, float] = field(default_factory=dict)
     rng_mismatch: bool = False
+    drawn_alike: set[tuple[str, int]] = field(default_factory=set)
     low_precision: dict[str, str] = field(default_factory=dict)
     numbers: list[Numbers] = field(default_factory=list)
     evaluating: set[str] = field(default_factory=set)
@@ -139,16 +146,16 @@ class Trace:
     exchanges: Exchanges = field(default_factory=dict)
     exchanges_backward: Exchanges = field(default_factory=dict)
     races: list[str] = field(default_factory=list)
-    resumed: list[StepTrace] = field(default_factory=list)
+    resumed: list[tuple[int, StepTrace]] = field(default_factory=list)
     hints: list[str] = field(default_factory=list)
     places: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Batches:
-    """The samples that each step of a job reads in a check. Iterate to get (epoch, sample indices) for each step. In a
-    check of several steps, the last step starts a new epoch with a small batch that the ranks cannot divide evenly. All
-    other batches have the job's size, unless they are cut short by the end of an epoch."""
+    """The samples that each step of a job reads in a check. In a check of several steps, step number `spec.steps`
+    starts a new epoch with a small batch that the ranks cannot divide evenly. All other batches have the job's size,
+    unless they are cut short by the end of an epoch."""
 
     seed: int
     samples: int
@@ -157,17 +164,17 @@ class Batches:
 
     def of_step(self, step: int, epoch: int, index: int) -> tuple[int, int, Tensor]:
         """Return (epoch, position after the step, sample indices) of a step that begins at `epoch` and `index`."""
-        last = 0 < step == self.spec.steps - 1
-        if index >= self.samples or (last and index):
+        begins = 0 < step == self.spec.steps - 1
+        if index >= self.samples or (begins and index):
             epoch, index = epoch + 1, 0
-        size = min(self.spec.ragged, max(self.batch_size - 1, 1)) if last else self.batch_size
+        size = min(self.spec.ragged, max(self.batch_size - 1, 1)) if begins else self.batch_size
         batch = epoch_order(self.seed, epoch, self.samples)[index : index + size]
         return epoch, index + len(batch), batch
 
-    def __iter__(self) -> Iterator[tuple[int, Tensor]]:
+    def of(self, steps: int) -> Iterator[tuple[int, Tensor]]:
         """Yield the epoch and the sample indices of each step."""
         epoch = index = 0
-        for step in range(self.spec.steps):
+        for step in range(steps):
             epoch, index, batch = self.of_step(step, epoch, index)
             yield epoch, batch
 

@@ -5,7 +5,9 @@ A check then joins the rows of all ranks, as for a program that sees its rank's 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import zlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,9 +18,10 @@ from meshwise.parallel.splits.axis import SplitPart
 from meshwise.parallel.splits.crossing import gather
 from meshwise.parallel.splits.tensor import SplitTensor, parts_of, split_again
 from meshwise.parallel.splits.term import Term, plain
+from meshwise.spec.user_code import user_place
 from meshwise.torch_compat.torch_function import on_parts
 from meshwise.torch_compat.tree import map_tensors
-from meshwise.training.data.keyed import Draw, KeyedDraws, Rows, by_reference, keyed_uniform
+from meshwise.training.data.keyed import Draw, DrawLayout, KeyedDraws, Rows, by_reference, keyed_uniform
 from meshwise.training.data.order import BatchSlice, batch_slice
 from meshwise.training.engine.engine import Engine
 from meshwise.transfer.splitmix import mixed
@@ -27,7 +30,19 @@ from meshwise.transfer.splitmix import mixed
 class RowDraws(KeyedDraws):
     """Computes random numbers also for rows that do not make up one batch, such as the rows of two batches."""
 
-    _part: SplitPart | None = None
+    def __init__(self, key: tuple[int, int, int], rows: Rows, layout: DrawLayout, *, alike: bool) -> None:
+        """alike: whether the loop of a run draws from one state on all ranks, as after `mw.split`."""
+        super().__init__(key, rows, layout)
+        self._part: SplitPart | None = None
+        self._alike = alike
+        # The lines of draws for some rows from another seed than that of the forward, which a run has by rank.
+        self.of_program = set[tuple[str, int]]()  # with a checksum of the generator's state
+
+    @contextlib.contextmanager
+    def forward(self) -> Iterator[None]:
+        with super().forward():
+            self._seed = -1 if self._alike else torch.initial_seed()
+            yield
 
     def draw_for(self, part: SplitPart, reference: Sequence[Draw]) -> None:
         """From now on, draw for the rows that this rank has of a split tensor.
@@ -45,6 +60,12 @@ class RowDraws(KeyedDraws):
             del self.log[drawn:]
 
         return redraw
+
+    def _placed(self, name: str, shape: tuple[int, ...], call: int) -> tuple[tuple[int, ...], int | None] | None:
+        found = super()._placed(name, shape, call)
+        if found is not None and found[1] is not None and torch.initial_seed() != self._seed:
+            self.of_program.add((user_place(), zlib.crc32(torch.get_rng_state().numpy().tobytes())))
+        return found
 
     def _uniform(self, name: str, shape: tuple[int, ...], device: torch.device, call: int) -> Tensor:
         if self._part is None:

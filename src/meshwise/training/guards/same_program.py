@@ -92,10 +92,13 @@ class SameProgram:
                 )
         kinds = [kind for kind, mine, theirs in zip(KINDS, first[2], other[2], strict=True) if mine != theirs]
         if kinds:
-            self._engine.notify(
+            text = (
                 f"{user_place()}: the generators of {' and '.join(kinds)} stand elsewhere on rank {rank} than on rank "
                 f"0. {SAME} Seed them alike on all ranks, and draw on all of them."
             )
+            if self._engine.watcher is not None:  # a check draws alike on all ranks, so it cannot compare such numbers
+                raise UsageError(text)
+            self._engine.notify(text)
 
 
 def _numbers(tree: Any, depth: int) -> Iterator[float]:

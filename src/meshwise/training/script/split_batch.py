@@ -32,7 +32,7 @@ def split_batch(engine: Engine, batch: tuple[Any, ...], *, whole: bool, dim: int
     if not by_rank:
         return batch if whole else tuple(engine.whole.divided_rows(each, dim) for each in batch)
     if engine.given.stream is None:
-        engine.given.stream = ModelStream(engine.world, lambda: engine.generator.in_loop or engine.watcher is not None)
+        engine.given.stream = ModelStream(engine.world, lambda: engine.generator.in_loop)
         engine.ends.callback(engine.given.stream.close)
     engine.given.stream.follow(engine.program.models)
     own = (slice(None),) * dim + (slice(int(part.indices[0]), int(part.indices[-1]) + 1),)

@@ -102,8 +102,7 @@ class WholeView:
         _begin(engine, self.backwards, alone=False)
         self._collectives = OwnCollectives(engine, sized)
         engine.events.listen(self._collectives, only=("backward_begins",))
-        if engine.watcher is None:  # a check (with a watcher) compares the ranks itself, and names the module
-            engine.events.listen(SameProgram(engine), only=("backward_begins",))
+        engine.events.listen(SameProgram(engine), only=("backward_begins",))
 
     def add_models(self, models: Iterable[nn.Module]) -> None:
         """Divide the calls of these models. Their plan is applied already."""
