@@ -87,11 +87,9 @@ class Hints:
 
     def loop_ends(self) -> None:
         """Record that a loop over batches has ended, or that the program left it."""
-        loop = self._loops.pop()
-        if loop.trained:
+        if (loop := self._loops.pop()).trained:
             return
-        for where, names in loop.dropped.items():
-            self._say(DROPOUT.format(place=where, names=some(names)))
+        self._said |= {DROPOUT.format(place=at, names=some(names)): None for at, names in loop.dropped.items()}
 
     def backward_begins(self, model: nn.Module) -> None:
         """Record that a backward pass begins, and what has changed since the last one."""
@@ -113,8 +111,7 @@ class Hints:
         self._window, self._called = _Window(), {}
 
     def _call_begins(self, root: nn.Module, *_: object) -> None:
-        in_forward = self.tracer is not None and self.tracer.in_forward
-        self._begun = len(self.tracer.draws.log) if self.tracer is not None and in_forward else 0
+        self._begun = len(self.tracer.draws.log) if self.tracer is not None and self.tracer.in_forward else 0
 
     def _call_ends(self, root: nn.Module, *_: object) -> None:
         """Report dropout that is active during an evaluation."""
@@ -127,10 +124,7 @@ class Hints:
             if drawn & DROPS and self._loops:
                 self._loops[-1].dropped[where] = active or [type(root).__name__]
         elif active and not self._loops:
-            self._say(DROPOUT.format(place=where, names=some(active)))
-
-    def _say(self, text: str) -> None:
-        self._said[text] = None
+            self._said[DROPOUT.format(place=where, names=some(active))] = None
 
     def end(self, *, by_hand: bool, per_rank: bool) -> list[str]:
         """Return all warnings about likely mistakes in the script."""
@@ -140,7 +134,7 @@ class Hints:
             skipped = text is THROWN_AWAY and (by_hand or any(window.moved for window in several))
             every = all(len(window.between.get(text, ())) == window.backwards - 1 for window in several)
             if several and every and not skipped:
-                self._say(text.format(place=several[0].between[text][0], count=count))
+                self._said[text.format(place=several[0].between[text][0], count=count)] = None
         return [*self._said, *(slips_in(self._files) if per_rank else ())]
 
     @contextlib.contextmanager
