@@ -194,7 +194,7 @@ def test_what_is_right_is_equal() -> None:
 
 def test_a_finding_is_annotated_at_its_first_line() -> None:
     wrong = [record(rank, steps=[step(gradients=times(0.5))]) for rank in range(2)]
-    (line,) = github_lines(judge("train.py", "2xcpu", wrong, record(0, 1)))
+    (line,) = github_lines(judge("train.py", "2xcpu", wrong, record(0, 1)).findings)
     assert line.startswith("::error file=train.py,line=21,title=meshwise check, gradient times a number::step 1: every")
 
 

@@ -57,6 +57,7 @@ def test_help_runs_and_reports_import_no_torch(processes: None, tmp_path: Path) 
         "runs remove -h",
         "--version",
         f"runs --in {OLD}",
+        f"check --static {__file__}",
         f"report {OLD / 'finished'}",
         f"report {OLD / 'finished'} {OLD / 'shard'}",
         *drawn,

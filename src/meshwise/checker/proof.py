@@ -13,6 +13,7 @@ from meshwise.checker.causes import Cause
 from meshwise.checker.compare import Comparison, compare
 from meshwise.checker.diagnosis import cause_of, module_of
 from meshwise.checker.difference import LIMIT
+from meshwise.checker.finding import Finding
 from meshwise.checker.noise import noise_of
 from meshwise.checker.precision_warnings import NO_ROUNDING, OTHER_STEPS, kept_coarser, rounding_warnings, unproven
 from meshwise.checker.printed_numbers import ALONE, printed_otherwise
@@ -86,6 +87,11 @@ class Proof:
         """Whether all values of the plan equal the values of one device, up to a relative difference of 1e-9."""
         return self.comparison.equal
 
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        """The cause of the first difference, if any, in the form of a PlainProof."""
+        return () if self.cause is None else (Finding(self.cause.name, True, (), self.cause.evidence),)
+
 
 def prove(
     job: str,
@@ -141,17 +147,6 @@ def _rounding(rounded: Sequence[Comparison]) -> Iterator[Rounding]:
     for kind in ROUNDED:
         if kind in one and kind in plan:
             yield Rounding(kind, one[kind], plan[kind])
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One result of checking a script that does not use meshwise."""
-
-    kind: str
-    wrong: bool
-    places: tuple[str, ...]
-    evidence: str
-    instead: str = ""
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -18,6 +19,7 @@ from meshwise.checker import views
 from meshwise.checker.options import PRELOAD_OF_CHECK, CheckOptions
 from meshwise.spec.errors import MeshwiseError, check_known
 from meshwise.spec.exit_codes import AGAIN, DONE, FAILED, NOT_JUDGED, USAGE
+from meshwise.spec.json_values import json_value
 from meshwise.spec.options import check_script
 from meshwise.spec.units import plural
 from meshwise.terminal.command_line import ScriptCommand, from_dataclass, is_script
@@ -40,6 +42,9 @@ def check(
     annotate: Annotated[
         str, typer.Option("--format", metavar="github", help="github: annotate lines in GitHub Actions too")
     ] = "text",
+    static: Annotated[
+        bool, typer.Option("--static", help="look for six mistakes in the source of a script, without running it")
+    ] = False,
 ) -> None:
     """Prove that the plan computes what one device computes, or name the first module that does not, and why.
 
@@ -54,6 +59,8 @@ def check(
     check_known("--format", annotate, ("text", "github"))
     if is_script(options.job):
         check_script(str(options.job), options)
+    if static:
+        raise typer.Exit(_look_for_mistakes(Path(str(options.job)), as_json, annotate))
     with _progress_shown(str(options.job)) as (notify, progress), closing(Forks(PRELOAD_OF_CHECK)) as forks:
         notify(f"a check of {plural(options.steps, 'step')}")  # printed first, since importing torch takes time
         if "torch" not in sys.modules:
@@ -68,11 +75,25 @@ def check(
         print(json.dumps(views.check_dict.check_dict(proof), indent=2))
     else:
         Console().print(views.check_text.check_text(proof), soft_wrap=True)
-        for line in views.check_github.github_lines(proof) if annotate == "github" else ():
+        for line in views.check_github.github_lines(proof.findings, proof.not_judged) if annotate == "github" else ():
             print(line)
     accepted = all(any(words and words in text for words in accept or ()) for text in proof.not_judged)
     not_judged = DONE if accepted else NOT_JUDGED
     raise typer.Exit({"equal": DONE, "not judged": not_judged, "different": FAILED}[proof.verdict.value])
+
+
+def _look_for_mistakes(script: Path, as_json: bool, annotate: str) -> int:
+    """Show what the rules on the source find, and return the exit code."""
+    found = list(checker.source_rules.mistakes_in(script))
+    if as_json:
+        print(json.dumps({"findings": json_value(found)}, indent=2))
+        return FAILED if found else DONE
+    for each in found:
+        print(f"{each.places[0]}: {each.kind}. {each.evidence} {each.instead}".strip())
+    print(f"{plural(len(found), 'finding')} in the source alone. This proves nothing: meshwise check {script} does.")
+    for line in views.check_github.github_lines(found) if annotate == "github" else ():
+        print(line)
+    return FAILED if found else DONE
 
 
 @contextmanager

@@ -13,9 +13,9 @@ from collections.abc import Iterator, Sequence
 from decimal import Decimal
 
 from meshwise.checker.difference import LIMIT
+from meshwise.checker.finding import Finding
 from meshwise.checker.plain.record import Pass, Record, Step
 from meshwise.checker.printed_numbers import numbers_apart, printed_otherwise
-from meshwise.checker.proof import Finding
 
 ALIKE = "Set it alike on all ranks. A schedule needs a metric of all ranks: all_reduce sums and counts before dividing."
 ALONE = "in one process on all their samples."

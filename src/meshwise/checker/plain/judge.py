@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from meshwise.checker.finding import Finding
 from meshwise.checker.plain import counts
 from meshwise.checker.plain.record import Record
 from meshwise.checker.plain.rules import DIVERGED, OF_RANKS, RULES
 from meshwise.checker.plain.steps import At, steps_of
-from meshwise.checker.proof import Finding, PlainProof
+from meshwise.checker.proof import PlainProof
 from meshwise.spec.words import some
 from meshwise.workers.divergence import ADVICE
 

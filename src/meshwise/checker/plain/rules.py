@@ -13,10 +13,10 @@ from torch import Tensor
 
 from meshwise.checker.diagnose_weights import line_of
 from meshwise.checker.difference import LIMIT
+from meshwise.checker.finding import Finding
 from meshwise.checker.loss_numbers import Joined, joined
 from meshwise.checker.plain.counts import ALIKE
 from meshwise.checker.plain.steps import At, among, are_means, differ_by_rank, far_apart, total, weights_of
-from meshwise.checker.proof import Finding
 from meshwise.checker.rank_weights import shown as weights_text
 from meshwise.checker.sketches import pieces
 from meshwise.workers.divergence import ADVICE

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from meshwise.checker.difference import FLOOR, LIMIT
+from meshwise.checker.finding import Finding
 from meshwise.checker.plain.record import Record, Step
-from meshwise.checker.proof import Finding
 from meshwise.checker.rank_weights import solve
 
 Tensors = Mapping[str, Tensor]

@@ -1,4 +1,4 @@
-"""Turn a proof into annotations, which GitHub shows beside the lines.
+"""Turn findings into annotations, which GitHub shows beside the lines.
 
 See https://docs.github.com/actions/reference/workflow-commands-for-github-actions.
 """
@@ -6,22 +6,19 @@ See https://docs.github.com/actions/reference/workflow-commands-for-github-actio
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
-from meshwise.checker.proof import PlainProof, Proof
+from meshwise.checker.finding import Finding
 
 PLACE = re.compile(r"([\w./-]+\.py):(\d+)")
 
 
-def github_lines(proof: Proof | PlainProof) -> Iterator[str]:
+def github_lines(findings: Iterable[Finding], not_judged: Iterable[str] = ()) -> Iterator[str]:
     """Yield a workflow command of GitHub Actions for each wrong finding, and for what was not judged."""
-    if isinstance(proof, PlainProof):
-        for each in proof.findings:
-            if each.wrong:
-                yield _command("error", each.kind, f"{each.evidence} {each.instead}", " ".join(each.places))
-    elif proof.cause is not None:
-        yield _command("error", proof.cause.name, proof.cause.evidence, proof.cause.evidence)
-    for text in proof.not_judged:
+    for each in findings:
+        if each.wrong:
+            yield _command("error", each.kind, f"{each.evidence} {each.instead}", f"{each.places} {each.evidence}")
+    for text in not_judged:
         yield _command("warning", "not judged", text, text)
 
 

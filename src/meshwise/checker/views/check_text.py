@@ -13,7 +13,8 @@ from rich.text import Text
 
 from meshwise.checker.compare import Compared
 from meshwise.checker.difference import LIMIT, Difference
-from meshwise.checker.proof import Finding, PlainProof, Proof
+from meshwise.checker.finding import Finding
+from meshwise.checker.proof import PlainProof, Proof
 from meshwise.spec.addresses import more
 from meshwise.spec.units import count_text, plural
 from meshwise.terminal.screen import Drawn, Screen, spaced

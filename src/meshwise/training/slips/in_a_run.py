@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import linecache
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from meshwise.spec.units import plural
@@ -31,11 +31,14 @@ UNREAD = (
 RANKS = re.compile(r"(?i)world_size|device_count")
 
 
-def says_divided() -> Iterator[str]:
-    """Yield a warning for each loader of the user's file whose batch size is divided by the number of ranks."""
-    if (frame := user_frame()) is None:
-        return
-    for source in sources_in(frame.f_code.co_filename, frame.f_globals):
+def says_divided(sources: Iterable[Source] | None = None) -> Iterator[str]:
+    """Yield a warning for each loader whose batch size is divided by the number of ranks.
+
+    sources: where to look. By default, the file of the user that calls this.
+    """
+    frame = user_frame()
+    calling = sources_in(frame.f_code.co_filename, frame.f_globals) if frame else ()
+    for source in calling if sources is None else sources:
         for call in source.calls():
             if not name_of(call).endswith("DataLoader"):
                 continue
