@@ -157,7 +157,7 @@ def elements_moved(shape: Shape, held: Sharding, wanted: Sharding) -> int:
     return moved
 
 
-def to_single(x: Array, place: int, operation: str = "to one place") -> Array:
+def to_single(x: Array, place: int, operation: str) -> Array:
     """Move all of `x` to one device of its namespace. place: the number of the device, from 0."""
     return reshard(x, sharding((place,)), operation)
 

@@ -52,7 +52,7 @@ def merge(runs: Sequence[Tensor], descending: bool = False) -> tuple[Tensor, Ten
     return joined[at], at
 
 
-def merge_values(runs: Sequence[Tensor], descending: bool = False) -> Tensor:
+def merge_values(runs: Sequence[Tensor], descending: bool) -> Tensor:
     """Return the merged values of sorted vectors, as `merge` does, without the positions."""
     joined = torch.cat(list(runs))
     if descending or not _by_numpy(joined):

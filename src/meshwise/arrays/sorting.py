@@ -81,7 +81,7 @@ class SortedParts:
     sent: list[list[int]]
 
 
-def sort_parts(x: Array, name: str, *, descending: bool = False, where: bool = False) -> SortedParts:
+def sort_parts(x: Array, name: str, *, descending: bool = False, where: bool) -> SortedParts:
     """Sort a split vector. where: whether to also keep what `indices` needs."""
     held = x.sharding
     local: list[Tensor] = []

@@ -82,7 +82,7 @@ def _arrays(made: list[Any], array: Callable[[list[Tensor]], Array]) -> Any:
     return tuple(array(list(each)) for each in zip(*made, strict=True))
 
 
-def on_one(x: Array, name: str, function: Function, *, told: bool = False) -> Any:
+def on_one(x: Array, name: str, function: Function, *, told: bool) -> Any:
     """Gather a divided matrix on one device, and apply `function` to it."""
     place = fullest(x.sharding)
     if told or is_large(x):

@@ -69,7 +69,7 @@ def cpu_quota(root: Path = ROOT, own: Path = OWN) -> float | None:
     return min((quota / period for quota, period in limits if quota and period), default=None)
 
 
-def memory_limit(root: Path = ROOT, own: Path = OWN) -> int | None:
+def memory_limit(root: Path, own: Path) -> int | None:
     """Return how many bytes of memory the control groups allow this process. Returns None if there is no limit."""
     return min((limit for limit, _ in _memory(root, own)), default=None)
 

@@ -108,7 +108,7 @@ def part(name: str) -> CatalogPart | None:
 
 
 @cache
-def part_of_driver_name(name: str, memory: int | None = None) -> CatalogPart | None:
+def part_of_driver_name(name: str, memory: int | None) -> CatalogPart | None:
     """Return the device model in the catalog for a name that a driver reports, such as `NVIDIA H100 80GB HBM3`."""
     bare = re.sub(r"\s+", " ", name.strip())
     bare = re.sub(r"^(NVIDIA|AMD) ", "", bare, flags=re.IGNORECASE)

@@ -98,7 +98,7 @@ def trace(
         raise refused(f"job '{job.name}'", error) from error
 
 
-def kinds_of_ranks(plan: Plan, speeds: Sequence[Hashable] = ()) -> list[int]:
+def kinds_of_ranks(plan: Plan, speeds: Sequence[Hashable]) -> list[int]:
     """Return one rank of each kind, in ascending order."""
     within, apart = plan.within_samples, plan.within_samples // plan.pipeline
     found: dict[Any, list[range]] = {}

@@ -178,7 +178,7 @@ class RankLog:
         return max([self.clock, *(counter[0] for counter in self.counters[-1:]), *([self.end] if self.end else [])])
 
 
-def read_rank_log(path: Path, last_blocks: int | None = None) -> tuple[list[RankLog], str]:
+def read_rank_log(path: Path, last_blocks: int | None) -> tuple[list[RankLog], str]:
     """Read the log file of a rank. Return the log of each session, and a sentence on what is unreadable."""
     logs: list[RankLog] = []
     other = ""

@@ -57,7 +57,7 @@ def compare(first: str | Path, second: str | Path) -> RunComparison:
 
 
 def report_views(
-    folder: Path, wanted: Iterable[str], to: Path, steps: tuple[int, int] | None = None
+    folder: Path, wanted: Iterable[str], to: Path, steps: tuple[int, int] | None
 ) -> tuple[Report, list[str], list[Path]]:
     """Make views of a run. Return its report, the texts to print, and the paths of written files."""
     timeline = read_timeline(folder)

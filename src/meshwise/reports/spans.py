@@ -50,7 +50,7 @@ _STAGE = re.compile(r"stage (\d+), microbatch (\d+)")
 
 
 @functools.cache
-def collective_name(operation: str, of: str = "") -> str:
+def collective_name(operation: str, of: str) -> str:
     """Build the name of a collective's span, such as `all-reduce of gradients`."""
     return f"{operation} of {of}" if of else operation
 

@@ -31,7 +31,7 @@ class Saves:
         return self.steps is None and self.seconds is None
 
 
-def read_saves(every: int | str | None = None, keep: int | None = None) -> Saves:
+def read_saves(every: int | str | None, keep: int | None) -> Saves:
     """Parse `--save-every 500` or `10min`, and `--keep 3`. Raises UsageError for other values."""
     steps, seconds = None, None
     if isinstance(every, int) or (every is not None and re.fullmatch(r"\s*-?\d{1,18}\s*", every)):

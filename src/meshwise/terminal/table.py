@@ -73,7 +73,7 @@ def columns_lines(
     columns: Mapping[str, Sequence[Cell]],
     width: int,
     *,
-    left: Sequence[str] = (),
+    left: Sequence[str],
     less_needed: Sequence[str] = (),
     rest: str = "",
 ) -> list[Text]:

@@ -76,7 +76,7 @@ def begin_mean(tensor: Tensor, *, of: str = "") -> Future[Tensor]:
     return _begin_sum(tensor, of, mean=True)
 
 
-def sum_now(tensor: Tensor, *, of: str = "") -> None:
+def sum_now(tensor: Tensor, *, of: str) -> None:
     """Sum `tensor` over all ranks in place, and wait for the result.
 
     On the CPU this calls the process group directly. The overhead of `begin_sum` and `dist.all_reduce` would take as

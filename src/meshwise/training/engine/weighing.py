@@ -150,7 +150,7 @@ def check_said(reduction: str, weight: object) -> None:
         check_sum_alone(weight, "mw.backward")
 
 
-def check_reduction(found: Any, reduction: str | None, ranks: int, where: str, verb: str, samples: int = 0) -> str:
+def check_reduction(found: Any, reduction: str | None, ranks: int, where: str, verb: str, samples: int) -> str:
     """Raise UsageError for an undeclared sum over samples. Return a warning for a mean not over samples, or ""."""
     loss = found[0] if isinstance(found, tuple) and found else found
     if not isinstance(loss, Tensor):

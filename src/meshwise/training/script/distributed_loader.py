@@ -110,7 +110,7 @@ class DistributedLoader(OverLoader):
         order = {} if self._order is None else {"order": packed(self._order)}
         return state | order | {"generators": packed(self._generators.states())}
 
-    def go_to(self, epoch: int, batches: int = 0) -> None:
+    def go_to(self, epoch: int, batches: int) -> None:
         """Make the next loop begin in epoch `epoch`, after `batches` batches, with a newly drawn order."""
         self._running, self._order = False, None
         self._epoch, self._index, self._batches_given = epoch, batches * (self.batch_size or 1), batches

@@ -32,7 +32,7 @@ from meshwise.transfer import collectives
 Number = TypeVar("Number", int, float, Tensor)
 
 
-def sum_over_ranks(engine: Engine, value: Number, *, grad: bool = False) -> Number:
+def sum_over_ranks(engine: Engine, value: Number, *, grad: bool) -> Number:
     """Return the sum of `value` over all ranks, as `mw.sum` does."""
     if grad and _is_alone(engine, "mw.sum", value):
         return value
@@ -51,7 +51,7 @@ def sum_over_ranks(engine: Engine, value: Number, *, grad: bool = False) -> Numb
 
 
 def mean_over_ranks(
-    engine: Engine, value: float | Tensor, weight: float | Tensor | None, *, grad: bool = False
+    engine: Engine, value: float | Tensor, weight: float | Tensor | None, *, grad: bool
 ) -> float | Tensor:
     """Return the mean of `value` over all samples that the ranks have read. See `mw.mean`."""
     if grad and _is_alone(engine, "mw.mean", value):
