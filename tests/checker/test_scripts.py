@@ -95,7 +95,7 @@ FOUND = {
     "mean over the rank's own samples": ("loss", "loss weighting"),
     "divided by the rank's own count": ("loss", "loss weighting"),
     "learning rate times ranks": ("learning rate", "learning rate times devices"),
-    "a seed for each rank": ("module outputs", "dropout masks"),
+    "a seed for each rank": ("model inputs", "batch contents"),
     "a scheduler for each rank": ("scheduler", "scheduler ticks twice"),
     "weights changed on one rank": ("parameters", "optimizer step"),
     "a loader not given": ("evaluation", "loader without mw.distribute"),

@@ -21,6 +21,7 @@ from meshwise.checker.sketches import sketch
 from meshwise.checker.trace import Contents, Divergence, Output, StepTrace, Trace
 from meshwise.spec.world import World
 from meshwise.torch_compat.collectives import Group
+from meshwise.torch_compat.dispatch import without_interception
 from meshwise.training.data.keyed import Rows
 from meshwise.training.data.order import BatchSlice
 from meshwise.transfer import stages
@@ -119,7 +120,7 @@ def slices_of_ranks(slices: Sequence[BatchSlice], world: World) -> tuple[list[li
     return samples, rows
 
 
-def collect_step(step: StepTrace, model: nn.Module, optimizer: Optimizer | None, *, divided: bool) -> None:
+def collect_step(step: StepTrace, model: nn.Module, optimizers: Sequence[Optimizer], *, divided: bool) -> None:
     """Complete the trace of a step with the values of all ranks. Collective."""
     differ = _join_outputs(step)
     rank = get_rank(everyone())
@@ -136,7 +137,7 @@ def collect_step(step: StepTrace, model: nn.Module, optimizer: Optimizer | None,
     step.rng_mismatch = any(gather_objects(step.rng_mismatch))
     step.drawn_alike = set.intersection(*gather_objects(step.drawn_alike))
     step.parameters, step.buffers = parameters_of(model), buffers_of(model)
-    state = {} if optimizer is None else optimizer_state_of(optimizer, model)
+    state = {name: value for each in optimizers for name, value in optimizer_state_of(each, model).items()}
     group = _alike()
     step.rank_divergence |= {
         **differ,
@@ -148,7 +149,8 @@ def collect_step(step: StepTrace, model: nn.Module, optimizer: Optimizer | None,
         **tensors_diverge("buffers", step.buffers, group=group),
         **numbers_diverge("loss", {"loss": step.loss}, group),
     }
-    lower = gather_objects({name: precision_of(p) for name, p in step.parameters.items()})
+    with without_interception():  # which would make the casts here casts to float64
+        lower = gather_objects({name: precision_of(p) for name, p in step.parameters.items()})
     step.low_precision = {name: dtype for of in lower for name, dtype in of.items() if dtype.endswith("16")}
     step.optimizer_state, step.clipped_gradients = of_any_rank(state), of_any_rank(step.clipped_gradients)
     _join_stages(step)

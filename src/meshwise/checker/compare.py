@@ -19,7 +19,7 @@ from torch import Tensor
 from meshwise.checker.contents import compared_contents
 from meshwise.checker.difference import LIMIT, Difference, finite, numbers, tensors
 from meshwise.checker.noise import note_noise
-from meshwise.checker.outputs import Unseen, compared_outputs, of_samples
+from meshwise.checker.outputs import Unseen, compared_outputs, of_samples, traced_back
 from meshwise.checker.trace import Divergence, Named, StepTrace, Trace
 from meshwise.spec.words import some
 from meshwise.training.data.keyed import GENERATOR
@@ -28,8 +28,17 @@ MICROBATCHES = "number of microbatches"
 """The name of the `Difference` of the number of microbatches in a step."""
 KINDS = (
     *("races", "modules", "tied weights", "initial parameters", "initial buffers", "resumed state", "sample order"),
-    *("batch contents", "random draws", "module outputs", "loss", "gradients", "gradient norm", "clipped gradients"),
-    *("learning rate", "optimizer state", "parameters", "buffers", "scheduler", "steps", "evaluation"),
+    *("batch contents", "random draws", "model inputs", "module outputs", "loss", "gradients", "gradient norm"),
+    *(
+        "clipped gradients",
+        "learning rate",
+        "optimizer state",
+        "parameters",
+        "buffers",
+        "scheduler",
+        "steps",
+        "evaluation",
+    ),
 )
 """The kinds of values that are compared, in the order in which a step produces them."""
 HARDLY = 1e-3  # a difference counts as explained if a correction leaves less than this fraction of it
@@ -78,6 +87,8 @@ def compare(reference: Trace, actual: Trace) -> Comparison:
         wrong = any(d.fault for d in gradients)
         found += [d for d in contents if wrong or not d.fault]  # different contents count only if gradients differ
         found += [Difference("random draws", number, line, math.inf) for line, _ in sorted(other.drawn_alike)]
+        if wrong and not actual.exchanges:  # with them, an input may be a part of that on one device
+            outputs = traced_back(outputs, mine, other)
         found += outputs if wrong else of_samples(outputs, unseen)
         found += gradients
         note_noise(noise, mine.gradients, other.gradients)

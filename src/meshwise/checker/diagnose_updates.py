@@ -127,7 +127,8 @@ def _parameters_in_low_precision(evidence: Evidence) -> dict[str, str]:
     wrong = [d.name for d in faults if d.name in moved]
     found = {name: precision_lost(reference.parameters.get(name), actual.parameters[name]) for name in wrong}
     on_others = [d.name for d in faults if d.facts.get("ranks apart", 1.0) <= ROUNDING and not found.get(d.name)]
-    fine = [n for n in on_others if n in reference.parameters and not precision_of(reference.parameters[n])]
+    began = evidence.actual.initial_parameters  # a rank that never changes such a value keeps it as well
+    fine = [n for n in on_others if not any(map(precision_of, (reference.parameters[n], began[n])))]
     return found | {name: actual.low_precision[name] for name in fine if name in actual.low_precision}
 
 

@@ -48,7 +48,8 @@ def cause_of(comparison: Comparison, reference: Trace, actual: Trace, plan: Plan
     if comparison.first is None:
         return None
     evidence = Evidence(comparison.first, comparison, reference, actual, plan)
-    causes = (rule(evidence) for rule in RULES[comparison.first.kind])
+    rules = RULES[comparison.first.kind]
+    causes = (rule(evidence) for rule in ((RACE, *rules) if comparison.first.step else rules))
     return next(cause for cause in causes if cause is not None)
 
 
@@ -64,15 +65,19 @@ def _is_random(evidence: Evidence) -> bool:
 
 def _draws_of_ranks(evidence: Evidence) -> str:
     """Return a sentence if each rank draws numbers of its own in the first wrong module or before it."""
-    first, outputs = evidence.first, evidence.of_kind("module outputs")
+    first, at = evidence.first, evidence.first.name
     random = evidence.reference.random_modules | evidence.actual.random_modules
-    parts = sorted(name for name in random if is_inside(name, first.name))
+    own = "passed to" in first.facts  # then no child of the module drew
+    parts = sorted(name for name in random if (name == at if own else is_inside(name, at)))
     unkeyed = sorted(evidence.reference.unkeyed | evidence.actual.unkeyed)
-    begins = next(d for d in outputs if d.facts["microbatch"] == first.facts["microbatch"])
-    if not unkeyed or not (parts or begins is first):
+    if not unkeyed or not (parts or first.kind == "model inputs"):
         return ""
     where = f"in {some(parts)}, for rows that are not those of the samples" if parts else "before the first module"
     return f"ranks draw different numbers {where}: {some(unkeyed)}."
+
+
+def _is_permuted(evidence: Evidence) -> bool:
+    return any(name.startswith("randperm") for name in evidence.actual.unkeyed)
 
 
 def _other_mode(evidence: Evidence) -> str:
@@ -116,13 +121,18 @@ def _ranks_have_parts(evidence: Evidence) -> str:
     return text if evidence.first.facts.get("first rank", 0.0) > LIMIT else ""
 
 
+def _begins_in(evidence: Evidence) -> str:
+    where, given = evidence.where(evidence.first.name), evidence.first.facts.get("passed to")
+    return f"{where} is the first whose outputs differ" if given is None else f"{where} passes other values to {given}"
+
+
 def _first_to_differ(evidence: Evidence) -> str:
     name, at = evidence.first.name, evidence.first.facts["at"]
     lines = places_of(evidence.exchanges(name))
     more = f" It exchanges by hand in {lines}." if lines else evidence.or_padding()
     more += _divided_by_hand(evidence)
     before = f"everything before it{evidence.not_seen(at)} is equal"
-    return f"{evidence.where(name)} is the first whose outputs differ; {before}.{more}"
+    return f"{_begins_in(evidence)}; {before}.{more}"
 
 
 def _batch_by_ranks(evidence: Evidence) -> str:
@@ -173,6 +183,7 @@ def _extra_ticks(evidence: Evidence) -> str:
     return f"after step {evidence.first.step} the scheduler has ticked {plan:g} times, on one device {one:g} times."
 
 
+RACE = says(K.RACE, kinds.open_exchange)
 START_RULES: tuple[Rule, ...] = (
     says(K.START_VALUES, "ranks have different values of {name} before the first step.", ranks_differ),
     says(K.START_VALUES, "{lacking} has no {name}.", lambda evidence: "lacking" in evidence.first.facts),
@@ -197,8 +208,12 @@ RULES: Mapping[str, tuple[Rule, ...]] = {
     "resumed state": (says(K.RESUMED, updates.lost_by_a_resume),),
     "batch contents": (says(K.CONTENTS, kinds.other_contents),),
     "random draws": (says(K.DROPOUT, OF_PROGRAM),),
+    "model inputs": (
+        says(K.COUPLED, "{name} is mixed by a permutation of each rank's own samples.", _is_permuted),
+        says(K.CONTENTS, _draws_of_ranks),
+        says(K.CONTENTS, "the model gets other values, of a batch that is equal: see what the program makes of it."),
+    ),
     "module outputs": (
-        says(K.RACE, kinds.open_exchange),
         says(K.MODE, _other_mode),
         says(K.BATCH_NORM, "{name} is a {class}: its inputs are equal, its outputs are not.", _is_of_a_norm),
         says(K.BATCH_NORM, kinds.own_statistics),
@@ -210,7 +225,6 @@ RULES: Mapping[str, tuple[Rule, ...]] = {
         says(K.MODULE, _first_to_differ),
     ),
     "loss": (
-        says(K.RACE, kinds.open_exchange),
         says(K.NOT_FINITE, kinds.not_finite),
         says(K.LOSS, _losses_of_ranks, ranks_differ),
         by_numbers,
@@ -218,9 +232,8 @@ RULES: Mapping[str, tuple[Rule, ...]] = {
         says(K.COUPLED, _couples_samples),
         says(K.LOSS, "the loss is {both}."),
     ),
-    "gradients": (says(K.RACE, kinds.open_exchange), *GRADIENT_RULES),
+    "gradients": GRADIENT_RULES,
     "clipped gradients": (
-        says(K.RACE, kinds.open_exchange),
         says(K.SKIPPED, updates.skipped_step),
         says(K.CLIP_NORM, "gradients are equal before they are clipped, but not on all ranks after it.", ranks_differ),
         says(K.CLIP_NORM, "gradients are equal before they are clipped, but not after it{times}."),

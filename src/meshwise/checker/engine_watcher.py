@@ -81,8 +81,11 @@ class EngineWatcher:
         """Collects warnings about likely mistakes in a script on one device. None for a job or under a plan."""
         self._left: dict[str, float] = {}  # sums of values after an optimizer's last step: see `local_sums`
         self._has_loaded = False  # whether a state dict was loaded since an optimizer's last step
-        self._stepped: tuple[Optimizer | None, StepTrace] | None = None  # the last step, kept until the next backward
-        self._in_step = False
+        # The last step, with the optimizers that made it. It is kept until the next backward.
+        self._stepped: tuple[list[Optimizer], StepTrace] | None = None
+        self._open: tuple[list[Optimizer], StepTrace] | None = None  # the same, while other optimizers may take part
+        self._stepping = list[Optimizer]()  # optimizers whose step is running, each called by the one before it
+        self._done = list[Optimizer]()  # optimizers that have taken part in a step that is not over
         self._reduced: dict[str, float] = {}  # sums of the parameters when gradients were last reduced
         self._meetings = self._sums = 0
 
@@ -214,14 +217,17 @@ class EngineWatcher:
         self._end_forward(discard=False)
         self.complete_step()
         self._stepped = None
-        if self._in_step:
+        if self._stepping:
             self.tracer.forget_gradients()
         with self.tracer.backward(None if self._place is None else self._place[1]):
             yield
         if self._place is None or self._place[1] == len(self.tracer.step.samples):
             self.tracer.step.samples.append(self._batch[1])
         if reduce and self._job is None:
-            self.tracer.step.gradients = gradients_of(self._model)
+            of_stepped = (
+                self.tracer.step.clipped_gradients if self._done else {}
+            )  # a hook of the backward made the step
+            self.tracer.step.gradients = of_stepped | gradients_of(self._model)
             self._reduced = local_sums(self._model, buffers=False)
         if self._job is None:
             self._begin_forward()
@@ -233,6 +239,8 @@ class EngineWatcher:
                 gradients = gradients_of(self._model)
                 self.tracer.step.gradients = {name: g / scale for name, g in gradients.items()}
             self.tracer.step.loss += float(loss)
+            if self._done and not self._stepping:
+                self._step_is_over()
 
     # Events of an optimizer step.
 
@@ -243,26 +251,34 @@ class EngineWatcher:
         if self.tracer is None:
             return
         self._wait_for_ranks("optimizer.step")
-        if self.tracer.step.samples:  # otherwise the step's closure may need the open forward
+        step = self.tracer.step if self._open is None else self._open[1]
+        if step.samples:  # otherwise the step's closure may need the open forward
             self._end_forward(discard=True)
-        self._in_step = True
-        self.complete_step()
-        self.tracer.step.learning_rates = learning_rates_of(optimizer)
+        self._stepping.append(optimizer)
+        step.learning_rates |= learning_rates_of(optimizer, len(step.learning_rates))
         if self._job is None or self._job.clip_norm is not None:
-            self.tracer.step.clipped_gradients = gradients_of(self._model)
-            if not self.tracer.step.gradients:  # every backward ran in mw.accumulate(), so gradients are only known now
-                self.tracer.step.gradients = self.tracer.step.clipped_gradients
+            step.clipped_gradients |= gradients_of(self._model)
+            if not step.gradients:  # every backward ran in mw.accumulate(), so gradients are only known now
+                step.gradients = step.clipped_gradients
         under_way = open_exchanges() if self._spec.perturb else []
         if under_way and any(is_nan(g) for g in gradients_of(self._model).values()):
-            say_nan(self.tracer.step.nan_while_open, "optimizer.step() was called with gradients of", under_way)
+            say_nan(step.nan_while_open, "optimizer.step() was called with gradients of", under_way)
         if self._spec.in_float64:
             _widen_state(optimizer)
 
     def step_ends(self, optimizer: Optimizer) -> None:
-        """Record that an optimizer has made its step, and begin the next step."""
+        """Record that an optimizer has made its step, unless it is a part of another one's, or of a backward."""
         if self.tracer is None:
             return
-        if self._engine.whole is not None and not self.tracer.step.samples:  # gradients came from torch.autograd.grad
+        if optimizer in self._stepping:
+            del self._stepping[self._stepping.index(optimizer) :]
+        self._done.append(optimizer)
+        if not (self._stepping or self.tracer.in_backward):
+            self._step_is_over()
+
+    def _step_is_over(self) -> None:
+        began = self._open is not None or self.tracer is None or self.tracer.step.samples
+        if self._engine.whole is not None and not began:  # gradients came from torch.autograd.grad
             with self.backward(False):
                 pass
         if self.found.backwards == 0:  # no backward ran, neither before the step nor in its closure
@@ -271,9 +287,8 @@ class EngineWatcher:
                 "loss.backward()."
             )
         self._end_forward(discard=True)
-        take_noise(self._model, self._spec.noise, self._loops.made)
-        self._in_step = False
-        self._made_step(optimizer)
+        take_noise(self._model, self._spec.noise, self._loops.made - (self._open is not None))
+        self._made_step()
         if self._job is None:
             self._begin_forward()
 
@@ -282,37 +297,44 @@ class EngineWatcher:
         if self._job is not None or self.tracer is None or self._stepped is not None or not self.tracer.step.gradients:
             return
         if any(gather_objects(local_sums(self._model, buffers=False) != self._reduced)):
-            self._made_step(None)
+            self._made_step()
 
-    def _made_step(self, optimizer: Optimizer | None) -> None:
-        if self.tracer is not None:
+    def _made_step(self) -> None:
+        made, self._done = self._done, []
+        self._left, self._has_loaded = local_sums(self._model) if self._job is None else {}, False
+        if self._open is not None:
+            self._open[0].extend(made)
+        elif self.tracer is not None:
             self._loops.step_made()
             if self.hints is not None:
                 self.hints.step_made()
-            self._left, self._has_loaded = local_sums(self._model) if self._job is None else {}, False
-            self._stepped = (optimizer, self.tracer.step) if self._loops.compares else None
+            self._open = self._stepped = (made, self.tracer.step) if self._loops.compares else None
             self.tracer.begin(self._loops.made)
 
     def complete_step(self) -> None:
-        """Record the state of model, optimizer and scheduler after the newest optimizer step."""
+        """Record the state of model, optimizers and scheduler after the newest step."""
         if self._stepped is None or self.found.trace is None:
             return
-        (optimizer, step), steps = self._stepped, self.found.trace.steps
-        if not steps or steps[-1] is not step:
-            plan = self.found.plan or self._engine.plan
+        (optimizers, step), steps = self._stepped, self.found.trace.steps
+        if self._open is not None:
+            self._open = None
             now = local_sums(self._model) if self._left else {}
             step.changed_behind = {name for name, value in now.items() if value != self._left.get(name, value)}
             step.loaded = self._has_loaded
-            divided = plan.state_divided and not plan.parameters_divided
-            across_ranks.collect_step(step, self._model, optimizer, divided=divided)
+            across_ranks.collect_step(step, self._model, optimizers, divided=self._divided)
             steps.append(step)
             say_step(len(steps))
-        step.scheduler = self._scheduler_of(optimizer) or step.scheduler  # the program may have dropped the scheduler
+        step.scheduler = self._scheduler_of(optimizers) or step.scheduler  # the program may have dropped the scheduler
         step.rank_divergence |= across_ranks.numbers_diverge("scheduler", step.scheduler)
 
-    def _scheduler_of(self, optimizer: Optimizer | None) -> dict[str, float]:
-        """Return the numbers in the state dicts of an optimizer's learning rate schedulers."""
-        known = [] if optimizer is None else [s for s in self._engine.given.schedulers if s.optimizer is optimizer]
+    @property
+    def _divided(self) -> bool:
+        plan = self.found.plan or self._engine.plan
+        return plan.state_divided and not plan.parameters_divided
+
+    def _scheduler_of(self, optimizers: list[Optimizer]) -> dict[str, float]:
+        """Return the numbers in the state dicts of these optimizers' learning rate schedulers."""
+        known = [s for s in self._engine.given.schedulers if s.optimizer in optimizers]
         found: dict[str, float] = {}
         for scheduler in sorted(known, key=lambda scheduler: type(scheduler).__name__):
             name = f"{type(scheduler).__name__}." if len(known) > 1 else ""
@@ -325,9 +347,8 @@ class EngineWatcher:
         """Record the state from which a job continues after a resume. Collective."""
         if self.found.trace is None or not self.found.trace.steps:
             return
-        plan, state = self.found.plan or self._engine.plan, StepTrace()
-        divided = plan.state_divided and not plan.parameters_divided
-        across_ranks.collect_step(state, model, optimizer, divided=divided)
+        state = StepTrace()
+        across_ranks.collect_step(state, model, [optimizer], divided=self._divided)
         state.scheduler = scheduler_numbers(scheduler)
         for kind in ("parameters", "buffers", "optimizer_state"):  # share unchanged tensors, to save memory
             before = getattr(self.found.trace.steps[-1], kind)

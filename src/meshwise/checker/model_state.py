@@ -104,9 +104,9 @@ def optimizer_state_of(optimizer: Optimizer, model: nn.Module) -> Named:
     }
 
 
-def learning_rates_of(optimizer: Optimizer) -> dict[str, float]:
-    """Return the learning rate of each parameter group, by the name `group N`."""
-    return {f"group {n}": float(group["lr"]) for n, group in enumerate(optimizer.param_groups) if "lr" in group}
+def learning_rates_of(optimizer: Optimizer, first: int = 0) -> dict[str, float]:
+    """Return the learning rate of each parameter group, by the name `group N`. first: the number of the first group."""
+    return {f"group {n}": float(group["lr"]) for n, group in enumerate(optimizer.param_groups, first) if "lr" in group}
 
 
 def scheduler_numbers(scheduler: Any) -> dict[str, float]:

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -23,12 +25,13 @@ from meshwise.checker.exchanges import noting_exchanges, noting_nan
 from meshwise.checker.loss_numbers import NotedNumbers
 from meshwise.checker.model_state import clean, is_replicated, named_parameters
 from meshwise.checker.sketches import pieces, sketches
-from meshwise.checker.trace import Draws, Named, Output, Reading, StepTrace, Trace
+from meshwise.checker.trace import OUTSIDE, Draws, Named, Output, Reading, StepTrace, Trace
 from meshwise.checker.upcast import upcast
 from meshwise.checker.whole_view import RowDraws, part_of
 from meshwise.parallel.splits.axis import SplitPart
 from meshwise.spec.user_code import place_of
 from meshwise.torch_compat.dispatch import without_interception
+from meshwise.torch_compat.reducer import version
 from meshwise.torch_compat.sharding import groups_of, local_of, sharded_modules
 from meshwise.torch_compat.tree import tensors_in
 from meshwise.training.data.keyed import KeyedDraws, Rows, by_reference, by_rows, on_one_device
@@ -71,9 +74,12 @@ class ModelTracer:
         self.in_forward = False
         """Whether the forward pass of a microbatch is being traced."""
         self._numbers = NotedNumbers()
-        self._running = list[str]()  # names of the running modules, the innermost last
+        self._running: list[tuple[str, tuple[Output, ...]]]  # running modules and their inputs, the innermost last
+        self._made: MutableMapping[Tensor, tuple[int, Output]]  # the version of each tensor, and its sketches
         self._drawn = 0  # number of draws of this microbatch when a module last began or ended
         self._norms_left: dict[str, float] | None = None
+        self.in_backward = False
+        """Whether a backward is being traced."""
         self._own: Named | None = None  # this rank's own gradients in the running backward
         self._of_loss: Any = None  # the hook registered on the latest loss
         self._own_factor = 1.0  # the factor that the running backward applied to the loss
@@ -84,7 +90,7 @@ class ModelTracer:
         """Trace `model` from now on."""
         self._model = model
         for name, module in model.named_modules():
-            module.register_forward_pre_hook(LooksOn(partial(self._entered, clean(name))))
+            module.register_forward_pre_hook(LooksOn(partial(self._entered, clean(name))), with_kwargs=True)
             module.register_forward_hook(LooksOn(partial(self._left, clean(name))))
         for name, p in model.named_parameters():
             if p.requires_grad:
@@ -108,11 +114,12 @@ class ModelTracer:
         self.trace.draws[count] = self.draws.log
         self._forwards = max(self._forwards, count + 1)
         self._calls, self.in_forward, self._drawn, self._running = {}, True, 0, []
+        self._made = WeakIdKeyDictionary()
         try:
             of_modules = stages.carried(lambda: dict(self._calls), self._go_on)
             self._numbers = NotedNumbers()
             nan = noting_nan(self.step.nan_while_open, self._perturb)
-            by_hand = noting_exchanges(self.trace.exchanges, lambda: self._running[-1] if self._running else "")
+            by_hand = noting_exchanges(self.trace.exchanges, lambda: self._running[-1][0] if self._running else "")
             with upcast(self._upcast), of_modules, self.draws.forward(), self._numbers.noting(), by_hand, nan:
                 yield
         finally:
@@ -167,9 +174,10 @@ class ModelTracer:
         drawn = len(self.draws.log)
         nan = noting_nan(self.step.nan_while_open, self._perturb)
         by_hand = noting_exchanges(self.trace.exchanges_backward, str)
+        self.in_backward = True
         with upcast(self._upcast), self.draws.backward(), by_hand, nan:
             yield
-        self._own = None
+        self._own, self.in_backward = None, False
         if self._of_loss is not None:
             self._of_loss.remove()  # otherwise it would be taken for a hook of the program
         # The log grows only if the backward draws numbers that do not repeat draws of the forward.
@@ -243,35 +251,45 @@ class ModelTracer:
     def _ready(self, name: str, p: Tensor) -> None:
         self.step.ready_order.append(name)
 
-    def _entered(self, name: str, module: nn.Module, inputs: Any) -> None:
+    def _entered(self, name: str, module: nn.Module, *given: Any) -> None:
         if self.in_forward:
             if not module.training:
                 self.step.evaluating.add(name)
             self._note_draws()
-            self._running.append(name)
+            inputs = tensors_in(given) if stages.counts() else ()
+            self._running.append((name, tuple(self._sketched(t) for t in inputs if t.layout == torch.strided)))
 
     def _left(self, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
         if self.in_forward:
             self._note_draws()
-            del self._running[-1:]
+            given = self._running.pop()[1] if self._running else ()
             for tensor in tensors_in(output) if stages.counts(module) else ():
                 if tensor.is_floating_point() or tensor.is_complex():
-                    self._keep(name, type(module).__name__, tensor)
+                    self._keep(name, type(module).__name__, tensor, given)
 
-    def _keep(self, name: str, kind: str, tensor: Tensor) -> None:
+    def _sketched(self, tensor: Tensor) -> Output:
+        """Return the sketches of a tensor, which are made once for each value of it."""
+        known = self._made.get(tensor)
+        if known is None or known[0] != version(tensor):
+            with without_interception():  # selective recomputation must not count these operators
+                value = full_tensor(part_of(tensor, self._rows.total))
+                found = sketches(value, self._rows.count)
+            name = self._running[-1][0] if self._running else OUTSIDE
+            output = Output(self._at[1], name, "", 0, tuple(value.shape), self._rows.count, found)
+            known = self._made[tensor] = version(tensor), output
+        return known[1]
+
+    def _keep(self, name: str, kind: str, tensor: Tensor, given: tuple[Output, ...]) -> None:
         number = self._calls[name] = self._calls.get(name, -1) + 1
-        with without_interception():  # selective recomputation must not count these operators
-            value = full_tensor(part_of(tensor, self._rows.total))
-            found = sketches(value, self._rows.count)
+        output = replace(self._sketched(tensor), module=name, kind=kind, number=number, inputs=given)
         if self._rows.samples > 0:
-            shape, count = tuple(value.shape), self._rows.count
-            self.step.outputs.append(Output(self._at[1], name, kind, number, shape, count, found))
+            self.step.outputs.append(output)
 
     def _note_draws(self) -> None:
         """Record the innermost running module if it drew since a module began or ended."""
         drawn = len(self.draws.log) + len(self.draws.unkeyed)
         if drawn > self._drawn and self._running:
-            self.trace.random_modules.add(self._running[-1])
+            self.trace.random_modules.add(self._running[-1][0])
         self._drawn = drawn
 
 

@@ -9,14 +9,15 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import dropwhile
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from meshwise.checker.difference import FLOOR, LIMIT, Difference, apart, largest, ratio
-from meshwise.checker.trace import Output, StepTrace
+from meshwise.checker.trace import OUTSIDE, Output, StepTrace
 
 PARTS = "ranks that have the same samples have different outputs of it"
 
@@ -124,6 +125,31 @@ def compared_outputs(
             facts = {"class": output.kind, "microbatch": output.microbatch + 1, "call": output.number + 1, "at": at}
             found.append(Difference("module outputs", step, output.module, size, facts))
     return found
+
+
+def traced_back(outputs: list[Difference], mine: StepTrace, other: StepTrace) -> list[Difference]:
+    """Put the module whose own forward made a wrong input in the place of the first module with wrong outputs."""
+    first = next((number for number, d in enumerate(outputs) if d.fault), None)
+    if first is None:
+        return outputs
+    found = outputs[first]
+    calls = mine.outputs[found.facts["at"] :]
+    while calls and (wrong := _wrong_input(calls[0], other.outputs)) is not None:
+        facts = {**found.facts, "passed to": calls[0].module}
+        calls = list(dropwhile(lambda call: call.key[:2] != wrong.key[:2], calls[1:]))  # the call around it
+        kind, name = ("model inputs", "") if wrong.module == OUTSIDE else ("module outputs", wrong.module)
+        found = replace(found, kind=kind, name=name, facts=facts | {"class": calls[0].kind if calls else ""})
+    return [*outputs[:first], found, *outputs[first + 1 :]]
+
+
+def _wrong_input(one: Output, others: Iterable[Output]) -> Output | None:
+    """Return the first input of a call that differs under the plan."""
+    ranks = [other.inputs for other in others if other.key == one.key]
+    sides: Iterator[tuple[Output, ...]] = zip(one.inputs, *ranks, strict=False)
+    for given, *parts in sides:
+        if parts and (output_difference(given, parts) or 0.0) > LIMIT:
+            return given
+    return None
 
 
 def of_samples(outputs: Iterable[Difference], unseen: list[Unseen]) -> Iterator[Difference]:

@@ -27,7 +27,11 @@ FIRST_STEP = ("loss", "gradients")
 SOME = 8  # tensors of up to this many values may fit a lower precision by chance
 EPS = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 NO_ROUNDING = "not looked at (--no-rounding): the plan's own precision, which shows casts of one side."
-OTHER_STEPS = "not looked at: the plan's own precision, in which the number of steps differs."
+OTHER_RUN = (
+    "not looked at: the plan's own precision, in which start values or the number of steps differ (torch draws other "
+    "numbers after torch.set_default_dtype(torch.float64))."
+)
+OTHER = 2.0**-6  # start values that differ by more than this were not rounded, but drawn otherwise
 
 
 def rounding_warnings(rounded: Sequence[Comparison], dtypes: Dtypes) -> Iterator[str]:

@@ -15,7 +15,7 @@ from meshwise.checker.diagnosis import cause_of, module_of
 from meshwise.checker.difference import LIMIT
 from meshwise.checker.finding import Finding
 from meshwise.checker.noise import noise_of
-from meshwise.checker.precision_warnings import NO_ROUNDING, OTHER_STEPS, kept_coarser, rounding_warnings, unproven
+from meshwise.checker.precision_warnings import NO_ROUNDING, OTHER, OTHER_RUN, kept_coarser, rounding_warnings, unproven
 from meshwise.checker.printed_numbers import ALONE, printed_otherwise
 from meshwise.checker.trace import CheckSpec, Trace
 from meshwise.parallel.rng_notes import OF_DRAWS
@@ -111,14 +111,16 @@ def prove(
             reference = again(replace(spec, noise=noise))
             comparison = compare(reference, actual)
             first = comparison.first
+    of_rounded = [compare(reference, trace) for trace in rounded]
+    unknown = NO_ROUNDING if len(rounded) < 2 else ""
+    for d in (d for side in of_rounded for d in side.differences if d.kind in ("initial parameters", "steps")):
+        unknown = OTHER_RUN if d.relative > OTHER else unknown
+    rounded, of_rounded = ([], []) if unknown else (rounded, of_rounded)
     wrong, harmless = printed_otherwise(reference.shown, actual.shown, devices, rounded[0].shown if rounded else ())
-    same_steps = len(rounded) == 2 and all(len(trace.steps) == len(reference.steps) for trace in rounded)
-    of_rounded = [compare(reference, trace) for trace in rounded] if same_steps else []
-    looked = bool(of_rounded) or spec.plan.precision == "fp64"
     warnings = tuple(note for note in actual.notes if note.startswith(UNDIVIDED))
     alone = [f"{each} {ALONE}" for each in wrong]
     not_judged = (*unproven(reference), *alone, *rounding_warnings(of_rounded, spec.plan.dtypes))
-    not_judged += tuple(kept_coarser(rounded if same_steps else ()))
+    not_judged += tuple(kept_coarser(rounded))
     return Proof(
         job,
         spec.plan,
@@ -132,7 +134,7 @@ def prove(
             # Notes on random draws would be wrong, since a check derives dropout from keys.
             *(note for note in actual.notes if note not in OF_DRAWS and note not in warnings),
             *(harmless if comparison.equal else [*wrong, *harmless]),
-            *([] if looked else [OTHER_STEPS if rounded else NO_ROUNDING]),
+            *([unknown] if unknown and spec.plan.precision != "fp64" else []),
         ),
         not_judged if comparison.equal else (),
         (*warnings, *reference.hints),

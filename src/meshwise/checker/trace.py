@@ -58,6 +58,9 @@ class CheckSpec:
         return 2 * self.plan.devices * self.plan.accumulate + 1
 
 
+OUTSIDE = "outside of the model"
+
+
 @dataclass(frozen=True)
 class Output:
     """A module's output in one call on one rank, as random projections (see sketches.py)."""
@@ -69,6 +72,8 @@ class Output:
     shape: tuple[int, ...]
     rows: int
     sketches: dict[str, Tensor]
+    inputs: tuple[Output, ...] = ()
+    """What the call was given, each with the module (or OUTSIDE) whose forward was running where it was first seen."""
 
     @property
     def key(self) -> tuple[int, str, int]:
