@@ -51,18 +51,18 @@ def _one(name: str) -> Callable[..., Array]:
     return named(rule, name, doc)
 
 
-def fftn(
-    x: Array, /, s: Sequence[int] | None = None, axes: Sequence[int] | None = None, norm: str = "backward"
-) -> Array:
-    """Compute the Fourier transform along several axes, by default along all."""
-    return _several(x, "fft", s, axes, norm)
+def _several(name: str, doc: str) -> Callable[..., Array]:
+    def rule(
+        x: Array, /, s: Sequence[int] | None = None, axes: Sequence[int] | None = None, norm: str = "backward"
+    ) -> Array:
+        x = _floats(x, name, norm)
+        return _complex_ones(x, name, *_lengths(x, f"{name}n", s, axes), norm)
+
+    return named(rule, f"{name}n", doc)
 
 
-def ifftn(
-    x: Array, /, s: Sequence[int] | None = None, axes: Sequence[int] | None = None, norm: str = "backward"
-) -> Array:
-    """Compute the inverse of `fftn`."""
-    return _several(x, "ifft", s, axes, norm)
+fftn = _several("fft", "Compute the Fourier transform along several axes, by default along all.")
+ifftn = _several("ifft", "Compute the inverse of `fftn`.")
 
 
 def rfftn(
@@ -83,11 +83,6 @@ def irfftn(
     lengths, dims = _lengths(x, "irfftn", s, axes)
     x = _complex_ones(x, "ifft", lengths[:-1], dims[:-1], norm)
     return along(x, "irfft", dims[-1], lengths[-1], norm)
-
-
-def _several(x: Array, name: str, s: Sequence[int] | None, axes: Sequence[int] | None, norm: str) -> Array:
-    x = _floats(x, name, norm)
-    return _complex_ones(x, name, *_lengths(x, f"{name}n", s, axes), norm)
 
 
 def _complex_ones(x: Array, name: str, lengths: list[int | None], dims: list[int], norm: str) -> Array:

@@ -23,7 +23,8 @@ from meshwise.arrays.rules import Table, by_name, named
 from meshwise.arrays.sharding import Shape, Sharding, evenly, sharding
 from meshwise.arrays.unsigned import extreme as of_ordered
 
-Reduce = Callable[[Tensor, tuple[int, ...]], Tensor]
+Axes = tuple[int, ...]
+Reduce = Callable[[Tensor, Axes], Tensor]
 """A function (tensor, dims) that reduces the tensor over these dims, of which there is at least one."""
 IN_ORDER = frozenset((*REAL, *COMPLEX))
 """Dtypes in which partial sums of devices are added one by one. float16 and bfloat16 are added in float32."""
@@ -42,7 +43,7 @@ def as_arrays(name: str, x: Any, other: Any) -> tuple[Array, Array]:
     return x, x.__array_namespace__().asarray(other)
 
 
-def as_axes(name: str, axis: Any, dims: int) -> tuple[int, ...]:
+def as_axes(name: str, axis: Any, dims: int) -> Axes:
     """Return the dims that `axis` names, sorted."""
     if axis is None:
         return tuple(range(dims))
@@ -62,14 +63,14 @@ def as_axes(name: str, axis: Any, dims: int) -> tuple[int, ...]:
     return found
 
 
-def reduced_shape(shape: Shape, axes: tuple[int, ...], keepdims: bool) -> Shape:
+def reduced_shape(shape: Shape, axes: Axes, keepdims: bool) -> Shape:
     """Return the shape of the result of a reduction over `axes`."""
     if keepdims:
         return tuple(1 if dim in axes else length for dim, length in enumerate(shape))
     return tuple(length for dim, length in enumerate(shape) if dim not in axes)
 
 
-def left(placed: Sharding, axes: tuple[int, ...], keepdims: bool) -> Sharding:
+def left(placed: Sharding, axes: Axes, keepdims: bool) -> Sharding:
     """Return the sharding of the result if an array sharded as `placed` is reduced over `axes`. If they include the
     sharded dim, all of it is on one device."""
     if placed.dim in axes:
@@ -88,7 +89,7 @@ def together(x: Array, shape: Shape) -> Sharding:
 def reduced(
     name: str,
     x: Array,
-    axes: tuple[int, ...],
+    axes: Axes,
     keepdims: bool,
     dtype: torch.dtype,
     reduce: tuple[Reduce, Callable[[Tensor], Tensor]],
@@ -110,7 +111,7 @@ def reduced(
     return in_order_left(combined(partials, partial_reduce, together(x, shape), dtype, name), x, axes, keepdims)
 
 
-def _of_part(reduce: Reduce, part: Tensor, axes: tuple[int, ...], keepdims: bool) -> Tensor:
+def _of_part(reduce: Reduce, part: Tensor, axes: Axes, keepdims: bool) -> Tensor:
     made = reduce(part, axes) if axes else reduce(part.unsqueeze(0), (0,))
     if keepdims:
         for axis in axes:
@@ -118,11 +119,11 @@ def _of_part(reduce: Reduce, part: Tensor, axes: tuple[int, ...], keepdims: bool
     return made
 
 
-def _has_some(part: Tensor, axes: tuple[int, ...]) -> bool:
+def _has_some(part: Tensor, axes: Axes) -> bool:
     return all(part.shape[axis] for axis in axes)
 
 
-def _with_empty(x: Array, axes: tuple[int, ...], keepdims: bool, dtype: torch.dtype, reduce: Reduce) -> list[Tensor]:
+def _with_empty(x: Array, axes: Axes, keepdims: bool, dtype: torch.dtype, reduce: Reduce) -> list[Tensor]:
     def one(part: Tensor) -> Tensor:
         if _has_some(part, axes):
             return _of_part(reduce, part, axes, keepdims)
@@ -150,7 +151,7 @@ def total(x: Any, /, axis: Any = None, dtype: Any = None, *, keepdims: bool = Fa
     kind = sum_dtype(x.dtype, dtype)
     run = _calculated(kind)
 
-    def add(part: Tensor, dims: tuple[int, ...]) -> Tensor:
+    def add(part: Tensor, dims: Axes) -> Tensor:
         return torch.sum(part, dim=dims, dtype=run).to(kind)
 
     def join(partials: Tensor) -> Tensor:
@@ -174,7 +175,7 @@ def product(x: Any, /, axis: Any = None, dtype: Any = None, *, keepdims: bool = 
     kind = sum_dtype(x.dtype, dtype)
     run = _calculated(kind)
 
-    def multiply(part: Tensor, dims: tuple[int, ...]) -> Tensor:
+    def multiply(part: Tensor, dims: Axes) -> Tensor:
         if part.dim() == len(dims):
             return torch.prod(part, dtype=run).to(kind)
         for dim in sorted(dims, reverse=True):
@@ -206,7 +207,7 @@ def _extreme(name: str, torch_name: str) -> Callable[..., Array]:
     return named(extreme, name, doc)
 
 
-def refuse_none(name: str, x: Array, axes: tuple[int, ...]) -> None:
+def refuse_none(name: str, x: Array, axes: Axes) -> None:
     """Raise ValueError if a reduction over `axes` would have no elements to reduce."""
     if any(x.shape[axis] == 0 for axis in axes):
         raise ValueError(f"{name} over axes {axes} of shape {x.shape} needs at least one element, but there is none.")
@@ -218,7 +219,7 @@ def _logical(name: str) -> Callable[..., Array]:
     def logical(x: Any, /, axis: Any = None, *, keepdims: bool = False) -> Array:
         x = as_array(name, x)
 
-        def reduce(part: Tensor, dims: tuple[int, ...]) -> Tensor:
+        def reduce(part: Tensor, dims: Axes) -> Tensor:
             found: Tensor = op(part, dims)
             return found.to(BOOL)
 
