@@ -39,8 +39,8 @@ SHARDED = "def main():\n    if args.fsdp:\n        fully_shard(model)\n    optim
 OURS = "loader = DataLoader(x, 64)\nmodel, loader = mw.distribute(model, loader)\n"
 MISTAKES = [
     (DDP, "    sampler.set_epoch(epoch)\n", "", "set_epoch is missing", 3),
-    (DDP, ", sampler=sampler", ", shuffle=True", "all ranks read the same samples", 4),
-    (DDP, "model(x)", "model.module(x)", "gradients not reduced", 8),
+    (DDP, "32, sampler=sampler", "64 // world_size, shuffle=True", "all ranks read the same samples", 4),
+    (DDP, "model(x)", "model.module.encode(x)", "gradients not reduced", 8),
     (DDP, "print(loss)", "dist.all_reduce(loss)", "ranks diverge", 11),
     (DDP, "if done: ", "if rank == 0 and done: ", "ranks diverge", 13),
     (ACCELERATE, "prepare(model, loader)", "prepare(model, other)", "all ranks read the same samples", 3),
