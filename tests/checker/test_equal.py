@@ -50,7 +50,7 @@ def cases() -> list[Any]:
 def test_the_plan_is_equal(name: str, devices: int, accumulate: int, seed: int, pool: Any) -> None:
     proof = checked(pool, name, Plan(data=devices, accumulate=accumulate), seed=seed)
     assert proof.equal, (proof.comparison.first, proof.cause)
-    assert proof.cause is None
+    assert proof.cause is None and (len(proof.batches) == 4 or name != "dropped"), "two steps of the second epoch"
     kinds = {compared.kind: compared.count for compared in proof.comparison.kinds}
     assert kinds["gradients"] and kinds["module outputs"] and kinds["parameters"] and kinds["evaluation"] > 1
     assert left_out_outputs(proof) == ALLOWED.get(name, set())

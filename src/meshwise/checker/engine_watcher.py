@@ -308,7 +308,8 @@ class EngineWatcher:
             self._loops.step_made()
             if self.hints is not None:
                 self.hints.step_made()
-            self._open = self._stepped = (made, self.tracer.step) if self._loops.compares else None
+            compared = self._job is not None or self._loops.compares
+            self._open = self._stepped = (made, self.tracer.step) if compared else None
             self.tracer.begin(self._loops.made)
 
     def complete_step(self) -> None:
