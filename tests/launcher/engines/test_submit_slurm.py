@@ -216,7 +216,7 @@ def test_scripts_run_as_they_were_printed_for_a_plain_user_who_asks_for_gpus(her
             assert facts["JobState"] == "COMPLETED" and facts["UserId"].startswith("nobody"), output
             tres = facts.get("TresPerNode", "").removeprefix("gres")  # gres:gpu:…, from Slurm 23.11 on gres/gpu:…
             assert tres[1:] == PRINTED[name][2]
-            (run,) = (folder / "runs").iterdir()
+            (run,) = (folder / "runs").glob("*/")
             assert names.read_run(run)["status"] == "finished" and run.stat().st_uid == nobody
             if "loop.py" in PRINTED[name][1]:
                 assert f"done by {nobody} on {1 if name == 'a loop' else 2} ranks, here" in output, output
