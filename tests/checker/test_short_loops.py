@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import pytest
+
+import meshwise as mw
+from meshwise.checker.proof import Proof
 from meshwise.checker.short_loops import ShortLoops
+from meshwise.spec.errors import WorkerFailed
+from tests.checker.kinds import short
 from tests.checker.script_sides import as_it_was, proof  # noqa: F401
 
 WINDOW = 4
@@ -66,3 +73,16 @@ def test_a_loss_that_is_global_where_a_step_ends_is_judged(pool: Any) -> None:
     found = proof(ACCUMULATES, pool)
     assert found.equal and found.batches == (32, 32, 29, 32, 32)
     assert found.not_judged == ()
+
+
+def test_a_program_that_fails_on_a_cut_batch_is_judged_without_it(processes: None) -> None:
+    def checked(*changes: tuple[str, str]) -> Any:
+        Path("train.py").write_text(short(*changes))
+        return mw.check("train.py", rounding=False)
+
+    pairs = "yb)\n", "yb) + (xb[0::2] - xb[1::2]).mean() * model[0].bias.sum()\n"
+    right, wrong = checked(pairs), checked(pairs, ("lr=0.01", "lr=0.01 + 0.01 * mw.rank()"))
+    assert isinstance(right, Proof) and right.equal and right.batches[:3] == (8, 8, 8) and not wrong.equal
+    assert "a batch of 5 samples" in " ".join(right.notes) and "size of tensor a (3)" in " ".join(right.notes)
+    with pytest.raises(WorkerFailed, match="modulo by zero"):
+        checked(("yb)\n", "yb) / 0 if number else 1 // 0\n"))

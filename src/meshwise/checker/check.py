@@ -28,7 +28,7 @@ from meshwise.checker.plain.record import Follow, Record
 from meshwise.checker.plain.script import libraries_of, refuse_unjudged, watch
 from meshwise.checker.programs import watch_job, watch_script
 from meshwise.checker.proof import PlainProof, Proof, prove
-from meshwise.checker.trace import CheckSpec, Draws, ProgramTrace, Trace, trace_to_compare
+from meshwise.checker.trace import LEFT, CheckSpec, Draws, ProgramTrace, Trace, trace_to_compare
 from meshwise.checker.views.check_text import check_text
 from meshwise.hardware.allowance import allowed_cores
 from meshwise.hardware.find import find_devices
@@ -66,9 +66,8 @@ shown_by(Proof, check_text)
 shown_by(PlainProof, check_text)
 
 REFUSED = (
-    "meshwise check does not change your files. It redirects what Python writes into a temporary folder, but it cannot "
-    "redirect a library (HDF5, Parquet, OpenCV) or a program that the script starts, so it refuses such writes. Skip "
-    "these writes during the check, for instance with an option of the script."
+    "meshwise check redirects what Python writes into a temporary folder, but not what a library (HDF5, OpenCV) or a "
+    "program of the script writes, so it refuses that. Skip these writes, for instance with an option of the script."
 )
 NOT_KEPT = (
     "the check redirects what Python writes into a temporary folder. A library (HDF5, Parquet, OpenCV) or a program "
@@ -131,10 +130,16 @@ def check_options(options: CheckOptions, forks: Forks | None = None) -> Proof | 
     with scratch_folder("check") as folder, closing(forks or Forks(PRELOAD_OF_CHECK)) as forks:
         key = code_key(Path(script)) if script else ""  # of the code that is checked, whatever is edited meanwhile
         program = _script(Path(script), options, plan, slots, folder) if script else _job(options, slots, folder)
-        passes = Passes(_passes(specs, plan, devices), options.notify, options.progress)
+        says = partial(Passes, notify=options.notify, progress=options.progress)
+        passes, left = says(_passes(specs, plan, devices)), list[str]()
         traces = partial(_traces, program, forks)
-        apart = slots if slots[0].device == "cpu" else slots[:1]  # on CPUs, each pass gets its own slot
-        ones = traces([(spec, None) for spec in specs], [[slot] for slot in apart], passes)
+        apart = [[slot] for slot in (slots if slots[0].device == "cpu" else slots[:1])]  # on CPUs, one for each pass
+        try:
+            ones = traces([(spec, None) for spec in specs], apart, passes)
+        except WorkerFailed as failed:
+            left = [LEFT.format(count=specs[0].ragged, why=str(failed).splitlines()[-1])]
+            passes, specs = says(_passes(specs, plan, devices)), [replace(spec, cut=False) for spec in specs]
+            ones = traces([(spec, None) for spec in specs], apart, passes)
         one = trace_to_compare(ones[0], program.name)
         drawn = [found.trace.draws if found.trace is not None else {} for found in ones]
         beside = 2 if slots[0].device == "cpu" and len(allowed_cores()) >= 2 * len(slots) else 1
@@ -143,7 +148,8 @@ def check_options(options: CheckOptions, forks: Forks | None = None) -> Proof | 
         spec = replace(specs[0], plan=many[0].plan or specs[0].plan)
         rounded = [last for found in (ones, many) if (last := found[-1].trace) is not None and len(specs) > 1]
         actual.races = sorted({race for each in (*ones, *many) if each.trace is not None for race in each.trace.races})
-        again = Passes([NOISY], options.notify, options.progress)
+        actual.notes += tuple(left)
+        again = says([NOISY])
 
         def once_more(spec: CheckSpec) -> Trace:
             return trace_to_compare(_traces(program, forks, [(spec, None)], [slots[:1]], again)[0], program.name)
@@ -204,6 +210,7 @@ def _in_scratch(folder: Path, call: Callable[[], Any]) -> Any:
 
 def _passes(specs: Sequence[CheckSpec], plan: Plan | None, devices: str) -> list[str]:
     words = ["in float64" if spec.in_float64 else "in the plan's own precision" for spec in specs]
+    words = [f"{each}{'' if specs[0].cut else ', without a smaller batch'}" for each in words]
     sides = ["one device", f"{plan or 'the plan of the script'} on {devices}"]
     return [f"{side}, {precision}" for side in sides for precision in words]
 
@@ -257,8 +264,7 @@ def _traces(
 
 
 def _in_worker(
-    trace: Callable[[CheckSpec, Draws | None], ProgramTrace | None],
-    passes: Sequence[tuple[CheckSpec, Draws | None]],
+    trace: Callable[[CheckSpec, Draws | None], ProgramTrace | None], passes: Sequence[tuple[CheckSpec, Draws | None]]
 ) -> list[ProgramTrace | None]:
     join()
     found = list[ProgramTrace | None]()
@@ -303,8 +309,7 @@ def _trace_job(
 
 def _find_job(options: CheckOptions) -> Job:
     job = find_job(options.job, seed=options.seed, args=options.args)
-    given: dict[str, Any] = {"batch_size": options.batch_size, "seed": options.seed}
-    given = {name: value for name, value in given.items() if value is not None}
+    given = {name: value for name in ("batch_size", "seed") if (value := getattr(options, name)) is not None}
     return replace(job, model=partial(_uncompiled, job.model), **given)
 
 
@@ -334,13 +339,12 @@ def _trace_script(
     """Run a script and return its trace."""
     if (folder / "plan.toml").exists():
         os.environ[PLAN_FILE] = str(folder / "plan.toml")
-    found: ProgramTrace | None = _in_scratch(
-        _own_folder(folder, spec, draws), partial(watch_script, run, spec, draws, seed)
-    )
+    own = _own_folder(folder, spec, draws)
+    found: ProgramTrace | None = _in_scratch(own, partial(watch_script, run, spec, draws, seed))
     return found
 
 
 def _own_folder(folder: Path, spec: CheckSpec, draws: Draws | None) -> Path:
-    """Return the path of a folder for the files that one run of the checked program writes."""
+    """Return a folder for the files that one run of the checked program writes."""
     side = "again" if spec.noise else "one" if draws is None else "many"
-    return folder / f"{side}{64 if spec.in_float64 else ''}"
+    return folder / f"{side}{64 if spec.in_float64 else ''}{'' if spec.cut else ' uncut'}"

@@ -159,7 +159,7 @@ def _evaluate(run: _Reference, data: Data | None) -> None:
         return
     job, trace = run.job, run.tracer.trace
     trace.evaluated = []
-    order = torch.arange(test_samples(data.samples, job.batch_size))
+    order = torch.arange(test_samples(data.samples, job.batch_size, run.spec))
     run.model.eval()
     parts = [BatchSlice(part, len(part), len(order)) for part in order.split(job.batch_size)]
     metrics = job.metrics or (lambda model, batch: {"loss": job.loss(model, batch)})

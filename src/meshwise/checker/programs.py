@@ -198,7 +198,8 @@ def _evaluate(run: _Run, data: Data | None) -> None:
     trace, tracer = run.watcher.found.trace, run.watcher.tracer
     if data is None or trace is None or tracer is None:
         return
-    slices = list(sequential_slices(test_samples(data.samples, job.batch_size), job.batch_size, engine.world))
+    count = test_samples(data.samples, job.batch_size, run.spec)
+    slices = list(sequential_slices(count, job.batch_size, engine.world))
     counted, rows = slices_of_ranks(slices, engine.world)
     batches = read_parts(data, slices, 0, engine.world.device)
     metrics = None if job.metrics is None else tracer.keyed(job.metrics, rows)

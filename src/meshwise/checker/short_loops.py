@@ -52,7 +52,7 @@ class ShortLoops:
             last = self.made == self._steps - 1 and self._a_step > 0 and self._since_step == self._a_step - 1
         else:
             last = self._batches == EVALUATED - 1
-        return min(self._ragged, max(batch_size - 1, 1)) if last else None
+        return min(self._ragged, max(batch_size - 1, 1)) if last and self._ragged else None
 
     def backward(self) -> None:
         """Record a backward pass."""

@@ -29,6 +29,9 @@ Draws = Mapping[int, Sequence[Draw]]
 """Maps the number of a forward pass, from 0, to the random draws in it."""
 
 
+LEFT = "not looked at: a batch of {count} samples, to which the check cuts the last one. The program fails on it: {why}"
+
+
 @dataclass(frozen=True)
 class CheckSpec:
     """The settings of a check, which runs a program on one device and under a plan."""
@@ -38,6 +41,7 @@ class CheckSpec:
     in_float64: bool = True
     perturb: bool = False
     noise: Sequence[Noise] = ()
+    cut: bool = True
 
     def applied(self, plan: Plan) -> Plan:
         """Return `plan` in the precision of this check."""
@@ -54,8 +58,8 @@ class CheckSpec:
 
     @property
     def ragged(self) -> int:
-        """The number of samples in a ragged batch, which the ranks cannot divide evenly."""
-        return 2 * self.plan.devices * self.plan.accumulate + 1
+        """The number of samples in a ragged batch, which the ranks cannot divide evenly. 0 if no batch is cut to it."""
+        return self.cut * (2 * self.plan.devices * self.plan.accumulate + 1)
 
 
 OUTSIDE = "outside of the model"
@@ -172,7 +176,7 @@ class Batches:
         begins = 0 < step == self.spec.steps - 1
         if index >= self.samples or (begins and index):
             epoch, index = epoch + 1, 0
-        size = min(self.spec.ragged, max(self.batch_size - 1, 1)) if begins else self.batch_size
+        size = min(self.spec.ragged, max(self.batch_size - 1, 1)) if begins and self.spec.cut else self.batch_size
         batch = epoch_order(self.seed, epoch, self.samples)[index : index + size]
         return epoch, index + len(batch), batch
 
@@ -190,10 +194,10 @@ def microbatches(batch: Tensor, accumulate: int) -> list[BatchSlice]:
     return [BatchSlice(part, len(part), len(batch)) for part in parts]
 
 
-def test_samples(count: int, batch_size: int) -> int:
+def test_samples(count: int, batch_size: int, spec: CheckSpec) -> int:
     """Return how many test samples are evaluated: at most two batches and one more sample, so that some ranks get no
     sample of the last batch."""
-    return min(count, 2 * batch_size + 1)
+    return min(count, 2 * batch_size + spec.cut)
 
 
 @dataclass
