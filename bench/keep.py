@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
+import subprocess
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,8 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def machine() -> dict[str, Any]:
-    """Processor, cores, accelerator, versions and date."""
+    """Processor, cores, accelerator, versions, date and commit."""
+    head = subprocess.run(["git", "rev-parse", "--short=8", "HEAD"], cwd=RESULTS, capture_output=True, text=True)
     model = platform.processor()
     for line in Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []:
         if line.startswith("model name"):
@@ -29,6 +31,7 @@ def machine() -> dict[str, Any]:
         "torch": torch.__version__,
         "numpy": numpy.__version__,
         "date": datetime.now(UTC).date().isoformat(),
+        "commit": head.stdout.strip(),
     }
 
 

@@ -1,7 +1,7 @@
 """Which claim about devices each test of this folder is evidence for, and what of it passed.
 
-A test says it by `@pytest.mark.evidence("claim")`, with rung="R3" where the checker of races looks on; several tests
-may stand for one claim. `make evidence` keeps what passed, and writes docs/internals/evidence.md of it
+A file says it by `pytestmark = pytest.mark.evidence("claim")`, with rung="R3" where the checker of races looks on.
+`make evidence` keeps what passed, and writes docs/internals/evidence.md of it
 (bench/evidence.py).
 """
 

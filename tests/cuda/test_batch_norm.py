@@ -12,7 +12,9 @@ from torch.nn.parallel import DistributedDataParallel
 import meshwise as mw
 from tests.cuda.jobs import Images, pictures
 
-SYNC = "torch.nn.SyncBatchNorm, under DDP and under mw.distribute, is the batch norm of one device"
+pytestmark = pytest.mark.evidence(
+    "`torch.nn.SyncBatchNorm`, under DDP and under the line, is the batch norm of one device"
+)
 
 
 def images() -> nn.Module:
@@ -42,7 +44,6 @@ def under_ddp() -> dict[str, Tensor]:
     return trained(DistributedDataParallel(model), part, "cuda", mw.world_size())
 
 
-@pytest.mark.evidence(SYNC)
 def test_under_ddp_it_is_the_batch_norm_of_one_device(gpus: Any) -> None:
     want = trained(images(), slice(None), "cpu", 1)
     for got in gpus(2).run(under_ddp):
@@ -63,7 +64,6 @@ def under_mw() -> dict[str, Tensor]:
     return {name: value.cpu() for name, value in model.state_dict().items()}
 
 
-@pytest.mark.evidence(SYNC)
 def test_under_mw_distribute_it_is_the_batch_norm_of_one_device(gpus: Any) -> None:
     want = trained(images(), slice(None), "cpu", 1)
     for got in gpus(2).run(under_mw):
@@ -80,7 +80,6 @@ def in_half() -> list[Tensor]:
     return [each.cpu() for each in (out.detach(), x.grad, norm.weight.grad, norm.bias.grad, norm.running_var)]
 
 
-@pytest.mark.evidence(SYNC)
 def test_statistics_of_half_precision_are_kept_in_32_bits(gpus: Any) -> None:
     norm, x = nn.BatchNorm2d(3), pictures(8)[0].half().float().requires_grad_()
     out = norm(x)

@@ -13,7 +13,9 @@ from torch.utils.data import DataLoader, TensorDataset
 import meshwise as mw
 from meshwise.transfer.sharded import full_tensor
 
-DRAWS = "what a program draws on GPUs is alike on every rank, and what its models draw is keyed by batch and rank"
+pytestmark = pytest.mark.evidence(
+    "what a program draws is alike on every rank, and what its models draw is keyed by batch and rank"
+)
 
 
 class Doubled(nn.Module):
@@ -36,7 +38,6 @@ def split() -> Any:
     return kept, [*own, torch.rand(3, device="cuda").tolist()]
 
 
-@pytest.mark.evidence(DRAWS)
 def test_a_batch_in_pieces_has_its_draws_on_the_gpu(gpus: Any) -> None:
     (alone, on_one), *_ = gpus(1).run(split)
     (first, on_first), (second, on_second) = gpus(2).run(split)
@@ -69,7 +70,6 @@ def stepped() -> Any:
     return [p.tolist() for p in model.parameters()], drawn
 
 
-@pytest.mark.evidence(DRAWS)
 def test_an_optimizer_draws_alike_on_gpus_and_leaves_the_draws_of_each_rank_as_they_were(gpus: Any) -> None:
     """Its step seeded the device for all ranks alike, and left it so: each rank's noise behind it was the same."""
     (want, _), *_ = gpus(1).run(stepped)
@@ -92,7 +92,6 @@ def built(deferred: bool) -> Any:
     return whole, torch.rand(3, device="cuda").tolist()
 
 
-@pytest.mark.evidence(DRAWS)
 def test_a_deferred_model_has_the_values_that_it_would_draw_on_the_gpu(gpus: Any) -> None:
     pool = gpus(2)
     assert pool.run(built, True) == pool.run(built, False)

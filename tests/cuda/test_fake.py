@@ -5,6 +5,12 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.evidence(
+    "the fake itself: float32 trains as on the CPU, bit for bit, bf16, fp16 and recurrent layers within a bound; a "
+    "missing wait is wrong numbers under some schedule; an end of memory, what is left at the end and what NCCL would "
+    "not say are errors; A100, H100 and T4 are told by count, capability and bf16 alone"
+)
+
 Program = Callable[..., str]
 
 MODELS = """
@@ -63,13 +69,11 @@ for make in (mlp, cnn, gpt):
 """
 
 
-@pytest.mark.evidence("an MLP, a CNN and a GPT in float32 train on the fake as on the CPU, bit for bit")
 @pytest.mark.parametrize("schedule", ["immediate", "default-late", "side-late", "random"])
 def test_float32_training_is_that_of_the_cpu_bit_for_bit(program: Program, schedule: str) -> None:
     program(MODELS + EQUAL, schedule=schedule, seed=1)
 
 
-@pytest.mark.evidence("bf16 and fp16 on the fake stay within a stated bound of the CPU")
 def test_half_precision_stays_near_the_cpus(program: Program) -> None:
     """autocast's lists of CUDA and of the CPU differ: 2e-2 of a loss of 2.3 is 3 roundings of bfloat16."""
     program(MODELS + """
@@ -81,7 +85,6 @@ for dtype in (torch.bfloat16, torch.float16):
 """)  # fmt: skip
 
 
-@pytest.mark.evidence("recurrent layers on the fake are those of the CPU within rounding")
 def test_recurrent_layers_are_those_of_the_cpu_within_rounding(program: Program) -> None:
     """CUDA adds the biases of their cells in one kernel of its own."""
     program("""
@@ -137,7 +140,6 @@ WAITS = {
 }
 
 
-@pytest.mark.evidence("a missing wait is wrong numbers under some schedule, by seed")
 @pytest.mark.parametrize("race", RACES)
 def test_a_missing_wait_is_wrong_numbers_under_some_schedule_and_a_wait_right_ones_under_all(
     program: Program, race: str
@@ -153,7 +155,6 @@ def test_a_missing_wait_is_wrong_numbers_under_some_schedule_and_a_wait_right_on
     assert not all(right("pass"))
 
 
-@pytest.mark.evidence("a missing wait is wrong numbers under some schedule, by seed")
 def test_the_same_seed_gives_the_same_wrong_numbers(program: Program) -> None:
     race = RACES["another stream reads before the first has written"].replace("WAIT", "pass")
     text = "import torch\nfor _ in range(20):\n" + "".join(f"    {line}\n" for line in race.strip().splitlines())
@@ -162,7 +163,6 @@ def test_the_same_seed_gives_the_same_wrong_numbers(program: Program) -> None:
     assert first == second and "False" in first
 
 
-@pytest.mark.evidence("random numbers follow the device's generator")
 def test_random_numbers_follow_seed_and_state_of_the_devices_generator(program: Program) -> None:
     program("""
 import torch
@@ -176,7 +176,6 @@ assert abs((kept == 0).float().mean().item() - 0.25) < 0.03 and abs(kept.max().i
 """)  # fmt: skip
 
 
-@pytest.mark.evidence("out of memory at a limit is reported with the remedy")
 def test_memory_ends_at_its_limit(program: Program) -> None:
     program("""
 import torch
@@ -196,7 +195,6 @@ assert free == total == 64 << 20, (free, total)
 CARDS = [("A100", (8, 0), True), ("H100", (9, 0), True), ("T4", (7, 5), False)]
 
 
-@pytest.mark.evidence("control flow and refusals of A100, H100 and T4 (7.5, no bf16)")
 @pytest.mark.parametrize(("gpu", "capability", "bf16"), CARDS)
 def test_a_device_is_what_was_asked_for(program: Program, gpu: str, capability: tuple[int, int], bf16: bool) -> None:
     program(f"""
@@ -206,9 +204,6 @@ assert torch.cuda.is_bf16_supported(including_emulation=False) is {bf16}
 """, gpu=gpu, devices=8)  # fmt: skip
 
 
-@pytest.mark.evidence(
-    "workers start on machines with GPUs; notebooks and scripts that touched CUDA before; loader workers"
-)
 def test_a_forked_child_cannot_use_a_device_that_its_parent_used(program: Program) -> None:
     done = program("""
 import os, torch
@@ -235,9 +230,6 @@ torch.cuda.synchronize()
 """
 
 
-@pytest.mark.evidence(
-    "what NCCL would not say (host memory, another device, collectives that differ) is an error on the fake"
-)
 @pytest.mark.parametrize(
     ("device", "body", "says"),
     [
@@ -287,7 +279,6 @@ LEAKS = {
 }
 
 
-@pytest.mark.evidence("what a program leaves of events, pinned and device memory at its end is an error on the fake")
 @pytest.mark.parametrize("leak", ["pass", *LEAKS])
 def test_what_is_left_at_exit_is_an_error_with_the_calls_name(program: Program, leak: str) -> None:
     said = program(TRAINS.replace("LEAK", leak), fails=leak != "pass", leaks=1)

@@ -12,6 +12,10 @@ import pytest
 
 from meshwise.workers.fork_server import LISTENS
 
+pytestmark = pytest.mark.evidence(
+    "workers start where CUDA was touched before, loader workers too; no module asks for a device while it is imported"
+)
+
 Run = Callable[..., Any]
 ROOT = Path(__file__).parents[2]
 
@@ -65,7 +69,6 @@ def each_launch_has_a_fork_server_of_its_own(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.delenv(LISTENS, raising=False)
 
 
-@pytest.mark.evidence("no module asks for a device while it is imported")
 @pytest.mark.parametrize("devices", [0, 2])
 def test_no_module_of_ours_spoils_the_forks_that_follow(
     devices: int, fake: Run, python: Run, monkeypatch: pytest.MonkeyPatch
@@ -75,18 +78,12 @@ def test_no_module_of_ours_spoils_the_forks_that_follow(
     python("-m", "tests.every_import", "cuda")
 
 
-@pytest.mark.evidence(
-    "workers start on machines with GPUs; notebooks and scripts that touched CUDA before; loader workers"
-)
 def test_workers_start_after_the_launcher_has_counted_its_devices(python: Run) -> None:
     text = "from meshwise.hardware.find import accelerators\nassert accelerators() == ('cuda', 2)\n"
     done = python("-c", text + CELLS.replace("TOUCH", "").replace("DEVICES", "['1xcuda', '2xcuda']"))
     assert done.stdout.splitlines() == ["1xcuda [([3.0, 3.0], 28)]", "2xcuda [([6.0, 6.0], 28), ([6.0, 6.0], 28)]"]
 
 
-@pytest.mark.evidence(
-    "workers start on machines with GPUs; notebooks and scripts that touched CUDA before; loader workers"
-)
 def test_a_notebook_whose_earlier_cell_used_a_gpu_launches_workers_on_all(python: Run) -> None:
     done = python("-c", CELLS.replace("TOUCH", "held = torch.ones(3, device='cuda:1')").replace("DEVICES", "['all']"))
     assert done.stdout.splitlines() == ["all [([6.0, 6.0], 28), ([6.0, 6.0], 28)]"]
@@ -97,9 +94,6 @@ def trained(output: str) -> dict[str, str]:
     return dict(line[3:].rstrip(".").split(": ") for line in output.splitlines() if line.startswith("on "))
 
 
-@pytest.mark.evidence(
-    "workers start on machines with GPUs; notebooks and scripts that touched CUDA before; loader workers"
-)
 @pytest.mark.parametrize("touch", TOUCHES)
 def test_a_script_may_touch_cuda_above_its_first_line_of_ours(touch: str, python: Run, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT.replace("TOUCH", TOUCHES[touch]))
@@ -111,18 +105,12 @@ def test_a_script_may_touch_cuda_above_its_first_line_of_ours(touch: str, python
     assert {*alone.values(), *launched.values(), *under_torchrun.values()} == {alone["16"]}
 
 
-@pytest.mark.evidence(
-    "workers start on machines with GPUs; notebooks and scripts that touched CUDA before; loader workers"
-)
 def test_torchrun_starts_a_job_on_a_gpu_a_rank(python: Run) -> None:
     job = f"{Path(__file__).with_name('jobs.py')}:decoder"
     done = python(*TORCHRUN, 2, "-m", "meshwise", "run", job, "--epochs", "1")
     assert "finished after" in done.stdout and "2 devices" in done.stdout, done.stdout
 
 
-@pytest.mark.evidence(
-    "workers start on machines with GPUs; notebooks and scripts that touched CUDA before; loader workers"
-)
 def test_torchrun_with_more_ranks_than_gpus_is_refused(python: Run, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT.replace("TOUCH", ""))
     done = python(*TORCHRUN, 3, "train.py", check=False)
@@ -130,9 +118,6 @@ def test_torchrun_with_more_ranks_than_gpus_is_refused(python: Run, tmp_path: Pa
     assert "torch finds only 2 GPUs, so local rank 2 has none. Start fewer processes." in done.stderr
 
 
-@pytest.mark.evidence(
-    "workers start on machines with GPUs; notebooks and scripts that touched CUDA before; loader workers"
-)
 def test_a_worker_starts_anew_where_a_plugin_asks_for_devices_before_the_fork(
     python: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -146,9 +131,6 @@ def test_a_worker_starts_anew_where_a_plugin_asks_for_devices_before_the_fork(
     assert done.stdout.splitlines() == ["2xcuda [([6.0, 6.0], 28), ([6.0, 6.0], 28)]"]
 
 
-@pytest.mark.evidence(
-    "workers start on machines with GPUs; notebooks and scripts that touched CUDA before; loader workers"
-)
 def test_a_dataset_that_makes_cuda_tensors_in_a_loaders_worker_is_told_what_to_write(
     python: Run, tmp_path: Path
 ) -> None:

@@ -11,10 +11,11 @@ from meshwise.spec.plan import Plan
 from meshwise.spec.plan_file import plan_to_toml
 from tests.training.script.test_in_loss import LOSSES, Loss, correlation, dice, train
 
+pytestmark = pytest.mark.evidence("sums and means in a loss keep their gradient, as on CPU workers")
+
 CASES = [(Plan(data=2), loss) for loss in LOSSES] + [(Plan(shard=2), loss) for loss in (dice, correlation)]
 
 
-@pytest.mark.evidence("sums and means over all ranks that keep their gradient are on GPUs those of CPU workers")
 @pytest.mark.parametrize(("plan", "loss"), CASES, ids=lambda value: getattr(value, "__name__", str(value)))
 def test_a_loss_of_sums_over_all_ranks_trains_as_on_cpu_workers(
     gpus: Any, pool: Any, loss: Loss, plan: Plan, tmp_path: Any

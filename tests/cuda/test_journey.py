@@ -9,12 +9,13 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.evidence(
+    "`make journey` ends: cleaning, training, a search with a trial per GPU, a student, 8 bits on the CPU"
+)
+
 JOURNEY = Path(__file__).parents[2] / "examples" / "journey" / "journey.py"
 
 
-@pytest.mark.evidence(
-    "`make journey` ends on GPUs: cleaning, training, a search with a trial per GPU, a student, 8 bits on the CPU"
-)
 def test_the_journey_ends_on_gpus_with_a_model_in_8_bits(tmp_path: Path) -> None:
     words = [sys.executable, str(JOURNEY), "--images", "300", "--trials", "2"]
     done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=600)

@@ -6,6 +6,10 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.evidence(
+    "a notebook on two T4 (7.5): its cells run; compile, bf16 and `DataParallel` are refused with a sentence"
+)
+
 CELLS = """
 import torch
 held = torch.ones(3, device="cuda")
@@ -53,7 +57,6 @@ print("copied", mw.to(held, "cuda:1", verify=True).device)
 """
 
 
-@pytest.mark.evidence("control flow and refusals of A100, H100 and T4 (7.5, no bf16)")
 def test_the_cells_of_a_notebook_run_on_two_t4_or_are_refused(python: Any, fake: Any) -> None:
     fake(gpu="T4")
     lines = python("-c", CELLS).stdout.splitlines()
@@ -69,7 +72,6 @@ def test_the_cells_of_a_notebook_run_on_two_t4_or_are_refused(python: Any, fake:
     assert "UsageError --devices 4xcuda: this machine has 2 cuda devices" in text
 
 
-@pytest.mark.evidence("control flow and refusals of A100, H100 and T4 (7.5, no bf16)")
 def test_bf16_on_two_t4_is_refused_with_what_to_write(meshwise: Any, fake: Any) -> None:
     fake(gpu="T4")
     done = meshwise("run", "mnist-mlp", "--devices", "2xcuda", "--set", "precision=bf16", check=False)

@@ -13,6 +13,8 @@ from meshwise.records import folder as names
 from meshwise.reports.analyse import report_of
 from meshwise.reports.read import read_timeline
 
+pytestmark = pytest.mark.evidence("a program of DDP that knows nothing of meshwise is recorded, with its own numbers")
+
 DDP = """
 import os
 import sys
@@ -59,7 +61,6 @@ def by_hand() -> list[float]:
     return losses
 
 
-@pytest.mark.evidence("a program of DDP that knows nothing of meshwise is recorded, with its own numbers")
 @pytest.mark.parametrize(("kind", "backend"), [("cuda", "nccl"), ("cpu", "gloo")])
 def test_ddp_whose_gradients_a_thread_of_autograd_sends_is_recorded(
     meshwise: Any, tmp_path: Path, kind: str, backend: str

@@ -15,6 +15,11 @@ import pytest
 from meshwise.spec.plan import Plan
 from tests.cuda.sides import apart, known, trained
 
+pytestmark = pytest.mark.evidence(
+    "plans over every axis, recompute and offload train on one and two ranks as on CPU workers, bit for bit, ten "
+    "of them in four orders of streams; on four ranks in float64 within 1e-9; `--exact-random` draws one device's masks"
+)
+
 ACTIVATIONS, STATE, PARAMETERS = ("activations",), ("optimizer",), ("parameters",)
 ROUNDING = 1e-9  # of float64
 
@@ -84,9 +89,6 @@ CASES = [
 ]
 
 
-@pytest.mark.evidence(
-    "every plan axis, schedule, offload and recompute trains on one and two ranks as on CPU workers, bit for bit"
-)
 @pytest.mark.parametrize(("name", "plan"), CASES, ids=str)
 def test_gpus_train_what_cpu_workers_do_bit_for_bit(gpus: Any, pool: Any, name: str, plan: Plan) -> None:
     want, got = known(pool(plan.devices), name, plan), trained(gpus(plan.devices), name, plan)
@@ -97,7 +99,6 @@ IN_FLOAT64 = [*(("decoder", plan) for plan in FOUR), ("gpt", Plan(tensor=2)), ("
 """RMS norms are one kernel on CUDA, and several on the CPU."""
 
 
-@pytest.mark.evidence("plans of four ranks train in float64 as on CPU workers, within 1e-9")
 @pytest.mark.parametrize(("name", "plan"), IN_FLOAT64, ids=str)
 def test_gpus_train_in_float64_what_cpu_workers_do(gpus: Any, pool: Any, name: str, plan: Plan) -> None:
     plan = replace(plan, precision="fp64")
@@ -120,7 +121,6 @@ STREAMS = [
 SCHEDULES = [("default-late", 0), ("side-late", 0), ("random", 1), ("random", 2)]
 
 
-@pytest.mark.evidence("no order in which streams may run changes a number of a plan")
 @pytest.mark.parametrize(("schedule", "seed"), SCHEDULES)
 def test_no_order_in_which_streams_may_run_changes_a_number(gpus: Any, pool: Any, schedule: str, seed: int) -> None:
     """What lacks a wait reads too early in one of them."""
@@ -129,7 +129,6 @@ def test_no_order_in_which_streams_may_run_changes_a_number(gpus: Any, pool: Any
         assert apart(want, got) == 0, plan
 
 
-@pytest.mark.evidence("under `--exact-random` several devices draw the masks of one")
 def test_under_exact_random_gpus_draw_the_masks_of_one(gpus: Any) -> None:
     want = trained(gpus(1), "with dropout", Plan(precision="fp64"), exact_random=True)
     for plan in (Plan(data=2), Plan(shard=2), Plan(tensor=2), Plan(context=2), Plan(data=2, recompute="full")):

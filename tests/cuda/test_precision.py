@@ -10,6 +10,10 @@ import pytest
 from meshwise.spec.plan import Plan
 from tests.cuda.sides import apart, known, trained
 
+pytestmark = pytest.mark.evidence(
+    "bf16 and fp16 with a scaled loss train as on CPU workers, within the bound that the test states"
+)
+
 WIDTHS = [{"precision": "bf16"}, {"precision": "fp16"}, {"precision": "bf16", "grad_dtype": "bf16"}]
 PLANS = [
     {"data": 2, "zero1": True},
@@ -22,7 +26,6 @@ PLANS = [
 ]
 
 
-@pytest.mark.evidence("bf16 and fp16 with a scaled loss train as on CPU workers, within the bound that the test states")
 @pytest.mark.parametrize("width", WIDTHS, ids=str)
 def test_gpus_train_in_half_precision_what_cpu_workers_do(gpus: Any, pool: Any, width: dict[str, Any]) -> None:
     for settings in PLANS:

@@ -11,6 +11,9 @@ from typing import Any
 
 import pytest
 
+WHAT = "races between streams, and of the host, are told by line, in programs and in `check --perturb`"
+pytestmark = pytest.mark.evidence(WHAT, rung="R3")
+
 Run = Callable[..., Any]
 
 EACH = """
@@ -305,7 +308,6 @@ def told(python: Run, folder: Path, programs: dict[str, str]) -> dict[str, list[
     return dict(zip(programs, (json.loads(line[1:]) for line in lines), strict=True))
 
 
-@pytest.mark.evidence("races between streams are told by line, in programs and in `check --perturb`", rung="R3")
 def test_each_race_is_told_once_with_both_lines(python: Run, tmp_path: Path) -> None:
     found = told(python, tmp_path, RACES)
     assert {name: len(each) for name, each in found.items()} == dict.fromkeys(RACES, 1), found
@@ -314,7 +316,6 @@ def test_each_race_is_told_once_with_both_lines(python: Run, tmp_path: Path) -> 
         assert set(re.findall(rf"{number}\.py:(\d+)", found[name][0])) >= marked, found[name]
 
 
-@pytest.mark.evidence("races between streams are told by line, in programs and in `check --perturb`", rung="R3")
 def test_nothing_is_told_where_everything_waits(python: Run, tmp_path: Path) -> None:
     assert told(python, tmp_path, CLEAN) == {name: [] for name in CLEAN}
 
@@ -331,7 +332,6 @@ assert [each.sentence.split(" what ")[0] for each in found] == ["program:8: the 
 """
 
 
-@pytest.mark.evidence("races between streams are told by line, in programs and in `check --perturb`", rung="R3")
 def test_looking_for_races_leaves_cuda_to_the_program_which_may_begin_with_it_later(program: Run) -> None:
     program(BEFORE_CUDA)
 
@@ -355,7 +355,6 @@ for x, y in loader:
 """
 
 
-@pytest.mark.evidence("races between streams are told by line, in programs and in `check --perturb`", rung="R3")
 def test_check_perturb_follows_streams_and_says_where_the_wait_is_missing(meshwise: Run, tmp_path: Path) -> None:
     for wait in ("side.wait_stream(torch.cuda.current_stream())", "pass"):
         (tmp_path / "train.py").write_text(LEFT_OUT.replace("WAIT", wait))

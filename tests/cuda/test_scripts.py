@@ -11,6 +11,11 @@ from torch import Tensor
 
 from meshwise.torch_compat.tree import tensors_in
 
+pytestmark = pytest.mark.evidence(
+    "scripts print, save and resume as on CPU workers: loader workers, pinning, fp16, a fused optimizer, a model made "
+    "on the CPU; `check` proves a plan"
+)
+
 SCRIPT, JOB = Path(__file__).with_name("script.py"), f"{Path(__file__).with_name('jobs.py')}:decoder"
 SCRIPTS = [
     ("fused", ["data=2", "offload=activations"]),
@@ -25,9 +30,6 @@ def tensors(path: Path) -> list[Tensor]:
     return [tensor.cpu() for tensor in tensors_in(torch.load(path))]
 
 
-@pytest.mark.evidence(
-    "a script prints and saves what it does on CPU workers: loader workers, pinning, fp16, a fused optimizer"
-)
 @pytest.mark.parametrize(("words", "plan"), SCRIPTS)
 def test_a_script_does_on_gpus_what_it_does_on_cpu_workers(
     meshwise: Any, fake: Any, tmp_path: Path, words: str, plan: list[str]
@@ -59,7 +61,6 @@ for x in loader:
 """
 
 
-@pytest.mark.evidence("a worker trains on its GPU a model that its script made on the CPU; one GPU did not")
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_model_made_on_the_cpu_moves_to_the_gpu_of_its_worker(meshwise: Any, tmp_path: Path, count: int) -> None:
     script = tmp_path / "train.py"
@@ -69,7 +70,6 @@ def test_a_model_made_on_the_cpu_moves_to_the_gpu_of_its_worker(meshwise: Any, t
     assert "{'cpu'}" in meshwise("run", "--devices", f"{count}xcpu", script).stdout
 
 
-@pytest.mark.evidence("a run goes on from its saved state, under another plan or on fewer devices")
 def test_a_run_on_gpus_goes_on_under_another_plan(meshwise: Any, tmp_path: Path) -> None:
     def goes_on(kind: str) -> list[float]:
         folder, losses = tmp_path / kind, list[float]()
@@ -98,9 +98,6 @@ torch.distributed.destroy_process_group()
 """
 
 
-@pytest.mark.evidence(
-    "workers start on machines with GPUs; notebooks and scripts that touched CUDA before; loader workers"
-)
 def test_stages_send_in_a_group_that_the_program_made(python: Any, tmp_path: Path) -> None:
     """Without `device_id` a send alone and a receive in a group have connections of their own: both waited for ever."""
     (tmp_path / "own.py").write_text(OWN_GROUP)
@@ -110,14 +107,12 @@ def test_stages_send_in_a_group_that_the_program_made(python: Any, tmp_path: Pat
     assert len(errors) == 4 and errors == pytest.approx(errors[:1] * 4, rel=1e-9)
 
 
-@pytest.mark.evidence("`meshwise check` on GPUs proves a plan")
 @pytest.mark.parametrize("plan", ["shard=2", "tensor=2"])
 def test_a_check_on_gpus_says_that_the_plan_is_right(meshwise: Any, plan: str) -> None:
     done = meshwise("check", JOB, "--devices", "2xcuda", "--set", plan, "--steps", 2)
     assert f"\nequal: Plan({plan}) computes what one device computes" in done.stdout, done.stdout
 
 
-@pytest.mark.evidence("what a device lacks is refused with a sentence")
 def test_compile_without_triton_is_refused_with_a_sentence(meshwise: Any) -> None:
     done = meshwise("run", JOB, "--devices", "2xcuda", "--set", "compile=true", check=False)
     assert "compile=True on a GPU needs triton, which is missing." in done.stdout + done.stderr

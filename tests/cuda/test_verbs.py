@@ -15,12 +15,13 @@ import pytest
 
 from tests.hosts import free_port
 
+pytestmark = pytest.mark.evidence(
+    "`devices`, `bench`, `plan`, `run`, `check`, `predict`, `report` and `checkpoints` work; a killed rank is "
+    "replaced, a hang explained; an end of memory and missing bf16 are told with the remedy; arrays, copies"
+)
+
 JOB = f"{Path(__file__).with_name('jobs.py')}:decoder"
 Run = Callable[..., Any]
-VERBS = (
-    "`devices`, `bench`, `plan`, `run --plan auto`, `predict`, `report`, `runs`, `checkpoints` do on GPUs what they do "
-    "on CPU workers"
-)
 
 
 @pytest.fixture
@@ -30,7 +31,6 @@ def run_folder(meshwise: Run, tmp_path: Path) -> Path:
     return folder
 
 
-@pytest.mark.evidence("a run goes on from its saved state, under another plan or on fewer devices")
 def test_a_run_is_reported_listed_verified_resumed_on_fewer_devices_and_predicts(
     meshwise: Run, run_folder: Path
 ) -> None:
@@ -42,26 +42,22 @@ def test_a_run_is_reported_listed_verified_resumed_on_fewer_devices_and_predicts
     meshwise("run", "--resume", run_folder, "--epochs", "2", "--devices", "1xcuda")
 
 
-@pytest.mark.evidence("`meshwise check` on GPUs proves a plan")
 def test_a_check_on_gpus_says_equal(meshwise: Run) -> None:
     assert "equal" in meshwise("check", JOB, "--devices", "2xcuda", "--set", "shard=2").stdout
 
 
-@pytest.mark.evidence(VERBS)
 def test_devices_names_what_was_asked_for(meshwise: Run, fake: Run) -> None:
     fake(gpu="H100", devices=8)
     said = meshwise("devices").stdout
     assert "cuda:0-7" in said and "H100" in said and "80.0 GiB" in said, said
 
 
-@pytest.mark.evidence(VERBS)
 def test_bench_finds_every_byte_where_it_belongs(meshwise: Run) -> None:
     said = " ".join(meshwise("bench", "--devices", "2xcuda", "--sizes", "64K", "--seconds", "0.2").stdout.split())
     assert re.search(r"(\d+) of \1 paths delivered the bytes they were given", said)
     assert "nccl" in said and "cuda:0 → cuda:1" in said
 
 
-@pytest.mark.evidence(VERBS)
 def test_bench_between_hosts_measures_from_gpu_to_gpu(processes: None) -> None:
     """Two starts of torchrun with a GPU each are two hosts."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
@@ -84,7 +80,6 @@ def test_bench_between_hosts_measures_from_gpu_to_gpu(processes: None) -> None:
     assert len(results) == 8 and all(each["wrong"] is None for each in results)
 
 
-@pytest.mark.evidence("what a device lacks is refused with a sentence")
 def test_bf16_on_a_device_that_only_emulates_it_is_refused(meshwise: Run, fake: Run) -> None:
     fake(gpu="T4")
     found = meshwise("bench", "--compute", "--devices", "1xcuda", "--seconds", "0.2", check=False).stdout
@@ -113,9 +108,6 @@ mw.print("memory", mw.memory())
 """
 
 
-@pytest.mark.evidence(
-    "a script prints and saves what it does on CPU workers: loader workers, pinning, fp16, a fused optimizer"
-)
 def test_the_verbs_of_a_script_take_tensors_of_the_device_and_of_the_host(meshwise: Run, tmp_path: Path) -> None:
     (tmp_path / "verbs.py").write_text(VERBS_OF_A_SCRIPT)
 
@@ -127,13 +119,11 @@ def test_the_verbs_of_a_script_take_tensors_of_the_device_and_of_the_host(meshwi
     assert said("cuda") == said("cpu") != []
 
 
-@pytest.mark.evidence(VERBS)
 def test_plans_for_the_gpus_that_are_here_are_told_to_fit(meshwise: Run) -> None:
     said = meshwise("plan", JOB, "--devices", "2", "--set", "data=2").stdout
     assert "A100" in said and "of 80.0 GiB" in said and "fits" in said
 
 
-@pytest.mark.evidence(VERBS)
 def test_predictions_are_those_of_cpu_workers(meshwise: Run, run_folder: Path, tmp_path: Path) -> None:
     def predicted(kind: str) -> list[Any]:
         out = tmp_path / f"{kind}.jsonl"
@@ -143,7 +133,6 @@ def test_predictions_are_those_of_cpu_workers(meshwise: Run, run_folder: Path, t
     assert predicted("cuda") == predicted("cpu") != []
 
 
-@pytest.mark.evidence("a killed rank is replaced on its device; a hang is explained, with torch's flight recorder")
 def test_a_hang_names_the_rank_and_what_the_devices_wait_for(meshwise: Run) -> None:
     done = meshwise(
         "run", JOB, "--devices", "2xcuda", "--epochs", "4", "--fault", "hang:rank=1,step=10", "--hang-limit", "4"
@@ -153,20 +142,17 @@ def test_a_hang_names_the_rank_and_what_the_devices_wait_for(meshwise: Run) -> N
     assert "rank 0, by torch's flight recorder:" in said and "finished after" in said, said
 
 
-@pytest.mark.evidence(VERBS)
 def test_a_plan_that_was_chosen_here_is_run_here(meshwise: Run) -> None:
     """The rehearsal's stand-in for a GPU hid the GPUs from the run that followed it."""
     assert "finished after" in meshwise("run", JOB, "--plan", "auto", timeout=400).stdout
 
 
-@pytest.mark.evidence("a killed rank is replaced on its device; a hang is explained, with torch's flight recorder")
 def test_a_killed_rank_is_started_again_on_its_device(meshwise: Run, tmp_path: Path) -> None:
     """The system shows no fake GPU on its bus, as in some containers: none is taken for lost."""
     said = meshwise("run", JOB, "--set", "data=2", "--fault", "kill:rank=1,step=4").stdout  # on all that are here
     assert "was killed by SIGKILL" in said and "finished after" in said
 
 
-@pytest.mark.evidence("out of memory at a limit is reported with the remedy")
 def test_what_does_not_fit_is_said_with_the_remedy(meshwise: Run, fake: Run) -> None:
     fake(memory=24)
     done = meshwise("run", "gpt", "--devices", "1xcuda", "--restarts", "0", check=False)
@@ -174,7 +160,6 @@ def test_what_does_not_fit_is_said_with_the_remedy(meshwise: Run, fake: Run) -> 
     assert "out of memory" in (done.stdout + done.stderr).lower() and "Traceback" not in done.stdout
 
 
-@pytest.mark.evidence("arrays on two devices; copies, scatter and gather between devices")
 def test_arrays_and_copies_between_devices_are_right(program: Run) -> None:
     program("""
 import numpy as np, torch, meshwise as mw

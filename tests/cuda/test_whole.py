@@ -18,6 +18,10 @@ from meshwise.torch_compat.tree import map_tensors
 from tests.cuda import whole_programs
 from tests.training.whole.running import PROGRAMS, apart, run
 
+pytestmark = pytest.mark.evidence(
+    "programs that see whole batches leave on two GPUs what they leave on two CPU workers, and draw what one GPU draws"
+)
+
 # fmt: off
 OF_WHOLE = [
     "accuracy_beside_loss", "fewer_rows_than_ranks", "minibatches_permuted", "accumulation_by_hand", "loss_scaler",
@@ -31,7 +35,6 @@ OWN = [(name, None) for name in ("autocast", "fp16_that_overflows", "side_stream
 OWN += [("accumulated", plan) for plan in (Plan(shard=2), Plan(data=2, zero1=True))]
 LATE = ("random", 1)
 """The schedule of streams, under which a missing wait is a wrong number."""
-EQUAL = "programs that see whole batches leave on two GPUs what they leave on two CPU workers"
 
 
 class MadeThere(TorchFunctionMode):
@@ -75,13 +78,11 @@ def assert_equal(every: list[Any], want: Any) -> None:
         assert far < 1e-12, f"{far} {at}"
 
 
-@pytest.mark.evidence(EQUAL)
 @pytest.mark.parametrize("name", OF_WHOLE)
 def test_a_program_leaves_on_gpus_what_it_leaves_on_cpu_workers(gpus: Any, pool: Any, name: str) -> None:
     assert_equal(gpus(2, *LATE).run(of_whole, name, "cuda"), pool(2).run(of_whole, name, "cpu")[0])
 
 
-@pytest.mark.evidence(EQUAL)
 @pytest.mark.parametrize(("name", "plan"), OWN, ids=str)
 def test_a_program_for_a_gpu_leaves_what_it_leaves_on_cpu_workers(gpus: Any, pool: Any, name: str, plan: Any) -> None:
     want = pool(2).run(own, name, "cpu", plan)[0]
@@ -89,13 +90,11 @@ def test_a_program_for_a_gpu_leaves_what_it_leaves_on_cpu_workers(gpus: Any, poo
         assert_equal(gpus(2, *schedule).run(own, name, "cuda", plan), want)
 
 
-@pytest.mark.evidence("a program that sees whole batches draws on two GPUs what it draws on one")
 def test_a_program_draws_on_two_gpus_what_it_draws_on_one(gpus: Any) -> None:
     (want,) = gpus(1).run(own, "drawn", "cuda")
     assert_equal(gpus(2, *LATE).run(own, "drawn", "cuda"), want)
 
 
-@pytest.mark.evidence("GPUs that see whole batches and drop values out end alike")
 def test_gpus_that_drop_values_out_end_alike(gpus: Any) -> None:
     first, second = gpus(2, *LATE).run(own, "dropped", "cuda")
     assert_equal([second], first)

@@ -133,6 +133,11 @@ def test_views_overlap_where_they_share_a_byte(one: Any, other: Any, apart: int,
     assert have_common_bytes(second, first) == bool(bytes_of(first) & bytes_of(second))
 
 
+def test_columns_of_a_big_matrix_share_bytes_only_where_they_overlap() -> None:
+    left, right, more = (region_of(4 * at, 4, (8192, n), (8192, 1)) for at, n in ((0, 4096), (4096, 4096), (0, 4097)))
+    assert left and right and more and have_common_bytes(more, right) and not have_common_bytes(left, right)
+
+
 def test_the_bytes_of_a_view_are_those_of_its_elements() -> None:
     assert region_of(100, 4, (3, 5), (5, 1)) == dense(100, 160)
     assert region_of(100, 4, (5, 3), (1, 5)) == dense(100, 160)  # transposed
