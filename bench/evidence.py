@@ -52,8 +52,8 @@ NONE = """
 
 Rung none: step times, overlap and memory that the allocator reserves (predicted: [accuracy](accuracy.md); two
 configurations were measured on one GPU, above); fragmentation and expandable segments; kernels, `torch.compile` and
-CUDA graphs on several devices; access between devices (`peer`) and memory that processes share, which the fake refuses. `side_stream` of test_whole.py left other losses in one
-of three runs, in which two sessions of tests shared the fake: cause unknown.
+CUDA graphs on several devices; access between devices (`peer`) and memory that processes share, which the fake refuses.
+Once in three runs, beside another session of tests, `side_stream` of test_whole.py left other losses: cause unknown.
 
 Of `meshwise submit --kubernetes`, the rules as documented were played, and no controller was run:
 [test_several_pods.py](../../tests/launcher/engines/test_several_pods.py) kills, drains and silences three pods.
