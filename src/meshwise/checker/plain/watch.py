@@ -93,6 +93,7 @@ class _Watcher:
         self.noted = NotedNumbers()
         self._names: dict[int, tuple[Tensor, str]] = {}
         self._known_roots = set[int]()
+        self._known = set[int]()  # ids of the modules of these roots
         self._seen = set[int]()  # ids of the models whose state was recorded since the last step
         self._hooked: dict[int, Tensor] = {}
         self._inside: list[nn.Module] = []  # the modules whose forward runs now
@@ -160,8 +161,8 @@ class _Watcher:
             self.record.refused = NOT_REPLICAS
             raise ScriptEnds
         self._inside.append(module)
-        if len(self._inside) > 1:  # a module of a model, whose parameters FSDP may just have replaced
-            return
+        if len(self._inside) > 1 and (id(module) in self._known or not any(True for _ in module.parameters())):
+            return  # FSDP may just have replaced the parameters of a module of a model
         if isinstance(module, DistributedDataParallel):
             self._wrapped_forward |= torch.is_grad_enabled()
         if id(module) in self._known_roots:
@@ -170,6 +171,7 @@ class _Watcher:
             return
         if any(id(p) not in self._names for p in module.parameters()):
             self._known_roots.add(id(module))
+            self._known |= set(map(id, module.modules()))
             self._roots.append(module)
             taken = {name for _, name in self._names.values()}
             for name, p in module.named_parameters():
