@@ -209,7 +209,7 @@ RULES: Mapping[str, tuple[Rule, ...]] = {
     "batch contents": (says(K.CONTENTS, kinds.other_contents),),
     "random draws": (says(K.DROPOUT, OF_PROGRAM),),
     "model inputs": (
-        says(K.COUPLED, "{name} is mixed by a permutation of each rank's own samples.", _is_permuted),
+        says(K.COUPLED, "the input of the model is mixed by a permutation of each rank's own samples.", _is_permuted),
         says(K.CONTENTS, _draws_of_ranks),
         says(K.CONTENTS, "the model gets other values, of a batch that is equal: see what the program makes of it."),
     ),
