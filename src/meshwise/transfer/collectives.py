@@ -84,7 +84,7 @@ def sum_now(tensor: Tensor, *, of: str) -> None:
     """
     group, name, recorder = DIVIDING[0] or dist.group.WORLD, collective_name("all-reduce", of), current()
     if group is None or COUNTERS or OPEN or has_streams(tensor.device) or tensor.dtype not in backend.PLAIN:
-        begin_sum(tensor, of=of).wait()
+        _begin_sum(tensor, of, mean=False).wait()
         return
     key, beat = key_of(DIVIDING[0]), heartbeat.beat
     entered[key] += 1
