@@ -31,7 +31,6 @@ WRONG = {
         "loss = (error * mask / mask.sum()).sum()",
         "weigh 0.392857, 0.607143 on one device and 0.5, 0.5 under the plan; they have 4, 4 samples. train.py:30",
     ),
-    "a sum": ("loss = error.sum() / 40", "adds up over the ranks"),
     "times the ranks": (
         "loss = error.mean() * size()",
         "2 times that of one device, where what it multiplies is equal",
