@@ -122,7 +122,7 @@ def job(**more: Any) -> Job:
 
 def assert_equal(pool: Any, made: Job, plan: Plan) -> None:
     counts = hold(made, plan, pool)
-    assert counts["gradients"] == 3 * (2 + 6 * 5 - 1) and counts["evaluation"] and counts["module outputs"] > 100
+    assert counts["gradients"] == 4 * (2 + 6 * 5 - 1) and counts["evaluation"] and counts["module outputs"] > 100
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

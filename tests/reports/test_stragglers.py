@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from meshwise.reports.analyse import report_of
 from meshwise.reports.run_report import Report
 from meshwise.reports.spans import KIND, KINDS
-from meshwise.reports.step_table import SyncPoints, step_table_of, straggler_ranks, tail_bound
+from meshwise.reports.step_table import SyncPoints, decisive, step_table_of, straggler_ranks, tail_bound
 from tests.reports.schedules import PHASES, Schedule, delayed, even, jittered, played, shifted
 
 
@@ -177,7 +177,7 @@ def test_ranks_that_are_late_by_turns_are_uneven_not_late() -> None:
 def test_a_rank_is_late_although_others_are_last_in_meetings_that_cost_nothing() -> None:
     meetings = [(step, 1, 0.02) for step in range(24)] + [(step, 0, 1e-5) for step in range(0, 24, 2)]
     step, rank, cost = (np.array(each) for each in zip(*sorted(meetings), strict=True))
-    assert straggler_ranks(SyncPoints(step, rank, cost, rank, cost), np.arange(2)) == [1]
+    assert straggler_ranks(rank[decisive(SyncPoints(step, rank, cost, rank, cost))], np.arange(2)) == [1]
 
 
 @given(st.integers(2, 400), st.floats(0.1, 0.9), st.data())

@@ -128,7 +128,7 @@ def _stragglers(shares: _Shares, error_seconds: float) -> Iterator[Finding]:
     points, less = table.sync_points, _balanced(table, shares.facts.shares)
     steady = np.isin(points.step, table.step[table.steady])
     compared = np.isin(np.arange(len(steady)), decisive(points)) & steady
-    for rank in straggler_ranks(points, table.arrivals.ranks) if shares.steps >= FEWEST else ():
+    for rank in straggler_ranks(points.rank[compared], table.arrivals.ranks) if shares.steps >= FEWEST else ():
         of_rank = steady & (points.rank == rank)
         counted = of_rank & compared
         delay, cost = float(np.median(points.delay[counted])), float(points.cost[of_rank].sum()) / shares.steps

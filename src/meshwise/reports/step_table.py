@@ -128,10 +128,10 @@ def decisive(sync_points: SyncPoints) -> Whole:
     return order[np.flatnonzero(np.diff(sync_points.step[order], append=-1))]
 
 
-def straggler_ranks(sync_points: SyncPoints, ranks: Whole) -> list[int]:
-    """Return the ranks that are last in more steps than chance would explain."""
-    last, fair = sync_points.rank[decisive(sync_points)], 1 / max(len(ranks), 1)
-    times, total = {rank: int((last == rank).sum()) for rank in ranks.tolist()}, len(last)
+def straggler_ranks(last: Whole, ranks: Whole) -> list[int]:
+    """Return the ranks that are last in more steps than chance would explain. last: the last rank of each step."""
+    fair, total = 1 / max(len(ranks), 1), len(last)
+    times = {rank: int((last == rank).sum()) for rank in ranks.tolist()}
     return [rank for rank in times if total and tail_bound(total, times[rank], fair) * len(ranks) < CHANCE]
 
 
