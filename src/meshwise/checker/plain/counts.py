@@ -42,6 +42,10 @@ def reads(ranks: Sequence[Record], one: Record, agrees: bool) -> Iterator[Findin
     """Yield findings about the samples that ranks read."""
     for passes in _by_pass(ranks):
         first, trained = passes[0], any(p.trained for p in passes)
+        of_rank = [p for p in ranks[0].passes if p.loader == first.loader and not p.is_peek]
+        before = [p for p in of_rank if p.number < first.number]
+        if first.is_peek:
+            continue
         of_loader = [p for p in one.passes if p.loader == first.loader]
         alone = [p for p in of_loader if p.number == first.number]
         batch = sum(len(p.batches[0]) for p in passes if p.batches)
@@ -49,7 +53,7 @@ def reads(ranks: Sequence[Record], one: Record, agrees: bool) -> Iterator[Findin
         every_epoch = [set(p.read) for p in of_loader if not p.endless]
         varies = bool(every_epoch) and len(set().union(*every_epoch)) - len(every_epoch[0]) >= batch > 0
         shared = len(passes) == len(ranks) > 1 and not has_own_data(ranks)
-        if first.number == 0 and shared and not draws_again and not any(p.endless for p in passes):
+        if not before and shared and not draws_again and not any(p.endless for p in passes):
             once = OF_ACCELERATE if ranks[0].accelerate else OF_DDP
             # A forward of DDP broadcasts the statistics of batch norms, but a forward of model.module does not.
             if ranks[0].norms and not ranks[0].accelerate:
@@ -58,13 +62,12 @@ def reads(ranks: Sequence[Record], one: Record, agrees: bool) -> Iterator[Findin
                 yield from _shares(passes, alone, batch, agrees, once)
             elif alone and trained:
                 yield from _shares_of_a_part(passes, alone[0], batch)
-        earlier = [p for p in ranks[0].passes if p.loader == first.loader and p.number == first.number - 1]
-        again = bool(earlier) and earlier[0].trained and earlier[0].read == first.read
+        again = bool(before) and before[-1].trained and before[-1].read == first.read
         if trained and first.shuffles and again and not first.endless:
             evidence = "two epochs read the samples in the same shuffled order."
             instead = "Call sampler.set_epoch(epoch) before each epoch."
             yield Finding("set_epoch is missing", True, first.places, evidence, instead)
-        if trained and first.number == 0:
+        if trained and not before:
             yield from _batch(passes, alone)
 
 
@@ -83,7 +86,7 @@ def _shares(passes: Sequence[Pass], alone: Sequence[Pass], batch: int, agrees: b
         evidence = f"{other} samples are read by the ranks, and not by one process with the same sampler."
         yield Finding("other samples than one process", True, first.places, evidence)
     if size > 0 and all(len(set(p.read)) > 0.9 * size for p in passes):
-        yield from _whole(passes, size, trained)
+        yield from _whole(passes, size, trained, agrees)
     elif trained:
         if never:
             instead = "" if never < batch else "Share out the whole data set: DistributedSampler(dataset)."
@@ -122,7 +125,7 @@ def _shares_of_a_part(passes: Sequence[Pass], alone: Pass, batch: int) -> Iterat
         yield Finding("samples never read", True, passes[0].places, evidence, instead)
 
 
-def _whole(passes: Sequence[Pass], size: int, trained: bool) -> Iterator[Finding]:
+def _whole(passes: Sequence[Pass], size: int, trained: bool, agrees: bool) -> Iterator[Finding]:
     """Yield a finding for a loop in which each rank reads all samples, if it trains or joins the ranks' results."""
     first, ranks = passes[0], len(passes)
     if trained:
@@ -132,7 +135,7 @@ def _whole(passes: Sequence[Pass], size: int, trained: bool) -> Iterator[Finding
     elif any(p.padded_away for p in passes):
         evidence = f"each of {ranks} ranks reads all {size} samples, "
         evidence += "and gather_for_metrics joins what they give."
-        yield Finding(TWICE, True, first.places, evidence, "Give the loader to accelerator.prepare.")
+        yield Finding(TWICE, not agrees, first.places, evidence, "Give the loader to accelerator.prepare.")
 
 
 def _batch(passes: Sequence[Pass], alone: Sequence[Pass]) -> Iterator[Finding]:
@@ -150,7 +153,8 @@ def schedule(ranks: Sequence[Record], one: Record, pairs: Sequence[tuple[Step, S
     many = ranks[0]
     ticks = [statistics.median([step.ticks for step in side.steps[1:]] or [0]) for side in (many, one)]
     lengths = [_steps_of_pass(record) for record in (many, one)]
-    rates = [step.settings[0].get("lr", 0.0) if step.settings else 0.0 for pair in pairs[:1] for step in pair]
+    begun = [pair for pair in pairs[:1] if all(step.settings for step in pair)]
+    rates = [step.settings[0].get("lr", 0.0) for pair in begun for step in pair]
     if rates and rates[0] != rates[1]:
         evidence = f"it begins with {rates[0]:.4g} on {len(ranks)} devices and with {rates[1]:.4g} on one."
         yield Finding("learning rate depends on the devices", False, (many.steps[0].places[2],), evidence)
@@ -227,7 +231,7 @@ def left_over(first: Record) -> Iterator[Finding]:
     step of the next epoch."""
     usual = first.microbatches
     late = next((step for step in first.steps[1:] if len(step.scales) > usual), None)
-    if late is not None and sum(each.trained for each in first.passes) > 1:
+    if late is not None and not late.by_trainer and sum(each.trained for each in first.passes) > 1:
         evidence = f"{usual} batches make a step, and one has {len(late.scales)}: "
         evidence += "the gradients of an epoch's last batches are added to the next epoch's first step. "
         evidence += "How many are left depends on the devices."

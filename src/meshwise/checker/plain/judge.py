@@ -5,6 +5,7 @@ A plain script is one that does not use meshwise. Tested in tests/checker/test_p
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -23,9 +24,10 @@ def judge(script: str, devices: str, ranks: Sequence[Record], one: Record, repea
     steps, other_data = list(steps_of(ranks, one)), bool(one.refused) or _reads_others(ranks)
     drawn = [at for at in steps if any(step.draws for step in (*at.ranks, at.one))]
     local = [at for at in steps if at.is_local]
+    alone = [at for at in steps if len(ranks) > 1 and at.reads_one_rank]
     found, largest = list[Finding](), 0.0
     for at in steps:
-        rules = OF_RANKS if other_data or at in drawn or at in local else RULES
+        rules = OF_RANKS if other_data or at in drawn or at in local or at in alone else RULES
         hits = [hit for rule in rules if (hit := rule(at)) is not None]
         largest = max([largest, *(far for far, _ in hits)])
         found += [finding for _, finding in hits[:1] if not found]
@@ -39,6 +41,9 @@ def judge(script: str, devices: str, ranks: Sequence[Record], one: Record, repea
     if drawn:
         said = f"the gradients of step {_numbers(drawn)}: the script draws random numbers"
         not_judged.append(f"{said} between a batch and its backward, and each rank draws others.")
+    if alone:
+        said = f"step {_numbers(alone)}: one process reads what one rank alone reads,"
+        not_judged.append(f"{said} and without a DataLoader nothing tells what the other ranks read.")
     shown = list(counts.shown(ranks, one, devices, one))
     if any(finding.wrong for finding in shown):  # a printed number may be a measurement, which differs in a second run
         shown = list(counts.shown(ranks, one, devices, next(iter(repeat()), None) or one))
@@ -50,7 +55,7 @@ def judge(script: str, devices: str, ranks: Sequence[Record], one: Record, repea
         *counts.rates(ranks),
         *counts.norms(ranks),
         *counts.left_over(ranks[0]),
-        *([] if _reads_others(ranks) else shown),
+        *([] if _reads_others(ranks) or alone else shown),
     ]
     once = {(each.kind, each.places): each for each in reversed(found)}  # keep the first of each kind and line
     epochs = len({p.number for p in ranks[0].passes if p.trained})
@@ -84,6 +89,9 @@ def _not_judged(ranks: Sequence[Record], one: Record) -> Iterator[str]:
         yield "gradients: each rank has a data set of its own, which one process does not have."
     if any(p.samples is None for record in ranks for p in record.passes):
         yield "a loader without indices (IterableDataset, batch_size=None): which samples it reads is not known."
+    unfinite = [n for n, step in enumerate(ranks[0].steps, 1) if not math.isfinite(step.loss)]
+    if unfinite:
+        yield f"step {some(unfinite, 8)}: the loss is not finite."
     if ranks[0].schedules and not ranks[0].ticked_at:
         yield f"the schedule of {ranks[0].schedules[0]}: its step() was not called."
     if not one.refused and len(one.steps) < len(ranks[0].steps):

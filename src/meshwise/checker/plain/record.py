@@ -30,6 +30,11 @@ class Pass:
     counted: int = 0
 
     @property
+    def is_peek(self) -> bool:
+        """Whether the program only looked at the first batch, as by `next(iter(loader))`."""
+        return not self.trained and not self.over and len(self.given) == 1
+
+    @property
     def read(self) -> list[int]:
         """The sample indices of all batches that the sampler gives, in order."""
         return [index for batch in self.batches for index in batch]

@@ -9,7 +9,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from meshwise.checker.difference import FLOOR, LIMIT
+from meshwise.checker.difference import FLOOR, LIMIT, apart
 from meshwise.checker.finding import Finding
 from meshwise.checker.plain.record import Record, Step
 from meshwise.checker.rank_weights import solve
@@ -50,6 +50,12 @@ class At:
         """Whether each rank makes this step by itself, in a program that averages parameters later."""
         starts = [step.starts for step in self.ranks]
         return bool(self.apart & self.joined) or among(starts, self.joined) is not None
+
+    @property
+    def reads_one_rank(self) -> bool:
+        """Whether one process reads what one rank alone reads, in a program without a DataLoader."""
+        weights = weights_of(self, total(self.one.own)) if not any(self.one.batches) else None
+        return weights is not None and sorted(abs(w) > NEAR for w in weights) == [False] * (len(weights) - 1) + [True]
 
     def last_step_of(self, name: str) -> At | None:
         """Return the newest step before this one that updates a parameter on some rank."""
@@ -107,12 +113,12 @@ def _joined(steps: Sequence[list[Step]]) -> frozenset[str]:
 def far_apart(one: Tensors, other: Tensors, names: Iterable[str] | None = None) -> tuple[float, str] | None:
     """Return the largest difference between tensors of the same name, relative to the tensor's norm or a thousandth of
     the largest, and the name. Return None if it is at most LIMIT."""
-    most = FLOOR * max((float(value.norm()) for value in one.values()), default=0.0)
+    most = FLOOR * max((float(value.nan_to_num().norm()) for value in one.values()), default=0.0)
     found = list[tuple[float, str]]()
     for name in sorted((one.keys() if names is None else set(names)) & one.keys() & other.keys()):
         alike = one[name].shape == other[name].shape
-        far = float((one[name] - other[name]).norm()) if alike else float("inf")
-        size = max(float(one[name].norm()), most)
+        far = float(apart(one[name], other[name]).norm()) if alike else float("inf")
+        size = max(float(one[name].nan_to_num().norm()), most)
         found.append((far / size if size else far and float("inf"), name))
     worst = max(found, default=(0.0, ""))
     return None if worst[0] <= LIMIT else worst

@@ -1,4 +1,4 @@
-"""Copy and sketch the tensors of one process of a plain script."""
+"""Copy and sketch the values of one process of a plain script."""
 
 from __future__ import annotations
 
@@ -46,3 +46,25 @@ def value_after(ranks: Sequence[Step], name: str) -> Tensor | None:
     if parts and all(torch.equal(other, gradients[0]) for other in gradients[1:]):
         return None  # each rank has updated a part of it
     return held[0] if held else None
+
+
+def settings_of(group: dict[str, Any]) -> dict[str, float]:
+    """Return the numbers among an optimizer's settings: by the name, or by `betas 0` for the first of several."""
+    found = dict[str, float]()
+    for key, value in group.items():
+        several = isinstance(value, tuple)
+        for at, number in enumerate(value if several else (value,)):
+            if isinstance(number, int | float) and type(number) is not bool:
+                found[f"{key} {at}" if several else key] = float(number)
+    return found
+
+
+def take_settings(group: dict[str, Any], settings: dict[str, float]) -> None:
+    """Give a group of parameters the settings of another, as `settings_of` returns them."""
+    for name, number in settings.items():
+        key, _, at = name.partition(" ")
+        held = group.get(key)
+        if isinstance(held, tuple):
+            group[key] = (*held[: int(at)], number, *held[int(at) + 1 :])
+        elif isinstance(held, float):
+            group[key] = number

@@ -27,7 +27,7 @@ from meshwise.checker.plain.neutral import NORMS, neutral, on_cpu
 from meshwise.checker.plain.reads import LATER_STEPS, PASSES, Reads
 from meshwise.checker.plain.record import Follow, Record, Step
 from meshwise.checker.plain.schedule import TRAINER, watch_ticks
-from meshwise.checker.plain.values import copied, parameters_in, sketched, value_after
+from meshwise.checker.plain.values import copied, parameters_in, settings_of, sketched, take_settings, value_after
 from meshwise.checker.short_loops import ScriptEnds
 from meshwise.checker.sketches import pieces
 from meshwise.checker.upcast import called_in_float64, plain_attention, upcast
@@ -284,7 +284,7 @@ class _Watcher:
         @functools.wraps(plain)
         def clip(parameters: Any, *arguments: Any, **named: Any) -> Any:
             held = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-            gradients = {self._name(p): p.grad.detach().to("cpu", copy=True) for p in held if p.grad is not None}
+            gradients = {self._name(p): copied(p.grad) for p in held if p.grad is not None}
             norms = [float(gradient.norm()) for gradient in gradients.values()]
             self._next.clips.append((user_place(), float(numpy.linalg.norm(norms)) if norms else 0.0))
             self._next.unclipped = gradients | self._next.unclipped
@@ -321,7 +321,7 @@ class _Watcher:
         )
         step, self._next = self._next, Step()
         step.optimizer, step.places = number, (self._forward_at, self._backward_at, user_place())
-        step.settings = [_numbers(group) for group in optimizer.param_groups]
+        step.settings = [settings_of(group) for group in optimizer.param_groups]
         step.gradients = {self._name(p): copied(p.grad) for p in held if p.grad is not None}
         known = {self._name(p): p for p in (*held, *(p for p, _ in self._names.values()))}
         for name, p in known.items():
@@ -332,7 +332,7 @@ class _Watcher:
         self.record.steps.append(step)
         if ranks := self._followed(number):
             for group, settings in zip(optimizer.param_groups, ranks[0].settings, strict=False):
-                group.update({key: value for key, value in settings.items() if isinstance(group.get(key), float)})
+                take_settings(group, settings)
             for p in held:
                 name = self._name(p)
                 there = next((each.gradients[name] for each in ranks if name in each.gradients), None)
@@ -393,7 +393,3 @@ class _Watcher:
                 plain(*values, **named)
 
         return show
-
-
-def _numbers(group: dict[str, Any]) -> dict[str, float]:
-    return {key: float(value) for key, value in group.items() if type(value) in (int, float)}
