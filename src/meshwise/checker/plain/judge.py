@@ -24,7 +24,7 @@ def judge(script: str, devices: str, ranks: Sequence[Record], one: Record, repea
     steps, other_data = list(steps_of(ranks, one)), bool(one.refused) or _reads_others(ranks)
     drawn = [at for at in steps if any(step.draws for step in (*at.ranks, at.one))]
     local = [at for at in steps if at.is_local]
-    alone = [at for at in steps if len(ranks) > 1 and at.reads_one_rank]
+    alone = [at for at in steps if len(ranks) > 1 and at.reads_others]
     found, largest = list[Finding](), 0.0
     for at in steps:
         rules = OF_RANKS if other_data or at in drawn or at in local or at in alone else RULES
@@ -42,11 +42,15 @@ def judge(script: str, devices: str, ranks: Sequence[Record], one: Record, repea
         said = f"the gradients of step {_numbers(drawn)}: the script draws random numbers"
         not_judged.append(f"{said} between a batch and its backward, and each rank draws others.")
     if alone:
-        said = f"step {_numbers(alone)}: one process reads what one rank alone reads,"
-        not_judged.append(f"{said} and without a DataLoader nothing tells what the other ranks read.")
+        said = f"step {_numbers(alone)}: one process seems to read other samples than the ranks,"
+        not_judged.append(f"{said} and without a DataLoader nothing tells which.")
     shown = list(counts.shown(ranks, one, devices, one))
     if any(finding.wrong for finding in shown):  # a printed number may be a measurement, which differs in a second run
         shown = list(counts.shown(ranks, one, devices, next(iter(repeat()), None) or one))
+    if not ranks[0].passes and any(finding.wrong for finding in shown):
+        lines = some(place for finding in shown if finding.wrong for place in finding.places)
+        not_judged.append(f"what {lines} shows: without a DataLoader nothing tells of which samples it is.")
+        shown = [finding for finding in shown if not finding.wrong]
     found = [
         *counts.reads(ranks, one, counts.agrees(ranks[0], one, shown)),
         *found,

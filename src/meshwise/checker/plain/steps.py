@@ -52,10 +52,14 @@ class At:
         return bool(self.apart & self.joined) or among(starts, self.joined) is not None
 
     @property
-    def reads_one_rank(self) -> bool:
-        """Whether one process reads what one rank alone reads, in a program without a DataLoader."""
-        weights = weights_of(self, total(self.one.own)) if not any(self.one.batches) else None
-        return weights is not None and sorted(abs(w) > NEAR for w in weights) == [False] * (len(weights) - 1) + [True]
+    def reads_others(self) -> bool:
+        """Whether one process seems to read other samples than all ranks together, in a program without a DataLoader:
+        its gradients are other, and not a sum of those of several ranks."""
+        by_loader = not self.one.batches or any(self.one.batches)
+        if by_loader or far_apart(self.one.before_clipping.gradients, self.many) is None:
+            return False
+        weights = weights_of(self, total(self.one.own))
+        return weights is None or sum(abs(weight) > NEAR for weight in weights) < 2
 
     def last_step_of(self, name: str) -> At | None:
         """Return the newest step before this one that updates a parameter on some rank."""
