@@ -70,8 +70,10 @@ class Comparison:
         return self.first is None
 
 
-def compare(reference: Trace, actual: Trace) -> Comparison:
-    """Compare the run under a plan (`actual`) with the run on one device (`reference`)."""
+def compare(reference: Trace, actual: Trace, *, divided: bool = False) -> Comparison:
+    """Compare the run under a plan (`actual`) with the run on one device (`reference`).
+
+    divided: whether the plan divides modules, so that values are exchanged between them."""
     found = [Difference("races", 0, race, math.inf) for race in actual.races]
     found += _over_ranks(_start(reference, actual), actual.rank_divergence)
     noise: dict[str, Tensor] = {}
@@ -87,7 +89,7 @@ def compare(reference: Trace, actual: Trace) -> Comparison:
         wrong = any(d.fault for d in gradients)
         found += [d for d in contents if wrong or not d.fault]  # different contents count only if gradients differ
         found += [Difference("random draws", number, line, math.inf) for line, _ in sorted(other.drawn_alike)]
-        if wrong and not actual.exchanges:  # with them, an input may be a part of that on one device
+        if wrong and not (divided or actual.exchanges):  # an input may then be a part of that on one device
             outputs = traced_back(outputs, mine, other)
         found += outputs if wrong else of_samples(outputs, unseen)
         found += gradients

@@ -103,13 +103,14 @@ def prove(
     again: Callable[[CheckSpec], Trace] | None = None,
 ) -> Proof:
     """Compare a run under a plan with a run on one device, and return the result."""
-    comparison = compare(reference, actual)
+    divided = max(spec.plan.tensor, spec.plan.context, spec.plan.pipeline) > 1
+    comparison = compare(reference, actual, divided=divided)
     first = comparison.first
     if first is not None and again is not None and (first.step > 1 or first.kind == "evaluation"):
         noise = noise_of(reference, actual)
         if noise:
             reference = again(replace(spec, noise=noise))
-            comparison = compare(reference, actual)
+            comparison = compare(reference, actual, divided=divided)
             first = comparison.first
     of_rounded = [compare(reference, trace) for trace in rounded]
     unknown = NO_ROUNDING if len(rounded) < 2 else ""
