@@ -23,11 +23,11 @@ from meshwise.checker.one_device import one_device
 from meshwise.checker.options import DEFAULT_DEVICES, PRELOAD_OF_CHECK, CheckOptions
 from meshwise.checker.passes import Passes, say_next_pass
 from meshwise.checker.plain.judge import judge
-from meshwise.checker.plain.reads import LATER_STEPS
 from meshwise.checker.plain.record import Follow, Record
 from meshwise.checker.plain.script import libraries_of, refuse_unjudged, watch
 from meshwise.checker.programs import watch_job, watch_script
 from meshwise.checker.proof import PlainProof, Proof, prove
+from meshwise.checker.short_loops import LATER
 from meshwise.checker.trace import LEFT, CheckSpec, Draws, ProgramTrace, Trace, trace_to_compare
 from meshwise.checker.views.check_text import check_text
 from meshwise.hardware.allowance import allowed_cores
@@ -164,7 +164,7 @@ def _plain(
 ) -> PlainProof | None:
     """Check a script that does not use meshwise. Return None if it turns out to call functions of meshwise."""
     check_script(str(script), options)
-    each = f"{plural(options.steps, 'step')} of its first epoch, {min(options.steps, LATER_STEPS)} of its second"
+    each = f"{plural(options.steps, 'step')} of its first epoch, {min(options.steps, LATER)} of its second"
     says = partial(Passes, notify=options.notify, progress=options.progress)
     passes = says([f"the script on {devices}: {each}", "one process, on the samples that the ranks read"])
     run, libraries = partial(run_script_file, script.resolve(), list(options.arguments)), libraries_of(script)

@@ -28,17 +28,9 @@ MICROBATCHES = "number of microbatches"
 """The name of the `Difference` of the number of microbatches in a step."""
 KINDS = (
     *("races", "modules", "tied weights", "initial parameters", "initial buffers", "resumed state", "sample order"),
-    *("batch contents", "random draws", "model inputs", "module outputs", "loss", "gradients", "gradient norm"),
-    *(
-        "clipped gradients",
-        "learning rate",
-        "optimizer state",
-        "parameters",
-        "buffers",
-        "scheduler",
-        "steps",
-        "evaluation",
-    ),
+    *("batch contents", "random draws", "model inputs", "module outputs", "loss"),
+    *("gradients", "gradient norm", "clipped gradients", "learning rate"),
+    *("optimizer state", "parameters", "buffers", "scheduler", "steps", "evaluation"),
 )
 """The kinds of values that are compared, in the order in which a step produces them."""
 HARDLY = 1e-3  # a difference counts as explained if a correction leaves less than this fraction of it

@@ -224,9 +224,8 @@ class EngineWatcher:
         if self._place is None or self._place[1] == len(self.tracer.step.samples):
             self.tracer.step.samples.append(self._batch[1])
         if reduce and self._job is None:
-            of_stepped = (
-                self.tracer.step.clipped_gradients if self._done else {}
-            )  # a hook of the backward made the step
+            # If a hook of the backward made the step, its gradients may be gone.
+            of_stepped = self.tracer.step.clipped_gradients if self._done else {}
             self.tracer.step.gradients = of_stepped | gradients_of(self._model)
             self._reduced = local_sums(self._model, buffers=False)
         if self._job is None:

@@ -81,9 +81,9 @@ class Evidence:
         texts = {f"{size} times": size for size in sizes} | {f"1/{size} of": 1 / size for size in sizes}
         return next((text for text, value in texts.items() if near(factor, value)), "")
 
-    def exchanges(self, module: str, *, sums: bool | None = None) -> list[Exchange]:
-        """Return the collectives that the program calls in the forward of `module`."""
-        known = [each for each in self.actual.exchanges if each.module and sums in (None, each.adds_up)]
+    def exchanges(self, module: str, *, sums: bool = False) -> list[Exchange]:
+        """Return the collectives that the program calls in the forward of `module`. sums: only those that add up."""
+        known = [each for each in self.actual.exchanges if each.module and (each.adds_up or not sums)]
         inside = [each for each in known if is_inside(each.module, module)]
         around = [each for each in known if is_inside(module, each.module)]
         nearest = max((each.module for each in around), key=len, default="")

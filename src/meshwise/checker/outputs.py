@@ -40,11 +40,6 @@ def output_difference(one: Output, ranks: Sequence[Output]) -> float | None:
     return max(sizes) if _all_equal(sizes) else None  # if ranks differ, it is unknown whether rows are samples
 
 
-def has_rows_of_samples(one: Output, ranks: Sequence[Output]) -> bool:
-    """Return True if the shapes of a module output are consistent with one row per sample."""
-    return any(f"{dim}" in one.sketches and _fits(one, ranks, dim) for dim in (0, 1))
-
-
 def _same_rows(one: Output, ranks: Sequence[Output]) -> bool:
     """Return whether the ranks together have the same rows as one device, in any order."""
     parts = [rank.sketches["unordered"] for rank in ranks if "unordered" in rank.sketches]

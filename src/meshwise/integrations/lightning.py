@@ -130,10 +130,8 @@ class DistributedResults:
 
     def log(self, fx: str, name: str, value: Any, *args: Any, **options: Any) -> None:
         if not self.meshwise.alone:
-            options |= {
-                "sync_dist": True,
-                "sync_dist_fn": _as_it_is,
-            }  # otherwise Lightning warns of unreduced values
+            # otherwise Lightning warns of unreduced values
+            options |= {"sync_dist": True, "sync_dist_fn": _as_it_is}
         super().log(fx, name, value, *args, **options)  # type: ignore[misc]
 
     def update_metrics(self, key: str, value: Any, batch_size: int) -> None:

@@ -112,10 +112,8 @@ def _job_of(options: PredictOptions) -> Job:
 
 
 def _launched(options: PredictOptions, console: Console) -> list[Predictions]:
-    job, slots = (
-        _job_of(options),
-        worker_slots(options.run_options),
-    )  # errors are reported before any worker starts
+    job = _job_of(options)
+    slots = worker_slots(options.run_options)  # errors are reported before any worker starts
     plan = options.run_options.plan_on(len(slots))
     check_fits(plan, World(size=len(slots), device=slots[0].device))
     with LiveView(console) as view:

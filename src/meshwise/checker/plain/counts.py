@@ -42,10 +42,10 @@ def reads(ranks: Sequence[Record], one: Record, agrees: bool) -> Iterator[Findin
     """Yield findings about the samples that ranks read."""
     for passes in _by_pass(ranks):
         first, trained = passes[0], any(p.trained for p in passes)
-        of_rank = [p for p in ranks[0].passes if p.loader == first.loader and not p.is_peek]
-        before = [p for p in of_rank if p.number < first.number]
         if first.is_peek:
             continue
+        of_rank = [p for p in ranks[0].passes if p.loader == first.loader and not p.is_peek]
+        before = [p for p in of_rank if p.number < first.number]
         of_loader = [p for p in one.passes if p.loader == first.loader]
         alone = [p for p in of_loader if p.number == first.number]
         batch = sum(len(p.batches[0]) for p in passes if p.batches)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from meshwise.checker.plain.record import Follow, Pass
-from meshwise.checker.short_loops import EVALUATED, ScriptEnds
+from meshwise.checker.short_loops import EVALUATED, LATER, ScriptEnds
 from meshwise.spec.user_code import user_place
 from meshwise.torch_compat import loaders, program_calls
 from meshwise.torch_compat.loaders import is_read_singly
@@ -29,7 +29,6 @@ MOST_BATCHES = 2_000
 PASSES = 2
 WHOLE = 8
 """Evaluations of up to this many batches are read whole, because a script may treat the last batch differently."""
-LATER_STEPS = 2
 
 
 @dataclass
@@ -154,7 +153,7 @@ class Reads:
     def _enough(self, loop: _Loop) -> bool:
         """Return True if the loop has read enough batches, and should skip to its last ones."""
         made, now = self._made - loop.made_before, loop.read
-        wanted = self._steps if now.number == 0 else min(self._steps, LATER_STEPS)
+        wanted = self._steps if now.number == 0 else min(self._steps, LATER)
         return made >= wanted - 1 if now.trained else len(now.given) >= EVALUATED and len(loop.batches) > WHOLE
 
     def _next(self, loop: _Loop) -> int:

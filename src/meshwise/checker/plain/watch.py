@@ -24,11 +24,11 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from meshwise.checker.loss_numbers import NotedNumbers
 from meshwise.checker.plain.lightning import on_workers
 from meshwise.checker.plain.neutral import NORMS, neutral, on_cpu
-from meshwise.checker.plain.reads import LATER_STEPS, PASSES, Reads
+from meshwise.checker.plain.reads import PASSES, Reads
 from meshwise.checker.plain.record import Follow, Record, Step
 from meshwise.checker.plain.schedule import TRAINER, watch_ticks
 from meshwise.checker.plain.values import copied, parameters_in, settings_of, sketched, take_settings, value_after
-from meshwise.checker.short_loops import ScriptEnds
+from meshwise.checker.short_loops import LATER, ScriptEnds
 from meshwise.checker.sketches import pieces
 from meshwise.checker.upcast import called_in_float64, plain_attention, upcast
 from meshwise.hardware.memory import free_bytes
@@ -245,7 +245,7 @@ class _Watcher:
         @functools.wraps(plain)
         def backward(tensors: Any, *arguments: Any, **named: Any) -> Any:
             self._backwards += 1
-            if self._backwards > MOST_BACKWARDS * (self._steps + PASSES * LATER_STEPS):
+            if self._backwards > MOST_BACKWARDS * (self._steps + PASSES * LATER):
                 raise ScriptEnds
             losses = [tensors] if isinstance(tensors, Tensor) else list(tensors)
             self._next.own.append({})
@@ -340,7 +340,7 @@ class _Watcher:
                     local_of(p.grad).copy_(there)  # so that an update differs only if the optimizer's step does
 
     def _refuse_large(self, held: list[Tensor]) -> None:
-        needed = 2 * 8 * sum(p.numel() for p in held) * (self._steps + PASSES * LATER_STEPS) * 3
+        needed = 2 * 8 * sum(p.numel() for p in held) * (self._steps + PASSES * LATER) * 3
         free = free_bytes(torch.device("cpu"))
         if needed > free:
             raise UsageError(

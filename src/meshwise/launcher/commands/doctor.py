@@ -86,10 +86,8 @@ def doctor(
     try:
         facts, found = launcher.nodes.compare(seat, health, program, options.wait)
     except WorkerFailed as error:
-        facts, found = (
-            {},
-            [*health.findings, Finding("nodes", f"node {seat.node}", str(error), launcher.nodes.OPEN)],
-        )
+        facts = {}
+        found = [*health.findings, Finding("nodes", f"node {seat.node}", str(error), launcher.nodes.OPEN)]
     if seat.node == 0 or not facts:
         _show(health, {**health.facts, **facts}, found, as_json)
     sys.stdout.flush()
